@@ -2,7 +2,7 @@
 
 It evaluates on held-out data before and after, writes a folder for `AutoModelForCausalLM.from_pretrained`, and
 generates a text from that folder. Of chats only what the assistant says is trained. Without `--model` a tiny Llama of
-random weights takes its place, with a tokenizer that is trained on the data. Needs `pip install 'terapipe_ds[hf]'`.
+random weights takes its place, with a tokenizer that is trained on the data. Needs transformers and peft.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 A document is a text file, or a line of a .jsonl file; the tokenizer's end of a document follows it. Of a directory, all
 text files below it are taken in the order of their names. Then train with --data-path OUT and the same --tokenizer.
-Needs megatron-core: pip install 'terapipe_ds[megatron]'
+Needs megatron-core: pip install megatron-core==0.16.1
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from pathlib import Path
 from command_line import Parser
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.config.megatron_arguments import translation
 
 EXAMPLES = """\
 examples:
@@ -31,24 +32,6 @@ examples:
         --untie-embeddings-and-output-weights --group-query-attention --num-query-groups 2
 """
 
-# Megatron-LM's options that DeepSpeed's JSON has instead
-IN_DEEPSPEED_CONFIG = {
-    "--micro-batch-size": "train_micro_batch_size_per_gpu",
-    "--global-batch-size": "train_batch_size, or gradient_accumulation_steps",
-    "--lr": "optimizer.params.lr",
-    "--min-lr": "scheduler",
-    "--lr-decay-style": "scheduler",
-    "--lr-decay-iters": "scheduler",
-    "--lr-warmup-iters": "scheduler.params.warmup_num_steps",
-    "--weight-decay": "optimizer.params.weight_decay",
-    "--adam-beta1": "optimizer.params.betas",
-    "--adam-beta2": "optimizer.params.betas",
-    "--clip-grad": "gradient_clipping",
-    "--bf16": "bf16.enabled",
-    "--fp16": "fp16.enabled",
-    "--use-distributed-optimizer": "zero_optimization.stage = 1",
-    "--zero-stage": "zero_optimization.stage",
-}
 POSITION_IDS = 1  # among the inputs (tokens, position_ids)
 
 
@@ -111,11 +94,9 @@ def _keep_to_documents(parser: argparse.ArgumentParser, args: argparse.Namespace
 
 
 def _about_unknown(unknown: Sequence[str]) -> str:
-    name = unknown[0].partition("=")[0]
-    key = IN_DEEPSPEED_CONFIG.get(name)
-    if key is None:
-        return f"unknown arguments: {' '.join(unknown)}"
-    return f"{name} is DeepSpeed's matter: set {key} in the file of --deepspeed_config"
+    """All unknown arguments, each with its place in the DeepSpeed JSON, as far as it has one."""
+    names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+    return "; ".join(f"{name}: {translation(name)}" for name in names) or f"unknown arguments: {' '.join(unknown)}"
 
 
 def build_parser() -> argparse.ArgumentParser:

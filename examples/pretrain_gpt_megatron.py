@@ -4,7 +4,7 @@
         --deepspeed_config configs/gpt_tp2_pp2.json
 
 On a machine without accelerators put `DS_ACCELERATOR=cpu OMP_NUM_THREADS=1` in front. Without `--data-path` the
-text is the source of Python's standard library. Needs `pip install 'terapipe_ds[megatron]'`.
+text is the source of Python's standard library. Needs `pip install megatron-core==0.16.1`.
 """
 
 from __future__ import annotations

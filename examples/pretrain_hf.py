@@ -2,7 +2,7 @@
 
 The model is that of a `config.json` of transformers, or a tiny Llama. It evaluates now and then on rows of the text
 that are not trained on, and keeps checkpoints from which `--resume` goes on. It writes a folder that
-`AutoModelForCausalLM.from_pretrained` and `finetune_hf.py --model` read. Needs `pip install 'terapipe_ds[hf]'`.
+`AutoModelForCausalLM.from_pretrained` and `finetune_hf.py --model` read. Needs transformers.
 """
 
 from __future__ import annotations

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import NoReturn
 
 from terapipe_ds.compat import CompatError
+from terapipe_ds.messages import colored, nearest
 from terapipe_ds.version import __version__
 
-COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor")
+COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor", "convert")
 
 
 _REMEDIES: dict[type[OSError], str] = {
@@ -25,7 +30,7 @@ _REMEDIES: dict[type[OSError], str] = {
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Print one line and exit with code 2, without the usage that would bury it."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: {colored('error:', 'red', sys.stderr)} {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"] and any(word.partition("=")[0] == "--devices" for word in words):
         print("terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs", file=sys.stderr)
         words[0] = "strategy"
-    arguments = _parser().parse_args(words, argparse.Namespace(words=words))
+    parser = _parser()
+    _complete(parser)
+    if not words:
+        parser.print_help()
+        return 0
+    arguments = _parse(parser, words)
     try:
         arguments.run(arguments)
         sys.stdout.flush()
@@ -44,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"terapipe {arguments.command}: interrupted", file=sys.stderr)
         return 130
     except (ValueError, OSError, CompatError) as error:
-        print(f"terapipe {arguments.command}: error: {_one_line(error)}", file=sys.stderr)
+        label = colored("error:", "red", sys.stderr)
+        print(f"terapipe {arguments.command}: {label} {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -57,6 +68,26 @@ def _one_line(error: Exception) -> str:
     return " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
 
 
+def _complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks which words may follow, and end the process; argcomplete is an optional package."""
+    with contextlib.suppress(ImportError):
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
+
+
+def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """Return the parsed words; refuse an unknown command or option and name the nearest known one."""
+    if not words[0].startswith("-") and words[0] not in COMMANDS:
+        parser.error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)} Known: {', '.join(COMMANDS)}")
+    arguments, unknown = parser.parse_known_args(words, argparse.Namespace(words=words))
+    if unknown:
+        known = re.findall(r"--[a-z][a-z-]*", arguments.parser.format_help())
+        hint = nearest(unknown[0].partition("=")[0], known)
+        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+    return arguments
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terapipe",
@@ -65,15 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    width = min(shutil.get_terminal_size((100, 24)).columns, 120) - 2
     for name in COMMANDS:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
+        lines = [textwrap.fill(line, width) for line in module.DESCRIPTION.splitlines()]
         command = commands.add_parser(
             name,
             help=module.HELP,
-            description=module.DESCRIPTION,
-            epilog=f"examples:\n{module.EXAMPLES}",
+            usage=f"terapipe {name}{_OPERANDS.get(name, '')} [OPTIONS]",
+            description="\n".join([*lines, "", "examples:", module.EXAMPLES.rstrip()]),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
         module.add_arguments(command)
     return parser
+
+
+_OPERANDS = {"show": " [FILE]", "timeline": " TRACE_DIR_OR_FILE ...", "bench": " [PRESET]"}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 T = TypeVar("T")
 Item = TypeVar("Item", bound=Hashable)
@@ -26,6 +27,19 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except Exception as raised:
         return f"(its str() raises {type(raised).__name__})"
+
+
+def colored(text: str, color: str, stream: TextIO) -> str:
+    """Return the text for a stream: in color on a terminal, unless NO_COLOR (no-color.org) or TERM=dumb forbids it."""
+    if not stream.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{ {'red': 31, 'green': 32, 'yellow': 33, 'cyan': 36}[color] }m{text}\x1b[0m"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return "; did you mean ...?" with the known name that is nearest, or "" where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def describe(error: BaseException) -> str:

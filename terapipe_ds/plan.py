@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import BaseModel, Field
@@ -82,7 +83,7 @@ class SlicePlan:
         """Return the number of slices; at least 1."""
         return len(self.lengths)
 
-    @property
+    @cached_property  # each action asks for it, so that a sum each time would take time quadratic in the slices
     def sequence_length(self) -> int:
         """Return the tokens in the whole sequence."""
         return sum(self.lengths)
@@ -92,7 +93,7 @@ class SlicePlan:
         """Return the share of the sequence that each slice has."""
         return tuple(length / self.sequence_length for length in self.lengths)
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Return the first token of each slice, which is also the number of tokens before it (its prefix)."""
         return tuple(itertools.accumulate(self.lengths[:-1], initial=0))
@@ -101,7 +102,7 @@ class SlicePlan:
         """Return `(start, stop)` of a slice, in tokens. Raises IndexError where there is no such slice."""
         if not 0 <= slice_id < self.num_slices:
             raise IndexError(f"slice_id {slice_id} of a plan of {self.num_slices} slices")
-        start = sum(self.lengths[:slice_id])
+        start = self.starts[slice_id]
         return start, start + self.lengths[slice_id]
 
     def spans(self) -> tuple[tuple[int, int], ...]:

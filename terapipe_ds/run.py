@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import NoReturn
 
 _USAGE = (
     "usage: deepspeed [LAUNCHER OPTIONS] --module terapipe_ds.run [--verify] SCRIPT.py [SCRIPT OPTIONS]\n"
@@ -63,12 +66,28 @@ def main(arguments: list[str] | None = None) -> None:
 
     # streams that share a queue wait for one another; CUDA reads it when it starts, and a user's number stays
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    from terapipe_ds.config import TeraPipeConfigError
     from terapipe_ds.runtime.register import register
 
     register(verify_only=verify_only)
     sys.argv = [script, *script_arguments]
     sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
-    runpy.run_path(script, run_name="__main__")
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except TeraPipeConfigError as error:
+        _end_with(error)
+
+
+def _end_with(error: Exception) -> NoReturn:
+    """Print a mistake in the config once for a machine, without a traceback, and end with exit code 1.
+
+    All ranks find it at the same place, and the launcher ends the others when one has gone. A rank that is still there
+    after some seconds is alone with its mistake, and prints it too.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks
+        time.sleep(15)
+    raise SystemExit(f"terapipe_ds.run: {error}")
 
 
 if __name__ == "__main__":

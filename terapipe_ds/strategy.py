@@ -7,7 +7,7 @@ r mod d of node r div d where nodes have d devices, and the order of the axes sa
     append    pipe, data, model     they are fewer than a node has devices: the next stage takes the devices left
     scatter   data, pipe, model     a pipeline lies in as few nodes as can be, and the replicas are spread over them
 
-The tensor axis is always innermost: it never leaves a node.
+The tensor axis, or the axis of sequence ranks in its place, is always innermost: it never leaves a node.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _Lengths = Annotated[list[_Count], Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
 _Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
+_BUCKET = 50_000_000  # numbers that ZeRO-1 reduces at once, after the last backward
 PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
 """Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
 
 Coordinate = tuple[int, int, int]
-"""(pipe_id, data_id, model_id)."""
+"""(pipe_id, data_id, and model_id or sequence_id)."""
 
 _PRECISION: Mapping[str, dict[str, Any]] = {
     "bfloat16": {"bf16": {"enabled": True}},
@@ -47,8 +48,8 @@ _PRECISION: Mapping[str, dict[str, Any]] = {
 
 
 def _as_axes(axes: list[str]) -> list[str]:
-    if tuple(axes) not in (PIPE_FIRST, DATA_FIRST):
-        raise ValueError("give pipe, data and model once each, model last")
+    if axes[-1:] not in (["model"], ["sequence"]) or tuple(axes[:2]) not in (PIPE_FIRST[:2], DATA_FIRST[:2]):
+        raise ValueError("give pipe, data and model (or sequence) once each, model (or sequence) last")
     return axes
 
 
@@ -69,7 +70,8 @@ class Grid:
     pipe: int
     data: int
     model: int
-    axes: tuple[str, str, str] = PIPE_FIRST
+    axes: tuple[str, str, str] = PIPE_FIRST  # the last one may be "sequence"
+    sequence: int = 1  # ranks that divide the tokens of a slice; model is 1 then
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -78,9 +80,9 @@ class Grid:
 
     @property
     def ranks(self) -> np.typing.NDArray[np.int64]:
-        """Return the rank of every coordinate [pipe, data, model]."""
-        ranks = np.arange(self.pipe * self.data * self.model).reshape(self.dims)
-        return ranks if self.axes == PIPE_FIRST else ranks.transpose(1, 0, 2)
+        """Return the rank of every coordinate [pipe, data, and model or sequence]."""
+        ranks = np.arange(math.prod(self.dims)).reshape(self.dims)
+        return ranks if self.axes[0] == "pipe" else ranks.transpose(1, 0, 2)
 
     def placement(self, devices_per_node: int) -> dict[Coordinate, tuple[int, int]]:
         """Return the (node, device) of every coordinate."""
@@ -116,12 +118,23 @@ class Strategy(BaseModel):
     memory_bytes: list[int]  # the most of each stage
     model: str = ""
     is_complete: bool = True
+    offload_activations: bool = False
+    offload_optimizer: bool = False  # DeepSpeed's, to the host's memory
+    memory_by_kind: dict[str, list[int]] = {}  # of `memory_bytes`: kind -> by stage, at its peak
+    host_memory_bytes: int = 0  # of the fullest node
+    model_flops_per_s: _Seconds = 0.0  # of a device: those of the model, without recomputation
+    mfu: _Seconds = 0.0  # share of the device's peak; 0: not known
 
     @property
     def grid(self) -> dict[str, int]:
-        """Return the degrees: `{"pipe": K, "data": D, "model": T}`."""
-        sizes = dict(zip(self.axes, self.dims, strict=True))
-        return {axis: sizes[axis] for axis in ("pipe", "data", "model")}
+        """Return the degrees: `{"pipe": K, "data": D, "model": T}`, and "sequence" where there is that axis."""
+        sizes = {"pipe": 1, "data": 1, "model": 1} | dict(zip(self.axes, self.dims, strict=True))
+        return {axis: sizes[axis] for axis in ("pipe", "data", "model", "sequence") if axis in sizes}
+
+    @property
+    def inner_axis(self) -> str:
+        """Return the kind of the ranks on the last axis: tensor or sequence."""
+        return "sequence" if self.axes[2] == "sequence" else "tensor"
 
     @property
     def placement(self) -> dict[Coordinate, tuple[int, int]]:
@@ -132,7 +145,8 @@ class Strategy(BaseModel):
     def layout(self) -> Grid:
         """Return the degrees with the order of the axes."""
         sizes = self.grid
-        return Grid(sizes["pipe"], sizes["data"], sizes["model"], (self.axes[0], self.axes[1], self.axes[2]))
+        axes = self.axes[0], self.axes[1], self.axes[2]
+        return Grid(sizes["pipe"], sizes["data"], sizes["model"], axes, sizes.get("sequence", 1))
 
     @property
     def plans(self) -> tuple[SlicePlan, ...]:
@@ -147,6 +161,14 @@ class Strategy(BaseModel):
         return self.plans[0] if len(set(self.plans)) == 1 else None
 
     @property
+    def equal_slices(self) -> int | None:
+        """Return the number of slices where the engine cuts equal ones alike; None where lengths must be listed."""
+        if self.plan is None:
+            return None
+        lengths = self.plan.lengths
+        return len(lengths) if len(set(lengths)) == 1 and (len(lengths) == 1 or lengths[0] % 64 == 0) else None
+
+    @property
     def gap(self) -> float:
         """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
         return self.predicted_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else 0.0
@@ -159,19 +181,28 @@ class Strategy(BaseModel):
         """Return a DeepSpeed config for this strategy; its learning rate is a placeholder to change."""
         data = self.grid["data"]
         section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": copy.deepcopy(self.slices)}
-        if self.plan is not None and self.plan.num_slices == 1:
-            section["slices"] = 1
+        if self.equal_slices:
+            section["slices"] = self.equal_slices
         if self.chunks_per_stage > 1:
             section["chunks_per_stage"] = self.chunks_per_stage
         section["partition"] = list(self.partition)
         section["recompute"] = self.recompute
+        if self.offload_activations:
+            section["offload_activations"] = True
+        zero: dict[str, Any] = {"stage": self.zero_stage}
+        if self.zero_stage:  # the default is two buffers of 500 million numbers, which no plan counts
+            zero |= {"reduce_bucket_size": _BUCKET, "contiguous_gradients": self.offload_optimizer}
+        if self.offload_optimizer:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        tensor = self.grid["model"]
         return {
+            **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
             **_PRECISION[self.dtype],
-            "zero_optimization": {"stage": self.zero_stage},
+            "zero_optimization": zero,
             "terapipe": section,
         }
 
@@ -214,7 +245,7 @@ class Strategy(BaseModel):
         slices = f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} slice{'s' * (counts[-1] > 1)}"
         return (
             f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
-            f"{sizes['pipe']} stages, {sizes['data']} replicas, {sizes['model']} tensor ranks, micro-batches of "
-            f"{self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
+            f"{sizes['pipe']} stages, {sizes['data']} replicas, {self.dims[2]} {self.inner_axis} ranks, micro-batches "
+            f"of {self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
             f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
         )

@@ -22,9 +22,9 @@ RINGS = {
     "config": 0, "plan": 0, "strategy": 0, "version": 0,
     "messages": 0, "costs": 0, "compat": 0, "files": 0, "schedule": 0, "planner": 0,
     "simulator": 0, "timeline": 0,
-    "attention": 1, "dict_batch": 1,
+    "attention": 1, "dict_batch": 1, "losses": 1,
     "runtime": 2, "run": 2,
-    "models": 3, "bench": 3,
+    "models": 3, "integrations": 3, "bench": 3,
     "": 3, "cli": 3, "__main__": 3, "commands": 3, "doctor": 3,
 }  # fmt: skip
 # In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.
@@ -39,17 +39,20 @@ LAZY = ("cli", "__main__", "commands", "doctor")  # `--help` is fast: at import 
 
 # Third parties: the first ring that may import them. What is not listed is not a dependency of the package.
 THIRD_PARTIES = {
-    "numpy": 0, "pydantic": 0, "matplotlib": 0, "plotly": 0,
+    "numpy": 0, "pydantic": 0, "argcomplete": 0, "matplotlib": 0, "plotly": 0,
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
     "torch.distributed": 2, "deepspeed": 2, "xxhash": 2,
     "megatron": 3, "jinja2": 3, "transformers": 3, "safetensors": 3, "peft": 3,
+    "accelerate": 3, "trl": 3, "huggingface_hub": 3,
 }  # fmt: skip
 DEFERRED_ONLY = (
-    "matplotlib", "plotly", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex", "transformers",
-    "safetensors", "peft",
+    "argcomplete", "matplotlib", "plotly", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex",
+    "transformers", "safetensors", "peft", "accelerate", "trl", "huggingface_hub",
 )  # fmt: skip
 # Packages that are there for optional third parties: they import these freely.
-EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors", "peft")}
+EXTRAS = {"models.megatron": ("megatron",),
+          "models.hugging_face": ("transformers", "safetensors", "peft", "huggingface_hub"),
+          "integrations.trainer": ("transformers", "accelerate", "trl")}  # fmt: skip
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 

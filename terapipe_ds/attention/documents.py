@@ -46,7 +46,8 @@ class Documents:
     def position_ids(self) -> torch.Tensor:
         """Return each token's place in its document: int64 [B, T]."""
         tokens = torch.arange(self.start, self.stop)
-        starts = [torch.tensor(row) for row in self.starts]
+        # the documents of the slice alone: all of the row, for each slice, would take time quadratic in its length
+        starts = [torch.tensor([self.first_token(row), *self.edges(row)]) for row in range(len(self.starts))]
         return torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
 
 
@@ -65,7 +66,7 @@ def starts_of(position_ids: torch.Tensor) -> Starts:
 
 def starts_at(edges: torch.Tensor) -> Starts:
     """Return where documents start, from `edges` ([B, L - 1]), which have a flag for each token after the first."""
-    return tuple((0, *(int(i) + 1 for i in row.nonzero().flatten())) for row in edges)
+    return tuple((0, *(row.nonzero().flatten() + 1).tolist()) for row in edges)
 
 
 def have_edges(starts: Sequence[Sequence[int]]) -> bool:

@@ -99,7 +99,7 @@ class GuardCapturedNames(TorchFunctionMode):
         token_dim = _TOKEN_DIMS.get(func)
         if token_dim is not None and not _intercepted:
             arguments = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            _check(arguments["query"], arguments["key"], token_dim)
+            _check(arguments["query"], arguments["key"], token_dim, _CAPTURED if token_dim == -2 else "")
         elif _is_kernel(func) and not _from_backends():
             q, k, *_ = (argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor))
             _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
@@ -177,9 +177,11 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         if query.shape[0] != key.shape[0]:
             return multi_head(*args, **kwargs)
         if bound.arguments["need_weights"]:
-            raise _error(query, key, "it returns weights, of which a slice has a part: pass need_weights=False")
+            raise _error(query, key, "it returns weights, and a slice has only a part of them: pass need_weights=False")
         if not bound.arguments["is_causal"]:
-            raise _error(query, key, "is_causal is False: pass is_causal=True beside the causal attn_mask")
+            raise _error(
+                query, key, f"is_causal is False: pass is_causal=True beside the causal attn_mask. {_NOT_CAUSAL}"
+            )
         _intercepted += 1
         try:  # it calls F.scaled_dot_product_attention, without the mask
             return multi_head(*args, **kwargs)
@@ -189,28 +191,48 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
     return intercepting
 
 
-def _check(query: Tensor, key: Tensor, token_dim: int) -> None:
+def _check(query: Tensor, key: Tensor, token_dim: int, advice: str = "") -> None:
     active = active_slice()
     if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
         return
-    raise _error(query, key)
+    raise _error(query, key, advice or _CALL_OURS)
 
 
-def _error(query: Tensor, key: Tensor, cause: str = "") -> PlainAttentionError:
-    """Return the error of a call; `cause` says why it could not be intercepted."""
+_NOT_CAUSAL = (
+    'Attention that is not causal cannot be sliced: train such a model with "slices": 1 (sliced_attention would make '
+    "it causal)"
+)
+_CALL_OURS = f"call terapipe_ds.attention.sliced_attention(q, k, v, layer) if it is causal. {_NOT_CAUSAL}"
+_CAPTURED = (
+    "its name was imported from torch.nn.functional, where the engine cannot replace it. Causal attention: call "
+    "F.scaled_dot_product_attention, which the engine sends to sliced_attention if is_causal=True; or call "
+    f"terapipe_ds.attention.sliced_attention(q, k, v, layer). {_NOT_CAUSAL}"
+)
+
+
+def _error(query: Tensor, key: Tensor, advice: str) -> PlainAttentionError:
+    """Return the error of a call with the place in the user's code; `advice` is the cause and the change to make."""
     active = active_slice()
     assert active is not None
-    why = f" It could not be sent to sliced_attention: {cause}." if cause else ""
     return PlainAttentionError(
         f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
-        f"{active.sequence_length} tokens, with queries of shape {list(query.shape)} and keys of shape "
-        f"{list(key.shape)}: it would see nothing of the tokens before the slice, which has {active.num_tokens}."
-        f"{why} Call "
-        "terapipe_ds.attention.sliced_attention(q, k, v, layer) instead. Attention over something else than the tokens "
-        "of the sequence (features, heads, a memory that has as many entries), or only among those of one slice, is "
-        "called inside `with terapipe_ds.attention.allow_attention_within_slice():`. Attention that is not causal "
-        "cannot be sliced at all: train such a model with 'slices': 1."
+        f"{active.sequence_length} tokens{_place_of_call()}: it would see nothing of the tokens before the slice, "
+        f"which has {active.num_tokens} (queries of shape {list(query.shape)}, keys of shape {list(key.shape)}). "
+        f"Cause and fix: {advice}. Attention over something else than the tokens of the sequence "
+        "(features, heads, a memory of as many entries), or among the tokens of one slice on purpose: call it inside "
+        "`with terapipe_ds.attention.allow_attention_within_slice():`."
     )
+
+
+def _place_of_call() -> str:
+    """Return the file, line and function of the innermost caller outside torch and this package; "" without one."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in ("torch", "terapipe_ds"):
+            return f", at {frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_qualname})"
+        frame = frame.f_back
+    return ""
 
 
 # --- calls that are intercepted
@@ -274,9 +296,12 @@ def _problem_of(
 ) -> str | None:
     """Say why a call is not plain causal self-attention over the slice's own tokens; None: it is."""
     if mask is not None:
-        return "it has an attn_mask, which does not cover the tokens before the slice: pass is_causal=True and no mask"
+        return (
+            "it has an attn_mask, which does not cover the tokens before the slice. If the mask is causal, pass "
+            f"is_causal=True and no mask; a window or documents: sliced_attention takes them. {_NOT_CAUSAL}"
+        )
     if not is_causal:
-        return "is_causal is False: a token would see the tokens after it"
+        return f"is_causal is False: a token would see the tokens after it. {_NOT_CAUSAL}"
     if q.dim() not in (3, 4) or q.shape[-2] != active.num_tokens:
         return f"the queries do not have {active.num_tokens} tokens in their last dimension but one"
     if k.shape[-2] != q.shape[-2]:

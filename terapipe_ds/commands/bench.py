@@ -16,7 +16,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from terapipe_ds.commands.options import Names, Numbers, Options, Output, Text, flag, option, switch
+from terapipe_ds.commands.options import (
+    JsonOutput,
+    Names,
+    Numbers,
+    Options,
+    Output,
+    Text,
+    flag,
+    json_option,
+    option,
+    switch,
+    write_json,
+)
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
@@ -102,7 +114,7 @@ class BenchOptions(Options):
         "pipeline runs where there is one device; its times are not those of stages with a device each",
         group="sizes",
     )
-    as_json: Output | None = _output("write machine and all figures here", "FILE", flags=("--json",))
+    as_json: JsonOutput | None = json_option("machine and all figures", group="output")
     html: Output | None = _output("write a report for a browser, in one file", "FILE")
     interactive: bool = switch("with --html: timelines to zoom, hover and filter (2 MB more)", group="output")
     result: Text | None = _output(
@@ -123,13 +135,11 @@ def run(arguments: argparse.Namespace) -> None:
         return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     result = {"command": command_line(arguments.words), **_measure(options)}
-    if options.as_json:  # first, so that the figures are kept even if the table or the report fails
-        from terapipe_ds.files.atomic import write_text
+    # first, so that the figures are kept even if the table or the report fails
+    if not write_json(json.dumps(result, indent=1, allow_nan=False), options.as_json):
+        from terapipe_ds.bench.table import render
 
-        write_text(options.as_json, json.dumps(result, indent=1, allow_nan=False))
-    from terapipe_ds.bench.table import render
-
-    print(render(result))
+        print(render(result))
     if options.html:
         from terapipe_ds.bench.report import write_report
 

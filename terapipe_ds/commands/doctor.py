@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import os
 import shutil
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands.options import MAX_DEVICES, MAX_STAGES, Options, Text, option, switch
+from terapipe_ds.commands.options import (
+    MAX_DEVICES,
+    MAX_FORWARDS,
+    MAX_STAGES,
+    JsonOutput,
+    Options,
+    Text,
+    json_option,
+    option,
+    switch,
+    write_json,
+)
 from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.messages import colored
 
 if TYPE_CHECKING:
     from terapipe_ds.doctor import Check, Line
 
-HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to mend it"
+HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to fix it"
 DESCRIPTION = (
     "Look at the installation and the machine, and at a DeepSpeed JSON if one is given: one line for each finding,\n"
-    "with a verdict and the next step. Nothing is built, trained or written. Exit code 1 where something will fail.\n"
+    "failures first, with a verdict and the next step. Nothing is built, trained or written. The exit code is 1 where\n"
+    "something will fail.\n"
     "`ds_report` and `python -m torch.utils.collect_env` print cards, drivers, libraries and built operators.\n"
     "  ok: as it should be    note: worth knowing    warning: may fail or be slow    fail: will not work"
 )
@@ -31,6 +42,8 @@ EXAMPLES = """\
   terapipe doctor
   terapipe doctor --config ds.json                           (what will run, what is refused and why)
   terapipe doctor --config ds.json --stages 4 --data 2       (on 8 ranks)
+  terapipe doctor --config ds.json --sequence-length 8192    (do the slices fit that length?)
+  terapipe doctor --quiet                                    (failures and warnings alone)
   terapipe doctor --json > doctor.json                       (to attach to a report)
 """
 
@@ -41,7 +54,9 @@ class DoctorOptions(Options):
     config: Text | None = option("a DeepSpeed JSON to look at as well", "DS.json")
     stages: int | None = option("pipeline stages of the run", "K", ge=1, le=MAX_STAGES)
     data: int | None = option("replicas of the run (data parallelism)", "D", ge=1, le=MAX_DEVICES)
-    as_json: bool = switch("print as JSON", "--json")
+    sequence_length: int | None = option("tokens of a sequence of the run", "L", ge=1, le=MAX_FORWARDS * 100)
+    quiet: bool = switch("print failures and warnings alone")
+    as_json: JsonOutput | None = json_option("the findings")
 
 
 add_arguments = DoctorOptions.add_to
@@ -56,25 +71,33 @@ def run(arguments: argparse.Namespace) -> None:
 
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
-    show: Callable[[str], None] = (lambda text: None) if options.as_json else functools.partial(print, flush=True)
-    show(f"terapipe doctor, terapipe_ds {__version__}")
+    options.refuse_without("config", "sequence_length")
     found: list[tuple[str, Line]] = []
     for group, checks in _groups(options):
-        show(f"\n{group}")
-        for check in checks:
-            lines = look(check)
-            found += [(group, line) for line in lines]
-            show("\n".join(map(_text, lines)))
+        found += [(group, line) for check in checks for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
-    if options.as_json:
-        listed = [{"group": group, **dataclasses.asdict(line)} for group, line in found]
-        print(json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1))
-    else:
+    listed = [{"group": group, **dataclasses.asdict(line)} for group, line in found]
+    document = {"version": __version__, "counts": dict(counts), "checks": listed}
+    if not write_json(json.dumps(document, indent=1), options.as_json):
+        print(f"terapipe doctor, terapipe_ds {__version__}")
+        print("\n".join(_report(found, options.quiet)))
         words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-        show(f"\n{words}\nds_report and python -m torch.utils.collect_env print cards, drivers and libraries")
+        print(f"\n{words}\nds_report and python -m torch.utils.collect_env print cards, drivers and libraries")
     if counts["fail"]:
         sys.stdout.flush()
         raise SystemExit(1)
+
+
+def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:
+    """Return the findings as text: failures, then warnings, then each group's other lines."""
+    text: list[str] = []
+    for verdict, title in (("fail", "failures"), ("warning", "warnings")):
+        lines = [_text(line) for _, line in found if line.verdict == verdict]
+        text += [f"\n{title}", *lines] if lines else []
+    for group in dict.fromkeys(group for group, _ in found):
+        lines = [_text(line) for each, line in found if each == group and line.verdict in ("ok", "note")]
+        text += [f"\n{group}", *lines] if lines and not quiet else []
+    return text
 
 
 def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
@@ -83,11 +106,13 @@ def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
     ranks = None if options.stages is None else options.stages * (options.data or 1)
     groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *environment.checks()))]
     if options.config is not None:
-        groups.append(("config", deepspeed_json.checks(options.config, options.stages, options.data)))
+        shape = options.stages, options.data, options.sequence_length
+        groups.append(("config", deepspeed_json.checks(options.config, *shape)))
     return groups
 
 
 _INDENT = 32
+_COLORS = {"ok": "green", "note": "cyan", "warning": "yellow", "fail": "red"}
 
 
 def _text(line: Line) -> str:
@@ -97,6 +122,6 @@ def _text(line: Line) -> str:
     if line.fix:
         fix = textwrap.wrap(line.fix, width - _INDENT - 3, break_on_hyphens=False)
         wrapped += [("   " if index else "-> ") + text for index, text in enumerate(fix)]
-    head = f"  {line.verdict:<9}{line.name:<{_INDENT - 13}}  "
+    head = f"  {colored(f'{line.verdict:<9}', _COLORS[line.verdict], sys.stdout)}{line.name:<{_INDENT - 13}}  "
     rest = [" " * _INDENT + text for text in wrapped[1:]]
     return "\n".join([head + wrapped[0], *rest])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,14 +45,20 @@ def check_output(path: str, option: str) -> None:
     check_writable(path)
 
 
+STDOUT = "-"
+
+
 def _file(*suffixes: str, why: str = "") -> AfterValidator:
     """Return the check of a file that a command writes: its suffix, and whether it can be written."""
 
     def check(path: str, info: Any) -> str:
+        option = "--json" if info.field_name == "as_json" else flag(info.field_name)
+        if path == STDOUT and option == "--json":
+            return path
         if suffixes and Path(path).suffix.lower() not in suffixes:
             allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
-            raise CommandError(f"{flag(info.field_name)} {path}: end the name in {allowed}{why}")
-        check_output(path, flag(info.field_name))
+            raise CommandError(f"{option} {path}: end the name in {allowed}{why}")
+        check_output(path, option)
         return path
 
     return AfterValidator(check)
@@ -81,6 +88,8 @@ OrderFile = Annotated[Text, _file(".csv", why=", as the key terapipe.schedule wa
 """An `Output` for a schedule as CSV."""
 Picture = Annotated[Text, _file(".png", ".svg", ".pdf")]
 """An `Output` that matplotlib can draw to."""
+JsonOutput = Annotated[Text, _file(".json")]
+"""The value of `--json`: an `Output` for JSON, or `STDOUT`."""
 
 
 def option(
@@ -101,6 +110,25 @@ def option(
 def switch(help: str, *flags: str, group: str = "") -> Any:
     """Declare a field that is False unless the option is present."""
     return option(help, default=False, action="store_true", flags=flags, group=group)
+
+
+def json_option(what: str = "the result", *, group: str = "") -> Any:
+    """Declare `--json [FILE]`, whose value is of type `JsonOutput | None`; all commands give it this one meaning."""
+    help = f"print {what} as JSON in the place of text; with FILE, write the JSON there and print the text"
+    return option(help, "FILE", group=group, flags=("--json",), nargs="?", const=STDOUT)
+
+
+def write_json(text: str, target: str | None) -> bool:
+    """Write JSON where `--json` says, and return whether it took the place of the text on stdout."""
+    if target is None:
+        return False
+    if target == STDOUT:
+        print(text)
+        return True
+    from terapipe_ds.files.atomic import write_text
+
+    write_text(target, text + "\n")
+    return False
 
 
 class Options(BaseModel):
@@ -252,26 +280,35 @@ class ScheduleOptions(Options):
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
 
 
+_LINE_EVERY_S = 10.0
+
+
 class Progress:
-    """Show a bar on stderr while a search runs, redrawn when it moves; show none where stderr is no terminal."""
+    """Show a bar on stderr while a search runs, redrawn when it moves; where stderr is no terminal, a line per 10 s."""
 
     def __init__(self, hint: str = "") -> None:
         self._hint, self._shown = hint, ""
+        self._is_terminal, self._line_at = sys.stderr.isatty(), time.monotonic() + _LINE_EVERY_S
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
+        if self._shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     @property
-    def callback(self) -> Callable[[str, int, int], None] | None:
+    def callback(self) -> Callable[[str, int, int], None]:
         """Return the function that a search calls with the name of its step, the amount done, and the total."""
-        return self._show if sys.stderr.isatty() else None
+        return self._show
 
     def _show(self, what: str, done: int, of: int) -> None:
         share = min(done / of, 1.0) if of else 1.0
+        if not self._is_terminal:
+            if time.monotonic() >= self._line_at:
+                self._line_at = time.monotonic() + _LINE_EVERY_S
+                print(f"terapipe: {what}, {share:.0%} of this step{self._hint}", file=sys.stderr, flush=True)
+            return
         text = f"{'#' * round(20 * share):20} {share:4.0%} {what}{self._hint}"
         if text != self._shown:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

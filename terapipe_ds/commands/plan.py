@@ -7,7 +7,7 @@ import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands.options import Progress
+from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
 from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
 from terapipe_ds.files.user_json import CommandError
@@ -52,9 +52,9 @@ def run(arguments: argparse.Namespace) -> None:
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
-    if options.as_json:
-        ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
-        print(json.dumps(result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked, indent=1))
+    ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
+    document = result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked
+    if write_json(json.dumps(document, indent=1), options.as_json):
         return
     lines = describe(result, schedule_chosen=ranking is not None)
     if ranking is not None:

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from terapipe_ds.commands.options import (
+    JsonOutput,
     Options,
     OrderFile,
     Output,
@@ -13,6 +14,7 @@ from terapipe_ds.commands.options import (
     ScheduleDetails,
     Text,
     details_option,
+    json_option,
     option,
     switch,
 )
@@ -44,7 +46,7 @@ class CostOptions(Options):
     schedule: Text = _search("a schedule (terapipe show --help lists them), or auto (default): all", "NAME", "auto")
     chunks_per_stage: int | None = _search("parts that each stage holds (default: those of the schedule)", "V", ge=1)
     memory_limit_gb: float | None = _search("per device (default: what it has)", "GB", gt=0)
-    as_json: bool = switch("print as JSON", "--json", group="output")
+    as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON; strategy: a whole DeepSpeed JSON", "FILE")
     picture: Picture | None = _output("draw the simulated step to a .png, .svg or .pdf file", "FILE")
 

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
-from terapipe_ds.commands.options import Output, option, switch
+from terapipe_ds.commands.options import JsonOutput, Output, json_option, option, write_json
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 from terapipe_ds.files.user_json import CommandError
 
@@ -32,7 +32,7 @@ class ProfileOptions(ModelOptions):
 
     out: Output = option("where to write the profile", "FILE", required=True)
     stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
-    as_json: bool = switch("print the profile on stdout as well", "--json")
+    as_json: JsonOutput | None = json_option("the profile")
 
 
 add_arguments = ProfileOptions.add_to
@@ -56,8 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json
         profile = profile_model(job, lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n), _warn)
     profile.save(options.out)
-    if options.as_json:
-        print(profile.to_json(), end="")
+    if write_json(profile.to_json().rstrip(), options.as_json):
         return
     print(f"{options.out}: {profile.key.model} on {profile.key.device}, {profile.key.dtype}, {length} tokens")
     for model in CostModel.from_profile(profile):

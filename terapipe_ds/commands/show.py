@@ -8,7 +8,17 @@ import shutil
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
-from terapipe_ds.commands.options import Numbers, ScheduleOptions, Text, check_output, option, switch
+from terapipe_ds.commands.options import (
+    JsonOutput,
+    Numbers,
+    ScheduleOptions,
+    Text,
+    check_output,
+    json_option,
+    option,
+    switch,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from terapipe_ds.schedule import Schedule
@@ -35,7 +45,7 @@ class ShowOptions(ScheduleOptions):
     csv: Text | None = option(
         "write the orders as CSV to FILE; no name, or -: to stdout", "FILE", group="form", nargs="?", const="-"
     )
-    as_json: bool = switch("print as JSON", "--json", group="form")
+    as_json: JsonOutput | None = json_option("the schedule", group="form")
     stage: int | None = option("print the order of one stage only, one entry per line", "N", group="form")
     lowered: bool = switch("with --stage: all that the engine runs, with loads, sends and receives")
 
@@ -47,6 +57,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Print or write the schedule."""
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.schedule import ScheduleError, to_csv, validate
+    from terapipe_ds.schedule.show import to_dict
 
     options = ShowOptions.read(arguments)
     options.refuse_without("stage", "lowered")
@@ -67,16 +78,13 @@ def run(arguments: argparse.Namespace) -> None:
         print(to_csv(schedule), end="")
     elif options.csv is not None:
         write_text(options.csv, to_csv(schedule))
-    else:
+    elif not write_json(json.dumps(to_dict(schedule), indent=1), options.as_json):
         print(_text(schedule, options))
 
 
 def _text(schedule: Schedule, options: ShowOptions) -> str:
     from terapipe_ds.schedule import render
-    from terapipe_ds.schedule.show import to_dict
 
-    if options.as_json:
-        return json.dumps(to_dict(schedule), indent=1)
     if options.stage is None:
         return render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40))
     stage = schedule.for_stage(options.stage)

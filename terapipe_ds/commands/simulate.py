@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from terapipe_ds.commands.options import (
     MAX_FORWARDS,
+    JsonOutput,
     OrderFile,
     Output,
     Picture,
     ScheduleOptions,
     Text,
+    json_option,
     option,
     switch,
+    write_json,
 )
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule.show import many
@@ -72,7 +75,7 @@ class SimulateOptions(ScheduleOptions):
     links: Text | None = option("with --model: terapipe.links, as fp8 or int8,bf16 (forward, backward)", "F[,B]")
     unit_send: float = option("with --unit: a whole sequence's message (0)", "S", default=0.0, ge=0)
     no_overlap: bool = switch("a stage does nothing else while it sends")
-    as_json: bool = switch("print as JSON", "--json")
+    as_json: JsonOutput | None = json_option()
     trace: Output | None = option("write a Chrome trace (opens in ui.perfetto.dev)", "FILE")
     picture: Picture | None = option("draw to a .png, .svg or .pdf file", "FILE")
     csv: Output | None = option("write the events as CSV", "FILE")
@@ -109,9 +112,8 @@ def run(arguments: argparse.Namespace) -> None:
         costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     _write(options, schedule, timeline)
-    if options.as_json:
-        print(json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False))
-    else:
+    document = json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False)
+    if not write_json(document, options.as_json):
         print("\n".join([*_lines(timeline, plans), *_found_lines(found, timeline.makespan_s)]))
 
 

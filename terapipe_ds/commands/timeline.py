@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from terapipe_ds.commands.options import Options, Output, Picture, Text, option, switch
+from terapipe_ds.commands.options import JsonOutput, Options, Output, Picture, Text, json_option, option, write_json
 from terapipe_ds.files.user_json import CommandError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class TimelineOptions(Options):
     perfetto: Output | None = option("Chrome trace to write, which ui.perfetto.dev opens", "FILE.json")
     step: int | None = option("which step (default: the last that all ranks have)", "N")
     against: Text | None = option("compare with this timeline file or trace directory, drawn above", "PREDICTED")
-    as_json: bool = switch("print the comparison as JSON", "--json")
+    as_json: JsonOutput | None = json_option("the comparison")
 
 
 add_arguments = TimelineOptions.add_to
@@ -75,7 +75,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     comparison = compare(predicted, timeline)
     _write(options, [(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)])
-    print(json.dumps(comparison.to_dict(), indent=1, allow_nan=False) if options.as_json else comparison.render())
+    if not write_json(json.dumps(comparison.to_dict(), indent=1, allow_nan=False), options.as_json):
+        print(comparison.render())
 
 
 def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None:

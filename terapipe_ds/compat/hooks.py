@@ -18,9 +18,9 @@ DEEPSPEED_HOOKS = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
         "__getattr__ _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
         "_exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _inference_schedule "
-        "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule clip_fp32_gradients compile destroy "
-        "eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict reset_activation_shape "
-        "save_checkpoint set_dataiterator set_dataloader steps_per_print train_batch"
+        "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule autotp_size clip_fp32_gradients compile "
+        "destroy eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict "
+        "reset_activation_shape save_checkpoint set_dataiterator set_dataloader steps_per_print train_batch"
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
@@ -71,8 +71,8 @@ def require_megatron(what: str) -> None:
     """
     if not versions.has_megatron():
         raise versions.MissingExtraError(
-            f"{what} needs megatron-core, which is not installed: pip install 'terapipe_ds[megatron]' "
-            f"(megatron-core=={versions.TESTED_VERSIONS['megatron-core']})"
+            f"{what} needs megatron-core, which is not installed: pip install "
+            f"megatron-core=={versions.TESTED_VERSIONS['megatron-core']}"
         )
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
@@ -83,8 +83,8 @@ def require_transformers(what: str) -> None:
     """Raise MissingExtraError unless transformers is installed; `what` needs it."""
     if not versions.has_transformers():
         raise versions.MissingExtraError(
-            f"{what} needs transformers, which is not installed: pip install 'terapipe_ds[hf]' "
-            f"(transformers=={versions.TESTED_VERSIONS['transformers']})"
+            f"{what} needs transformers, which is not installed: pip install "
+            f"transformers=={versions.TESTED_VERSIONS['transformers']} safetensors peft"
         )
 
 

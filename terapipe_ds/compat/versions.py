@@ -115,6 +115,16 @@ def has_flash_attn() -> bool:
     return _has("flash_attn.flash_attn_interface", *names)
 
 
+def has_flash_attn_3() -> bool:
+    """Return whether flash-attn 3 is installed, which is a package beside flash-attn."""
+    return _has("flash_attn_interface", "flash_attn_func")
+
+
+def has_flash_attn_4() -> bool:
+    """Return whether flash-attn 4 is installed, with the functions that give and take the log-sum-exp."""
+    return _has("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
+
+
 def has_transformer_engine() -> bool:
     """Return whether NVIDIA Transformer Engine for torch is installed."""
     return _has("transformer_engine.pytorch", "DotProductAttention")

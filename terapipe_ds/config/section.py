@@ -98,8 +98,8 @@ class TeraPipeConfig(StrictModel):
         "off", description='"off", an index of a tuple of inputs >= 0, or the name of an entry of a dict of inputs'
     )
     granularity_tokens: Positive = Field(64, description="an integer >= 1")
-    loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
-        "mean_valid", description="one of mean_valid, mean, sum"
+    loss_reduction: Literal["mean_valid", "mean", "sum", "mean_of_step"] = Field(
+        "mean_valid", description="one of mean_valid, mean, sum, mean_of_step"
     )
     ignore_index: Int64 = Field(-100, description="a 64-bit integer")
     planner: PlannerConfig = Field(

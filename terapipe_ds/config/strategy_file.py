@@ -26,7 +26,7 @@ def read_strategy(path: str) -> Strategy:
 
 def section_of(strategy: Strategy) -> dict[str, Any]:
     """Return the keys of the section that a strategy settles. Its `slices` refuse sequences of another length."""
-    names = ("schedule", "chunks_per_stage", "partition", "slices", "recompute")
+    names = ("schedule", "chunks_per_stage", "partition", "slices", "recompute", "offload_activations")
     return {name: getattr(strategy, name) for name in names} | {"schedule_options": {}}
 
 
@@ -52,6 +52,11 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
     zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     if zero_stage != strategy.zero_stage:
         yield _line("zero_optimization.stage", zero_stage, strategy.zero_stage)
+    offloaded = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
+    device = str(offloaded.get("device", "none")) if isinstance(offloaded, Mapping) else "none"
+    if (device != "none") != strategy.offload_optimizer:
+        wanted = "cpu" if strategy.offload_optimizer else "none"
+        yield _line("zero_optimization.offload_optimizer.device", device, wanted, f'set it to "{wanted}"')
     if (precision := _precision(ds_config)) != strategy.dtype:
         yield _line("the precision", precision, strategy.dtype, "set bf16.enabled or fp16.enabled as it says")
 

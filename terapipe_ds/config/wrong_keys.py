@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 import functools
 import operator
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
-from terapipe_ds.messages import show_key, show_value
+from terapipe_ds.messages import nearest, show_key, show_value
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
 Models = Mapping[Path, type[BaseModel]]
@@ -54,15 +55,17 @@ def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Pa
         path = location[:2] if location[:1] in models and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
         allowed = models[path[:-1]].model_fields[str(path[-1])].description
-        problems[path] = f"{shown_value(value, *path)}: must be {allowed}"
+        names = re.findall(r'"([a-z_-]+)"', str(allowed)) or re.findall(r"[\w-]+", str(allowed).removeprefix("one of"))
+        hint = nearest(value, names) if isinstance(value, str) else ""
+        problems[path] = f"{shown_value(value, *path)}: must be {allowed}{hint}"
     return problems
 
 
 def unknown_key(path: Path, value: Any, models: Models) -> str:
     """Return the problem of an unknown key, with the nearest known one."""
     known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
-    nearest = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
+    close = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
     hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"
-    if nearest:
-        hint = f"did you mean {'.'.join([SECTION, *known[nearest[0]]])}?"
+    if close:
+        hint = f"did you mean {'.'.join([SECTION, *known[close[0]]])}?"
     return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"

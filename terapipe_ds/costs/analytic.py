@@ -7,6 +7,7 @@ the weights. Attention is counted exactly: a slice of i tokens after j attends t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +54,9 @@ class AnalyticCosts:
     link: LinkCard  # to the next part
     peer_link: LinkCard  # among the tensor-parallel ranks
     wire_formats: tuple[str | None, str | None] = (None, None)  # of activations and gradients on `link`
+    sequence_parallel: int = 1  # ranks that divide the tokens of a slice, and exchange them for heads in attention
+    keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
+    fused_loss: bool = False  # `terapipe_ds.losses`: the head's products, chunk by chunk, are all in the backward
 
     vectorized = True
 
@@ -66,7 +70,7 @@ class AnalyticCosts:
         i, j = _arguments(tokens, prefix)
         seconds = self._layers_backward_s(i, j) + self._ends_backward_s(i) + self._weight_s(i)
         if self.activation_checkpointing:
-            seconds = seconds + self._layers_forward_s(i, j)
+            seconds = seconds + self._layers_forward_s(i, j, again=True)
         return _like(i, seconds)
 
     def weight_s(self, tokens: Any, prefix: Any) -> Any:
@@ -85,7 +89,7 @@ class AnalyticCosts:
     def _message_s(self, tokens: Any, wire_format: str | None) -> Any:
         i, _ = _arguments(tokens, 0)
         of_token = bytes_of_token(wire_format, self.model.hidden_size, self._item)
-        seconds = self.link.latency_s + self.micro_batch * of_token * i / self.link.bandwidth_bytes_per_s
+        seconds = self.link.latency_s + self._rows(i) * of_token / self.link.bandwidth_bytes_per_s
         return _like(i, seconds)
 
     def step_s(self) -> float:
@@ -101,19 +105,22 @@ class AnalyticCosts:
         has_copy = self.has_head and size.tied_embedding and not self.has_embedding
         return total + (size.vocab_size * size.hidden_size if has_copy else 0)
 
-    def _layers_forward_s(self, i: Array, j: Array) -> Array:
-        layer = self._matmul_s(i) + self._attention_s(i, j)
+    def _layers_forward_s(self, i: Array, j: Array, again: bool = False) -> Array:
+        layer = self._matmul_s(i) + self._exchange_s(i)
+        if not (again and self.keeps_attention):
+            layer = layer + self._attention_s(i, j)
         layer = layer + self._elementwise_s(i) + 2 * self._all_reduce_s(self._activation_bytes(i))
         return self.num_layers * layer
 
     def _layers_backward_s(self, i: Array, j: Array) -> Array:
         """Time all but the weight gradients, which are in `_weight_s`."""
         layer = self._matmul_s(i) + 2 * self._elementwise_s(i) + self._attention_s(i, j, backward=True)
+        layer = layer + self._exchange_s(i)
         return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
 
     def _weight_s(self, i: Array) -> Array:
         """Count the FLOPs of the weight gradients, as many as in the forward."""
-        head_s = self._head_s(i, accumulated=True) if self.has_head else 0.0
+        head_s = self._head_s(i, accumulated=True) if self.has_head and not self.fused_loss else 0.0
         return self.num_layers * self._matmul_s(i, accumulated=True) + head_s
 
     def _ends_forward_s(self, i: Array) -> Array:
@@ -121,10 +128,10 @@ class AnalyticCosts:
         if self.has_embedding:
             gather_s = self._roofline_s(0.0, 2 * activation_bytes, EMBEDDING_KERNELS)
             seconds = seconds + gather_s + self._all_reduce_s(activation_bytes)
-        if self.has_head:
-            # The loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each.
-            small_s = self._all_reduce_s(4 * self.micro_batch * i)
-            seconds = seconds + self._head_s(i) + self._loss_s(i) + 3 * small_s
+        if self.has_head and self.fused_loss:  # it only keeps the hidden states
+            seconds = seconds + self._roofline_s(0.0, 2 * activation_bytes, 2)
+        elif self.has_head:
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + self._vocabulary_sums_s(i)
         return seconds
 
     def _ends_backward_s(self, i: Array) -> Array:
@@ -133,13 +140,20 @@ class AnalyticCosts:
             seconds = seconds + self._roofline_s(0.0, 3 * activation_bytes, EMBEDDING_KERNELS)
         if self.has_head:
             seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
+        if self.has_head and self.fused_loss:  # logits, and both their gradients
+            products_s = self._head_s(i) + self._head_s(i, accumulated=True)
+            seconds = seconds + products_s + self._loss_s(i) + self._vocabulary_sums_s(i)
         return seconds
 
     # -- groups of operations on one rank
 
+    def _vocabulary_sums_s(self, i: Array) -> Array:
+        """Time a loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each."""
+        return 3 * self._all_reduce_s(4 * self._rows(i))
+
     def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
         """Time the matrix products of one layer, or of its weight gradients, which are read and written."""
-        size, rows = self.model, self.micro_batch * i
+        size, rows = self.model, self._rows(i)
         query = size.num_heads * size.head_dim / self.tensor_parallel
         widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
         weights = size.hidden_size * widths
@@ -148,28 +162,40 @@ class AnalyticCosts:
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
         """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
-        size, heads = self.model, self.model.num_heads / self.tensor_parallel
+        size, heads = self.model, self.model.num_heads / self.tensor_parallel / self.sequence_parallel
         pairs = i * j + i * (i + 1) / 2  # a token sees the prefix and its slice up to itself
         flops = 4 * self.micro_batch * heads * size.head_dim * pairs
-        numbers = 2 * heads * i + 2 * self._kv_heads() * (i + j)
+        numbers = 2 * heads * i + 2 * self._kv_heads(self.sequence_parallel) * (i + j)
         moved = self._item * self.micro_batch * size.head_dim * numbers
-        work = (ATTENTION_BACKWARD * flops, 3 * moved, 4) if backward else (flops, moved, 2)
-        return self._roofline_s(*work, self.device.attention_efficiency)
+        if not backward:
+            return self._roofline_s(flops, moved, 2, self.device.attention_efficiency)
+        rate = self.device.attention_backward_efficiency or self.device.attention_efficiency
+        return self._roofline_s(ATTENTION_BACKWARD * flops, 3 * moved, 4, rate)
+
+    def _exchange_s(self, i: Array) -> Array:
+        """Time tokens for heads and back: queries, keys and values to all sequence ranks, and the output from them."""
+        ranks = self.sequence_parallel
+        if ranks == 1:
+            return np.zeros_like(i)
+        heads = 2 * self.model.num_heads + 2 * ranks * self._kv_heads(ranks)
+        moved = self._rows(i) * heads * self.model.head_dim * self._item
+        wires_s = (ranks - 1) / ranks * moved / self.peer_link.bandwidth_bytes_per_s + 2 * self.peer_link.latency_s
+        return wires_s + self._roofline_s(0.0, 4 * moved, 4)  # each is packed and unpacked
 
     def _elementwise_s(self, i: Array) -> Array:
         """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""
         numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.head_dim
-        return self._roofline_s(0.0, self._item * self.micro_batch * i * numbers, LAYER_KERNELS - 7)
+        return self._roofline_s(0.0, self._item * self._rows(i) * numbers, LAYER_KERNELS - 7)
 
     def _head_s(self, i: Array, accumulated: bool = False) -> Array:
-        rows, hidden, vocabulary = self.micro_batch * i, self.model.hidden_size, self._vocabulary()
+        rows, hidden, vocabulary = self._rows(i), self.model.hidden_size, self._vocabulary()
         weights = hidden * vocabulary
         numbers = weights + rows * (hidden + vocabulary) + (weights if accumulated else 0)
         return self._roofline_s(2 * rows * weights, self._item * numbers, 1, self.device.matmul_efficiency)
 
     def _loss_s(self, i: Array) -> Array:
         """Time the final norm, and the softmax over the vocabulary in fp32: read, exponentiated, summed."""
-        moved = self.micro_batch * i * (2 * self.model.hidden_size * self._item + 3 * 4 * self._vocabulary())
+        moved = self._rows(i) * (2 * self.model.hidden_size * self._item + 3 * 4 * self._vocabulary())
         return self._roofline_s(0.0, moved, HEAD_KERNELS - 1)
 
     def _roofline_s(self, flops: Array | float, moved: Array, kernels: int, efficiency: float = 1.0) -> Array:
@@ -191,10 +217,16 @@ class AnalyticCosts:
         return ITEM_BYTES[self.dtype]
 
     def _activation_bytes(self, i: Array) -> Array:
-        return self.micro_batch * i * self.model.hidden_size * self._item
+        return self._rows(i) * self.model.hidden_size * self._item
 
-    def _kv_heads(self) -> int:
-        return max(1, self.model.num_kv_heads // self.tensor_parallel)
+    def _rows(self, i: Array) -> Array:
+        """Return the tokens of a slice on one rank, over all sequences."""
+        return self.micro_batch * i / self.sequence_parallel
+
+    def _kv_heads(self, ranks: int = 1) -> int:
+        """Return the key and value heads of a rank; with `ranks` sequence ranks, those that it attends to."""
+        heads = max(1, self.model.num_kv_heads // self.tensor_parallel)
+        return heads // math.gcd(heads, ranks)  # repeated, up to the least common multiple
 
     def _ffn(self) -> float:
         """Return the widths of the MLP's matrices on one rank."""
@@ -216,6 +248,7 @@ def analytic_costs(
     activation_checkpointing: bool = False,
     layers_per_part: Sequence[int] | None = None,
     wire_formats: tuple[str | None, str | None] = (None, None),
+    fused_loss: bool = False,
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
@@ -244,7 +277,16 @@ def analytic_costs(
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
     parts = {
         key: AnalyticCosts(
-            size, card, dtype, micro_batch, *key, tensor_parallel, activation_checkpointing, *links, wire_formats
+            size,
+            card,
+            dtype,
+            micro_batch,
+            *key,
+            tensor_parallel,
+            activation_checkpointing,
+            *links,
+            wire_formats,
+            fused_loss=fused_loss,
         )
         for key in keys
     }

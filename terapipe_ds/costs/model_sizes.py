@@ -14,6 +14,13 @@ from collections.abc import Sequence
 from terapipe_ds.messages import look_up, show_value
 from terapipe_ds.plan import split_evenly
 
+_LOGIT_BYTES = {True: 2**24, False: 2**30}  # at once, on a CPU, where a chunk should stay in its caches, and elsewhere
+
+
+def loss_chunk_tokens(vocabulary: int, *, on_cpu: bool) -> int:
+    """Return the most tokens whose logits a loss without logits computes at once; `vocabulary` is of one rank."""
+    return max(64, _LOGIT_BYTES[on_cpu] // (4 * vocabulary))
+
 
 class ModelSizeError(ValueError):
     """Refuse an unknown name, or numbers that no model can have."""
@@ -72,6 +79,15 @@ class ModelSize:
         """Count all parameters, a tied matrix once."""
         layers = self.num_layers * self.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
+
+    def training_flops(self, length: int) -> float:
+        """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        mlp = (3 if self.gated_mlp else 2) * self.ffn_size
+        matrices = self.num_layers * self.hidden_size * (2 * query + 2 * key_value + mlp)
+        matrices += self.vocab_size * self.hidden_size
+        attention = 4 * query * length * (length + 1) / 2
+        return 3.0 * (2 * matrices * length + self.num_layers * attention)
 
     def norm_parameters(self) -> int:
         """Count the parameters of one norm."""

@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.doctor.lines import Check, Line
 from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
+from terapipe_ds.messages import show_key
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
 
 
-def checks(path: str, stages: int | None, replicas: int | None) -> tuple[Check, ...]:
-    """Return the checks of a config, for known numbers of stages and data-parallel replicas or without them."""
-    return (Check(path, lambda: _look_at(path, stages, replicas)),)
+def checks(
+    path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None
+) -> tuple[Check, ...]:
+    """Return the checks of a config; with None, the number of stages, replicas or tokens is not known."""
+    return (Check(path, lambda: _look_at(path, stages, replicas, sequence_length)),)
 
 
-def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Line]:
+def _look_at(path: str, stages: int | None, replicas: int | None, sequence_length: int | None) -> Iterator[Line]:
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
     try:
@@ -43,6 +46,7 @@ def _look_at(path: str, stages: int | None, replicas: int | None) -> Iterator[Li
         return
     keys = DeepSpeedJson(content)
     yield from _batch(keys, replicas)
+    yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages)
     yield from _folders(config)
     text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
@@ -63,6 +67,22 @@ def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
 
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+
+def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
+    """Check what depends on the length of the sequences: the slices, and the granules at whose edges they end."""
+    if sequence_length is None:
+        return
+    try:
+        config.check_granularity(sequence_length)
+        count = len(config.listed_slices) or 1
+        plans = () if config.slices == "auto" else config.plans_for(sequence_length, count)
+    except ValueError as error:
+        text, _, fix = str(error).partition(": ")
+        yield Line("fail", "slices", f"{sequence_length} tokens: {text}", fix)
+        return
+    text = "; ".join(str(list(plan.lengths)) for plan in plans) or "the planner cuts them when such a batch comes"
+    yield Line("ok", "slices", f"{sequence_length} tokens: {show_key(text, 120)}")
 
 
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:

@@ -60,7 +60,8 @@ def extras() -> Iterator[Line]:
         found = {name: versions.version_of(name) for name in packages}
         there = ", ".join(f"{name} {version}" for name, version in found.items() if version)
         missing = [name for name, version in found.items() if version is None]
-        fix = f"pip install 'terapipe_ds[{extra}]'"
+        tested = versions.TESTED_VERSIONS
+        fix = f"pip install {' '.join(f'{name}=={tested[name]}' if name in tested else name for name in packages)}"
         untested = [line for line in wrong if line.split()[0] in found and found[line.split()[0]]]
         if missing:
             text = f"{what}: not installed: {', '.join(missing)}" + (f"; {there}" if there else "")

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from terapipe_ds.attention import sliced_attention
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
+from terapipe_ds.losses import Head, LinearCrossEntropy, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
+    RowsOfTable,
     check_learned_positions,
     check_position_ids,
     first_position,
+    longest_run,
     places_in_documents,
     rotate,
     turns_of_slice,
@@ -141,7 +146,7 @@ def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
     first, last = LayerSpec(TokenEmbedding, config), LayerSpec(LMHead, config)
     if config.tied_embedding:
         first = TiedLayerSpec("embedding", TokenEmbedding, config)
-        last = TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=_tied_logits)
+        last = TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=tied_logits)
     # DeepSpeed cuts between entries of this list, so each is a layer of its own
     positions = [LayerSpec(PositionEmbedding, config)] if config.positions == "learned" else []
     decoder = [LayerSpec(DecoderLayer, config, index) for index in range(config.num_layers)]
@@ -159,6 +164,16 @@ def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
     # `dtype` widens inside the kernel where the device can: the log-probabilities are the only wide tensor
     wide = torch.promote_types(flat.dtype, torch.float32)
     return F.nll_loss(F.log_softmax(flat, dim=-1, dtype=wide), target, ignore_index=IGNORE_INDEX)
+
+
+# the engine leaves the output matrix to this one, and keeps no logits
+setattr(gpt_loss, "of_hidden", LinearCrossEntropy(ignore_index=IGNORE_INDEX).of_hidden)  # noqa: B010
+
+
+class RowGradients(Protocol):
+    """Declare the method of the engine's `WeightGradients` that tables call."""
+
+    def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None: ...
 
 
 class TokenEmbedding(nn.Module):
@@ -193,6 +208,15 @@ class PositionEmbedding(nn.Module):
         shape = (config.max_sequence_length, config.hidden_size)
         self.weight = _normal(shape, config, config.generator(config.num_layers + 2), config.init_std)
         self.dropout = config.dropout
+        self._gradients: RowGradients | None = None
+
+    def defer_weight_gradients(self, gradients: RowGradients) -> None:
+        """Leave the gradients of rows to `gradients`, in the backward of their slice; the engine calls this once."""
+        self._gradients = gradients
+
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise GPTConfigError for a batch that needs more positions, before its first slice runs."""
+        check_learned_positions(longest_run(inputs, starts), self.weight.shape[0], GPTConfigError)
 
     def forward(self, hidden: Tensor) -> Tensor:
         # the compiler must not see positions as numbers: each slice would have a graph of its own
@@ -204,9 +228,15 @@ class PositionEmbedding(nn.Module):
         if positions is None:
             stop = (start := first_position()) + hidden.shape[1]
             check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-            return F.dropout(hidden + self.weight[start:stop], self.dropout, self.training)
-        check_learned_positions(int(positions.max()) + 1, self.weight.shape[0], GPTConfigError)
-        return F.dropout(hidden + F.embedding(positions.to(hidden.device), self.weight), self.dropout, self.training)
+            return F.dropout(hidden + self._rows(start, stop), self.dropout, self.training)
+        start, stop = int(positions.min()), int(positions.max()) + 1  # on the CPU
+        check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
+        places = (positions - start).to(hidden.device)
+        return F.dropout(hidden + F.embedding(places, self._rows(start, stop)), self.dropout, self.training)
+
+    def _rows(self, start: int, stop: int) -> Tensor:
+        add = None if self._gradients is None else self._gradients.adder_of_rows(self.weight)
+        return self.weight[start:stop] if add is None else RowsOfTable.apply(self.weight, start, stop, add)
 
 
 class DecoderLayer(nn.Module):
@@ -294,12 +324,12 @@ class LMHead(nn.Module):
         without_bias = config.model_copy(update={"bias": False})
         self.out = _linear(without_bias, config.hidden_size, config.vocab_size, config.generator(config.num_layers + 1))
 
+    def output_head(self) -> Head | str:
+        """Return the output matrix for a loss that keeps no logits."""
+        return head_of(self.out)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.out(hidden)
-
-
-def _tied_logits(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, embedding.weight)
+        return hidden if hands_on_hidden() else self.out(hidden)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.documents import are_position_ids
+from terapipe_ds.attention.documents import Starts, are_position_ids
 
 
 def first_position() -> int:
@@ -29,6 +32,30 @@ def check_learned_positions(stop: int, table_size: int, error: type[ValueError])
     if stop > table_size:
         problem = f"a sequence of at least {stop} tokens, with learned positions for {table_size}"
         raise error(f"{problem}: give max_sequence_length >= {stop} or shorter sequences")
+
+
+def longest_run(inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> int:
+    """Return the tokens of the longest row, or of the longest document: how many positions a batch needs."""
+    length = (inputs if torch.is_tensor(inputs) else inputs[0]).shape[1]
+    return max((b - a for row in starts or () for a, b in itertools.pairwise((*row, length))), default=length)
+
+
+class RowsOfTable(torch.autograd.Function):
+    """Return the rows [start, stop) of a table of learned positions, and hand their gradient to `add`.
+
+    Autograd's own gradient is as large as the table, for each slice: work that is quadratic in the sequence.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, start: int, stop: int, add: Callable[[int, Tensor], None]) -> Tensor:
+        ctx.add, ctx.start = add, start
+        return table[start:stop].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.add(ctx.start, grad)
+        return None, None, None, None
 
 
 def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[ValueError]) -> None:

@@ -14,6 +14,8 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.strategy import Grid
 
+Floats = np.typing.NDArray[np.float64]
+
 
 @dataclass(frozen=True)
 class Cluster:
@@ -83,6 +85,11 @@ class Cluster:
         """Return the link of a device to other nodes."""
         return _link(self.card.network_link, self.between_bytes_per_s, self.between_latency_s)
 
+    @cached_property
+    def host_link(self) -> LinkCard:
+        """Return the link of a device to its host; a card without one has PCIe 3.0 with 16 lanes."""
+        return self.card.host_link or LinkCard(12e9, 10e-6, "PCIe 3.0 x16: 15.75 GB/s, about 12 reached")
+
     def link_between(self, grid: Grid, stage_id: int, to: int) -> LinkCard:
         """Return the slowest link between two stages, over all replicas."""
         nodes = self._nodes(grid)
@@ -96,22 +103,30 @@ class Cluster:
         device's link to other nodes carries one ring. Every hop carries 2 (n - 1) / n of the bytes, and the slowest hop
         sets the pace.
         """
-        if grid.data == 1:
+        replicas = grid.data * grid.sequence
+        if replicas == 1:
             return 0.0
-        places = self._nodes(grid)
+        # groups that sum, by stage and tensor rank; sequence ranks have the same parameters
+        places = self._nodes(grid).reshape(grid.pipe, replicas, grid.model)
         counts = Counter(places[stage_id, :, 0].tolist())
         hop = self.within
         if len(counts) > 1:
             streams = 1
             if self.node_bytes_per_s is not None:
-                spread = (places != places[:, :1]).any(axis=1, keepdims=True)  # the groups, by stage and tensor rank
+                spread = (places != places[:, :1]).any(axis=1, keepdims=True)
                 streams = _most_alike(places[np.broadcast_to(spread, places.shape)])
             one = self.shared(streams)
             rate = min(counts.values()) * one.bandwidth_bytes_per_s
             if max(counts.values()) > 1:
                 rate = min(rate, self.within.bandwidth_bytes_per_s)
             hop = LinkCard(rate, one.latency_s)
-        return 2 * (grid.data - 1) * (num_bytes / grid.data / hop.bandwidth_bytes_per_s + hop.latency_s)
+        return 2 * (replicas - 1) * (num_bytes / replicas / hop.bandwidth_bytes_per_s + hop.latency_s)
+
+    def fullest_node(self, grid: Grid, of_stages: Floats) -> float:
+        """Return the largest sum over the ranks of a node, of a number that each rank of a stage has."""
+        nodes = self._nodes(grid)
+        weights = np.broadcast_to(of_stages[:, None, None], nodes.shape)
+        return float(np.bincount(nodes.ravel(), weights.ravel()).max())
 
     def _nodes(self, grid: Grid) -> np.typing.NDArray[np.int64]:
         return grid.ranks // self.devices_per_node

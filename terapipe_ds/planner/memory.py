@@ -1,12 +1,13 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+part is seventeen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
 follows from its orders alone: `Replay.peak_bytes`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterable
@@ -19,7 +20,16 @@ from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.model_memory import PartMemory, Setup
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
-__all__ = ["MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
+MEMORY_KINDS = {
+    "model_states": ("static_bytes", "gradient_bytes"),
+    "keys_and_values": ("store_bytes_per_token", "whole_bytes_per_token", "windowed_store_bytes_per_token"),
+    "their_gradients": ("store_grad_bytes_per_token", "windowed_grad_bytes_per_token"),
+    "live_slices": ("slice_bytes_per_token", "weight_bytes_per_token", "carried_bytes_per_slice"),
+    "messages": ("working_sent_bytes_per_token",),
+}
+"""Kinds of bytes that stay beyond a computation -> the fields of `PartMemory` that count them."""
+
+__all__ = ["MEMORY_KINDS", "MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,16 @@ class MemoryModel:
     def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
         """Take numbers of a running pipeline, one `PartMemory` per part."""
         return cls(tuple(parts))
+
+    def only(self, kind: str) -> MemoryModel:
+        """Return the memory with the bytes of one kind alone."""
+        others = {name for fields in MEMORY_KINDS.values() for name in fields} - set(MEMORY_KINDS[kind])
+        others |= {"working_bytes", "working_bytes_per_token", "working_bytes_per_prefix_token", "loss_bytes_per_token"}
+        parts = [
+            dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name) is not None})
+            for part in self.parts
+        ]
+        return dataclasses.replace(self, parts=tuple(parts))
 
     def static_bytes(self, part_id: int) -> int:
         """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
@@ -105,7 +125,9 @@ class MemoryModel:
         """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
         per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
-        return math.ceil(part.working_bytes + per_slice)
+        # the loss of a slice is done, and its logits gone, when the layers run
+        loss = part.loss_bytes_per_token * min(tokens, part.loss_chunk_tokens)
+        return math.ceil(part.working_bytes + max(per_slice, loss))
 
 
 def fill_drain_peak_bytes(

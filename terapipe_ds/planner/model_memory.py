@@ -12,7 +12,7 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   out           its input is the attention's output, counted there
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
-  loss          the log-probabilities in fp32 at least, V, and the labels
+  loss          the log-probabilities in fp32 at least, V, and the labels; a loss without logits the labels alone
   W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
                 untied output matrix (a tied one has its gradient in B), whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from terapipe_ds.costs.model_sizes import ModelSize
+from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -79,6 +79,8 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
+    loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
+    loss_chunk_tokens: float = 0  # the most that run at once
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -111,10 +113,15 @@ class Setup:
     sequence_parallel: bool = False
     gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
     fused_norm: bool = True  # RMSNorm in one kernel
+    on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
+    sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
+    keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
+    fused_loss: bool = False  # the last part keeps no logits (`terapipe_ds.losses`)
+    offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
     def __post_init__(self) -> None:
-        for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel"):
+        for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel", "sequence_ranks"):
             check_count(name, getattr(self, name))
         for name, value, known in (
             ("dtype", self.dtype, ITEMSIZE),
@@ -139,16 +146,20 @@ class Setup:
 
     def _part(self, part_id: int, layers: int) -> PartMemory:
         size, rows, item = self.size, self.micro_batch, self._item
+        share: float = rows if self.sequence_ranks == 1 else rows / self.sequence_ranks  # of a slice's tokens
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
         # kept from F to B by each live slice
-        kept = layers * (message if self.activation_checkpointing else self._layer_saved)
+        again = message + (self._attention_kept if self.keeps_attention else 0)
+        kept = layers * (again if self.activation_checkpointing else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
-        keys_values = 2 * max(1, size.num_kv_heads // self.tensor_parallel) * size.head_dim
-        query = size.num_heads // self.tensor_parallel * size.head_dim
+        heads = max(1, size.num_kv_heads // self.tensor_parallel)
+        keys_values = 2 * heads // math.gcd(heads, self.sequence_ranks) * size.head_dim  # of all tokens of a slice
+        query = size.num_heads // self.tensor_parallel // self.sequence_ranks * size.head_dim
         whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
+        vocabulary = -(-size.vocab_size // self.tensor_parallel)
         # kept whatever runs: parameters, states, and gradients that the optimizer keeps
         parameters = self._parameters(part_id, layers)
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
@@ -156,15 +167,17 @@ class Setup:
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
-            slice_bytes_per_token=rows * kept,
+            slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
             working_bytes=self._largest_weight(is_first or is_last, layers) * item,
-            working_bytes_per_token=rows * self._working(is_first, is_last, layers),
+            working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
-            working_sent_bytes_per_token=0 if is_first else rows * message,
+            working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
-            weight_bytes_per_token=rows * self._kept_for_weights(is_last, layers),
+            weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
+            loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
         )
 
@@ -195,9 +208,10 @@ class Setup:
         gradients += self._item if is_bf16 else 0
         # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
-        divided = self.data_parallel if self.zero_stage == 1 or is_bf16 else 1
+        divided = self.data_parallel * self.sequence_ranks if self.zero_stage == 1 or is_bf16 else 1
         states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)
-        return parameters * (self._item + gradients) + -(-states // divided)
+        on_device = 0 if self.offload_optimizer else -(-states // divided)
+        return parameters * (self._item + gradients) + on_device
 
     def _largest_weight(self, has_vocabulary: bool, layers: int) -> int:
         """Count the numbers of the largest weight: its new gradient is beside the accumulated one for a moment."""
@@ -223,7 +237,8 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        head = self._residual + size.vocab_size // degree if is_last and not size.tied_embedding else 0
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 
     @property
@@ -240,12 +255,30 @@ class Setup:
 
     @cached_property
     def _layer_saved(self) -> int:
-        attention = 2 * self._query * self._item + self.size.num_heads * self._wide
+        attention = (1 + self._outputs) * self._query * self._item + self.size.num_heads * self._wide
         return 2 * self._norm_saved + (attention + 2 * self._into_mlp * self._item) // self.tensor_parallel
 
     @cached_property
     def _head_saved(self) -> int:
+        if self.fused_loss:  # no logits, but the weights of the tokens
+            return self._norm_saved + _INDEX_BYTES + self._wide
         return self._norm_saved + self.size.vocab_size * self._wide // self.tensor_parallel + _INDEX_BYTES
+
+    @property
+    def _outputs(self) -> int:
+        """Return the copies of attention's output: that of all tokens, and a rank's own tokens for the projection."""
+        return 2 if self.sequence_ranks > 1 else 1
+
+    @property
+    def _attention_kept(self) -> int:
+        """Return the bytes of attention's output and log-sum-exp."""
+        return (self._query * self._item + self.size.num_heads * self._wide) // self.tensor_parallel
+
+    @property
+    def _logit_bytes(self) -> int:
+        """Return the bytes per token of a chunk's logits: as computed, and in fp32 at least, where that differs."""
+        per_number = self._wide + (self._item if self._item < self._wide else 0)
+        return self.size.vocab_size * per_number // self.tensor_parallel
 
     @cached_property
     def _layer_working(self) -> int:
@@ -260,5 +293,6 @@ class Setup:
     @cached_property
     def _head_working(self) -> int:
         """Count gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's."""
-        vocabulary = self.size.vocab_size * (self._wide + self._item) // self.tensor_parallel
+        per_token = 0 if self.fused_loss else self._wide + self._item
+        vocabulary = self.size.vocab_size * per_token // self.tensor_parallel
         return max(vocabulary, 2 * self._residual * self._item)

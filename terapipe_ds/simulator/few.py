@@ -106,12 +106,12 @@ def replay_few(
     is_proven = True
     if costs is not None:
         few = num_micro_batches if is_short else min(num_micro_batches, shape.filling)
-        ends_s = tuple(replay_of(few).ends_of_stages(plan, costs))
+        ends_s = tuple(replay_of(few).ends_of_stages(plan, costs, memory))
         if few < num_micro_batches:
             # each further micro-batch takes as long as those in the second half
             half = few // 2
             times = (num_micro_batches - few) / (few - half)
-            earlier_s = replay_of(half).ends_of_stages(plan, costs)
+            earlier_s = replay_of(half).ends_of_stages(plan, costs, memory)
             ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
             is_proven = False
     if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
@@ -120,7 +120,9 @@ def replay_few(
         peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
     elif memory is not None:
         enough, is_sure = shape.most_live
-        if _offloads(memory) or (is_short and not is_sure):
+        if _offloads(memory):  # a slice is away for a while that the rest of the batch decides
+            enough, is_sure = (num_micro_batches if is_short else shape.filling), False
+        elif is_short and not is_sure:
             enough = num_micro_batches
         peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory)
         is_proven &= is_sure or enough >= num_micro_batches

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from typing import Protocol
 
 from terapipe_ds.schedule import Action, Kind, Schedule
@@ -137,6 +137,17 @@ def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Coun
         size = offloaded_bytes(part_id, unit, spans, memory)
         after[places[part_id, unit] + LEAVES_AFTER] -= size
         gained[index] += size
+
+
+def host_bytes(order: Sequence[Action], spans: Spans, memory: Memory) -> int:
+    """Return the most bytes that a stage's offloaded slices take on the host at a time."""
+    places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
+    changes: Counter[int] = Counter()
+    for (part_id, unit), until in offloaded_until(order).items():
+        size = offloaded_bytes(part_id, unit, spans, memory)
+        changes[places[part_id, unit]] += size
+        changes[until + 1] -= size
+    return max(accumulate((changes[index] for index in sorted(changes)), initial=0))
 
 
 def _held_for(action: Action, is_whole: bool, is_evaluation: bool) -> list[_Held]:

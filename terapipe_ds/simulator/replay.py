@@ -37,7 +37,7 @@ from terapipe_ds.simulator.costs import (
     tabulate,
 )
 from terapipe_ds.simulator.offload import HostCopies
-from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, offloaded_bytes, over_time
+from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, host_bytes, offloaded_bytes, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
 Plans = SlicePlan | Sequence[SlicePlan]
@@ -104,17 +104,30 @@ class Replay:
         _, _, seconds, sends = self._durations(plan, costs)
         return max(self._pass(seconds, sends, overlap).ends)
 
-    def ends_of_stages(self, plan: Plans, costs: Any) -> list[float]:
+    def ends_of_stages(self, plan: Plans, costs: Any, memory: Memory | None = None) -> list[float]:
         """Return, per stage, the end of its last computation: then it can reduce its gradients."""
-        _, _, seconds, sends = self._durations(plan, costs)
+        plans, _, seconds, sends = self._durations(plan, costs)
         last = [0.0] * self.schedule.num_stages
-        for stage_id, end_s in zip(self._stages, self._pass(seconds, sends, True).ends, strict=True):
+        times = self._pass(seconds, sends, True, self._copies(plans, memory))
+        for stage_id, end_s in zip(self._stages, times.ends, strict=True):
             last[stage_id] = end_s  # the computations of a stage are in its order
         return last
 
     def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
         """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
         return tuple(map(max, self._bytes_of_stages(plan_per_micro_batch(plan, self.schedule.num_slices), memory)))
+
+    def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
+        """Return, per stage, the bytes under each memory at the peak of the first one."""
+        plans = plan_per_micro_batch(plan, self.schedule.num_slices)
+        numbers = [self._bytes_of_stages(plans, memory) for memory in memories]
+        peaks = [stage.index(max(stage)) for stage in numbers[0]]
+        return [tuple(of[stage_id][peak] for of in numbers) for stage_id, peak in enumerate(peaks)]
+
+    def host_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
+        """Return, per stage, the most bytes of offloaded slices that are on the host at a time."""
+        spans = [one.spans() for one in plan_per_micro_batch(plan, self.schedule.num_slices)]
+        return tuple(host_bytes(order, spans, memory) for order in self.schedule.orders)
 
     def run(self, plan: Plans, costs: Any, *, memory: Memory | None = None, overlap: bool = True) -> Timeline:
         """Return the same timeline as `simulate`."""

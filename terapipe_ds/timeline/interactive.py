@@ -19,7 +19,7 @@ from terapipe_ds.timeline.picture import shade, time_unit
 from terapipe_ds.timeline.timeline import COMPUTE_KINDS, Timeline, TimelineError, TimelineEvent
 from terapipe_ds.timeline.waits import find_waits
 
-INSTALL = "pip install 'terapipe_ds[plot]'"
+INSTALL = "pip install matplotlib jinja2 plotly"
 KINDS = {"F": "forward", "B": "backward", "W": "weight gradient", "wait": "waiting", "other": "reduce and optimizer"}
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 """What the page may do: its own scripts alone, and no network."""

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from terapipe_ds.cli import main
+from terapipe_ds.cli import COMMANDS, main
 from terapipe_ds.schedule import build, from_csv, render, to_csv
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 from terapipe_ds.timeline.export import to_chrome_trace
@@ -50,6 +50,51 @@ def terapipe(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "terapipe_ds", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_no_word_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    out = shown(capsys)
+    assert all(f"\n    {command}" in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_begins_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and out.startswith(f"usage: terapipe {command}")
+    assert 0 < out.index(f"examples:\n  terapipe {command}") < out.index("\noptions:")
+
+
+def test_json_goes_to_stdout_or_to_a_file_of_the_same_content(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "result.json"
+    for words in (["show", *SEQ1F1B], ["simulate", *UNIT]):
+        text, on_stdout = shown(capsys, *words), shown(capsys, *words, "--json")
+        assert shown(capsys, *words, "--json", str(path)) == text
+        assert json.loads(path.read_text()) == json.loads(on_stdout)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("terapipe do", {"doctor"}),
+        ("terapipe doctor --q", {"--quiet"}),
+        ("terapipe s", {"strategy", "simulate", "show"}),
+    ],
+)
+def test_the_shell_completes_words(tmp_path: Path, line: str, words: set[str]) -> None:
+    pytest.importorskip("argcomplete", reason="an optional package")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
+    asked |= {
+        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
+        "PYTHONPATH": str(ROOT),
+        "_ARGCOMPLETE_IFS": "\n",
+    }
+    command = [sys.executable, "-c", "from terapipe_ds.cli import main; main()"]
+    subprocess.run(command, env=os.environ | asked, timeout=60, check=True)
+    assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == words
 
 
 def test_show_prints_the_grid(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +134,11 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 SHOW, OF_TWO, SIMULATE = f"show {' '.join(SEQ1F1B)}", "show --schedule gpipe --stages 2", f"simulate {' '.join(UNIT)}"
 ERRORS = {
-    "": "required: COMMAND",
-    "shwo": "invalid choice: 'shwo'",
+    "shwo": "unknown command 'shwo'; did you mean show?",
+    "--shwo": "required: COMMAND",
+    "show --schedul gpipe --stage 2 --slice 2 --micro-batch 2 --lovered": "--lovered; did you mean --lowered?",
+    f"{SHOW} --json x.csv": "--json x.csv: end the name in .json",
+    f"{SHOW} --json no/such/x.json": "there is no such folder",
     "show": "one of the arguments --schedule --from-csv FILE is required",
     f"{SHOW} --from-csv x.csv": "not allowed with argument --schedule",
     "show --schedule seq1f1 --stages 2": "did you mean 'seq1f1b'?",

@@ -13,6 +13,7 @@ import json
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +75,13 @@ def commands(document: Path) -> Iterator[tuple[list[str], str]]:
     In a block that begins with a program, each line is a command.
     """
     for block in blocks(document):
-        if block.text.startswith("$ "):
-            line, _, output = block.text.removeprefix("$ ").partition("\n")
+        text = block.text.replace("\\\n", " ")
+        if text.startswith("$ "):
+            line, _, output = text.removeprefix("$ ").partition("\n")
             yield shlex.split(line), output
             continue
-        lines = block.text.replace("\\\n", " ").strip().splitlines()
-        first = without_variables(lines[0].split())
+        lines = [line for line in text.strip().splitlines() if not line.startswith("#")]
+        first = without_variables(lines[0].split()) if lines else []
         if not block.language and first and first[0] in PROGRAMS:
             for line in filter(None, lines):
                 words = shlex.split(line, comments=True)
@@ -340,6 +342,41 @@ def test_sources_mention_documents_that_exist() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r"\b(?:docs|patches)/[\w-]+\.md\b", path.read_text(encoding="utf-8")):
                 assert (ROOT / name).exists(), f"{path}: {name}"
+
+
+@in_each_document
+def test_code_blocks_fit_the_page(document: Path) -> None:
+    lines = [line for block in blocks(document) for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > 96] == []
+
+
+@in_each_document
+def test_links_have_titles(document: Path) -> None:
+    """A link's text says what is there; a name of a file does not."""
+    texts = re.findall(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\.md[^)]*\)", document.read_text(encoding="utf-8"))
+    assert [text for text in texts if re.fullmatch(r"`?[\w./-]+\.md`?", text)] == []
+
+
+@in_each_document
+def test_install_lines_name_the_repository(document: Path) -> None:
+    """No index has the package, so that every line takes it from a clone or from the one address of the README."""
+    text = document.read_text(encoding="utf-8")
+    lines = re.findall(r"pip install [\"']?(?:terapipe_ds|\.(?=[\s\[\"']))[^`\n]*", text)
+    own = r"pip install (\"terapipe_ds(\[[\w,]+\])? @ git\+\$REPOSITORY\"|'?\.(\[[\w,]+\])?'?)"
+    assert [line for line in lines if not re.match(own, line)] == []
+    assert text.count("REPOSITORY=") == (document in (ROOT / "README.md", ROOT / "docs/index.md"))
+
+
+def test_the_install_line_installs(tmp_path: Path) -> None:
+    """The README's line, with the address of a local repository."""
+    line = next(text for text in (ROOT / "README.md").read_text().splitlines() if text.startswith("pip install"))
+    words = shlex.split(line.replace("$REPOSITORY", f"file://localhost{ROOT}").replace("[hf]", ""))
+    if not (ROOT / ".git").exists():
+        pytest.skip("these sources are no git repository")
+    command = [sys.executable, "-m", *words, "--no-deps", "--no-build-isolation", "--quiet", "--target", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "terapipe_ds" / "cli.py").exists()
 
 
 def test_the_index_has_all_documents() -> None:

@@ -127,14 +127,14 @@ def test_attention_keeps_to_documents(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--micro-batch-size 4", "set train_micro_batch_size_per_gpu in the file of --deepspeed_config"),
-        ("--lr=1e-3", "--lr is DeepSpeed's matter: set optimizer.params.lr"),
-        ("--bf16", "set bf16.enabled"),
-        ("--num-layer 4", "unknown arguments: --num-layer 4"),
+        ("--micro-batch-size 4", "set train_micro_batch_size_per_gpu in the DeepSpeed JSON"),
+        ("--lr=1e-3", "--lr: set optimizer.params.lr in the DeepSpeed JSON"),
+        ("--bf16 --clip-grad 1", "--bf16: set bf16.enabled in the DeepSpeed JSON; --clip-grad: set gradient_clipping"),
+        ("--num-layer 4", "--num-layer: unknown; did you mean --num-layers?"),
         ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
         ("--tokenizer huggingface:gpt2", "needs --data-path"),
         ("--reset-attention-mask", "--reset-attention-mask needs --reset-position-ids"),
-        ("--window-size 4,0", "unknown arguments: --window-size 4,0"),
+        ("--window-size 4,0", "--window-size: unknown"),
         ("--split 9,x", "argument --split: '9,x': give shares of training, validation and test"),
         ("--split 0,0", "argument --split"),
         ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
@@ -167,7 +167,7 @@ def test_the_first_rank_speaks_first(
     monkeypatch.setattr(signal, "signal", lambda *given: None)
     for rank, expected in (("0", []), ("1", [30])):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert "unknown arguments: --x" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")
+        assert "--x: unknown" in said(arguments, capsys, f"--deepspeed_config={CONFIG}", "--x")
         assert waits == expected
 
 

@@ -1,12 +1,13 @@
 """Choose the kernel that computes sliced attention, automatically or as forced, and log the choice once.
 
-In order of preference:
-  flash_attn  the flash-attn package, where installed: CUDA, bf16 and fp16; windows, softcaps, documents
-  cudnn       cuDNN's kernel by torch: Hopper and newer, bf16 and fp16, where a first measurement finds it faster
-  cuda_flash  torch's FlashAttention kernel: CUDA, bf16 and fp16, head dims that are multiples of 8 to 256; windows
+On CUDA, for bf16 and fp16, the fastest of these that takes the call, by a short measurement at first use:
+  flash_attn_4, flash_attn_3, flash_attn  the flash-attn packages, where installed: windows, softcaps, documents
+  cudnn       cuDNN's kernel by torch: Hopper and newer
+  cuda_flash  torch's FlashAttention kernel: head dims that are multiples of 8 to 256; windows
+Attention dropout runs on flash_attn and cuda_flash. Otherwise, in order of preference:
   flex        torch's flex_attention, compiled: CUDA; windows, softcaps, documents, fp32
   cpu_flash   torch's fused CPU kernel: fp64, fp32, bf16, fp16; windows and documents
-  reference   plain torch: everything else, softcaps on CPU and attention dropout
+  reference   plain torch: everything else, softcaps and attention dropout on CPU
 Sinks are merged into what a backend returns: all of them take sinks.
 """
 
@@ -18,7 +19,8 @@ import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
 from terapipe_ds.attention.backends.cudnn import Cudnn
-from terapipe_ds.attention.backends.flash_attn import FlashAttn
+from terapipe_ds.attention.backends.first_use import fastest
+from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from terapipe_ds.attention.backends.flex import Flex
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
 from terapipe_ds.attention.backends.reference import Reference
@@ -27,7 +29,8 @@ __all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "p
 
 _log = logging.getLogger("terapipe_ds")
 
-_BACKENDS: tuple[Backend, ...] = (FlashAttn(), Cudnn(), CudaFlash(), Flex(), CpuFlash(), Reference())
+_TIMED: tuple[Backend, ...] = (FlashAttn4(), FlashAttn3(), FlashAttn(), Cudnn(), CudaFlash())
+_BACKENDS: tuple[Backend, ...] = (*_TIMED, Flex(), CpuFlash(), Reference())
 _forced: Backend | None = None
 _logged: set[tuple[str, str, torch.dtype, Need]] = set()
 
@@ -55,18 +58,12 @@ def set_backend(name: str | None) -> None:
 
 def backend_name(q: torch.Tensor) -> str:
     """Return the name of the backend that computes plain slices with queries like `q` ([B, H, T, D])."""
-    return (_forced or _automatic_choice(q, Need())).name
+    return (_forced or _automatic_choice(q, Need())[0]).name
 
 
 def passed_over(q: torch.Tensor) -> dict[str, str]:
     """Return why each backend that is preferred to the one for plain slices like `q` does not run them."""
-    why: dict[str, str] = {}
-    for backend in _BACKENDS:
-        reason = _why_not(backend, q, Need())
-        if reason is None:
-            break
-        why[backend.name] = reason
-    return why
+    return _automatic_choice(q, Need())[1]
 
 
 def choose_backend(q: torch.Tensor, need: Need) -> Backend:
@@ -74,7 +71,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
 
     Raises ValueError where the forced backend refuses `q` or the need.
     """
-    chosen = _forced or _automatic_choice(q, need)
+    chosen, why = (_forced, dict[str, str]()) if _forced is not None else _automatic_choice(q, need)
     if _forced is not None and (reason := _forced.refusal(q, need)) is not None:
         raise ValueError(
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
@@ -85,23 +82,36 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
     if key not in _logged:
         _logged.add(key)
         how = "automatic" if _forced is None else "forced"
-        _log.info("sliced attention: %s backend %s for %s, %s%s", how, *key)
+        here = {backend.name for backend in _BACKENDS if backend.is_available()}
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items() if name in here)
+        _log.info("sliced attention: %s backend %s for %s, %s%s%s", how, *key, reasons and f" ({reasons})")
         if _forced is None and isinstance(chosen, Reference):
-            fused = [b for b in _BACKENDS if b is not chosen and b.is_available()]
-            _log.warning(
-                "sliced attention falls back to plain torch, which is slow: %s",
-                "; ".join(f"{b.name}: {b.refusal(q, need)}" for b in fused) or "no fused kernel is available",
-            )
+            slow = "sliced attention falls back to plain torch, which is slow: %s"
+            _log.warning(slow, reasons or "no fused kernel is available")
     return chosen
 
 
-def _automatic_choice(q: torch.Tensor, need: Need) -> Backend:
-    return next(b for b in _BACKENDS if _why_not(b, q, need) is None)
+def _automatic_choice(q: torch.Tensor, need: Need) -> tuple[Backend, dict[str, str]]:
+    """Return the fastest backend that takes `q` and the need, and why it does not use others."""
+    why: dict[str, str] = {}
+    fitting = [backend for backend in _TIMED if _takes(backend, q, need, why)]
+    if not fitting:
+        return next(backend for backend in _BACKENDS[len(_TIMED) :] if _takes(backend, q, need, why)), why
+    if need.documents:  # one call for all documents of a row, where a kernel has that
+        fitting = [backend for backend in fitting if backend.takes_documents] or fitting
+    # times differ from run to run: with deterministic algorithms the order decides
+    if len(fitting) == 1 or torch.are_deterministic_algorithms_enabled():
+        return fitting[0], why
+    times = fastest(tuple(fitting), q, need)
+    chosen = min(reversed(fitting), key=lambda backend: times[backend.name])
+    best = f"{chosen.name} takes {times[chosen.name]:.3f} ms"
+    slower = {b.name: f"it takes {times[b.name]:.3f} ms where {best}" for b in fitting if b is not chosen}
+    return chosen, {**why, **slower}
 
 
-def _why_not(backend: Backend, q: torch.Tensor, need: Need) -> str | None:
-    """Return why the automatic choice passes a backend over, None where it takes it."""
-    if not backend.is_available():
-        return "it cannot run on this machine"
-    reason = backend.refusal(q, need)
-    return backend.slower_than_flash(q, need) if reason is None and isinstance(backend, Cudnn) else reason
+def _takes(backend: Backend, q: torch.Tensor, need: Need, why: dict[str, str]) -> bool:
+    """Return whether a backend can compute such a call, and add to `why` if it cannot."""
+    reason = backend.refusal(q, need) if backend.is_available() else "it cannot run on this machine"
+    if reason is not None:
+        why[backend.name] = reason
+    return reason is None

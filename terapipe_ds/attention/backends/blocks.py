@@ -37,7 +37,7 @@ TensorPair = tuple[Tensor, Tensor]
 class Block(NamedTuple):
     """Describe one call of a kernel: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
 
-    A kernel that takes a `mask` adds it to the scores; it is [T, keys].
+    A kernel that takes a `mask` adds it to the scores; it is [T, keys]. Only a slice in one call has a `dropout_p`.
     """
 
     q: Tensor
@@ -46,6 +46,7 @@ class Block(NamedTuple):
     is_causal: bool
     scale: float
     mask: Tensor | None = None
+    dropout_p: float = 0.0
 
 
 class BlockKernel:
@@ -87,6 +88,7 @@ class BlockKernel:
     def forward(self, queries: Queries) -> Attended:
         """Attend in pieces of `causal_tokens` rows, each with all keys before it."""
         q, keys, values, start, scale = queries[:5]
+        assert queries.dropout_p == 0, "calls on blocks would draw anew in each"
         batch, heads, tokens, _ = q.shape
         out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
         lse = q.new_empty(

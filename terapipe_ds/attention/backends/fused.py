@@ -1,37 +1,25 @@
 """Call torch's fused kernels, on CPU and CUDA.
 
-Neither takes attention dropout here: several calls make up one slice, and a kernel draws its random numbers anew
-in each.
+Attention dropout needs one call per slice, because a kernel draws its random numbers anew in each call.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel, as_wide
-from terapipe_ds.attention.backends.reference import Reference
+from terapipe_ds.attention.backends.first_use import CHECKED, widest_head, wrong_kernel, wrong_result
 
 _aten = torch.ops.aten
 _log = logging.getLogger("terapipe_ds")
-_NO_DROPOUT = "it cannot replay dropout"
+NO_DROPOUT = "it cannot replay dropout"
 NO_SOFTCAP = "it knows no softcap"
 NO_WINDOW = "it knows no window"
-_MOST_ERROR = 0.02  # for bf16, whose steps are 0.4 %
-_Shape = tuple[int, int, int, int, int]
-_CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
-"""(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
-(set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
-that fill one block; few blocks of 64 queries before several blocks of keys, which are then divided over the processors
-and merged; one query, whose group takes the place of queries; and so many blocks of queries that none is divided.
-"""
 
 
 class CpuFlash(BandKernel):
@@ -55,20 +43,20 @@ class CpuFlash(BandKernel):
             return f"it does not take {q.dtype}"
         if need.softcap:
             return NO_SOFTCAP
-        return _NO_DROPOUT if need.dropout else None
+        return NO_DROPOUT if need.dropout else None
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return fp32 for half precision, in which the kernel's backward is slower and rounds dK, dV per 64 queries."""
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def run(self, block: Block) -> Attended:
-        q, k, v, is_causal, scale, mask = block
+        q, k, v, is_causal, scale, mask, _ = block
         return Attended(
             *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         )
 
     def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, is_causal, scale, mask = block
+        q, k, v, is_causal, scale, mask, _ = block
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, attended.out, attended.lse, 0.0, is_causal, attn_mask=mask, scale=scale
         )
@@ -76,7 +64,7 @@ class CpuFlash(BandKernel):
 
 
 class CudaFlash(BlockKernel):
-    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims that are multiples of 8 up to 256, windows.
+    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims in multiples of 8 to 256, windows, dropout.
 
     Its causal mask is aligned bottom-right, and torch/nn/attention/bias.py relies on that. It knows grouped heads:
     mha_fwd and mha_bwd of its flash_api.cpp only check that key heads divide query heads. So one call does a slice;
@@ -91,12 +79,13 @@ class CudaFlash(BlockKernel):
     def refusal(self, q: Tensor, need: Need) -> str | None:
         if need.softcap:
             return NO_SOFTCAP
-        problem = cuda_refusal(q, need)
-        if problem is None and need.window:
-            dim = widest_head(q, need)
-            problem = wrong_result(self.forward, self.backward, _CHECKED, q.device, q.dtype, dim, window=100)
-            return problem and f"with a window {problem}"
-        return problem
+        if (problem := cuda_refusal(q, need)) is not None or not (need.window or need.dropout):
+            return problem
+        if need.dropout and not _takes_slices(self, q.device, q.dtype, widest_head(q, need)):
+            return "one call per slice is wrong here, and several calls cannot replay dropout"
+        # a window is none for slices that it does not limit
+        kinds = {need, need._replace(window=False)} if need.dropout else {need}
+        return next(filter(None, (wrong_kernel(self, q, kind) for kind in kinds)), None)
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in one call if that gives the right result, else in blocks."""
@@ -114,11 +103,11 @@ class CudaFlash(BlockKernel):
 
     def forward_at_once(self, queries: Queries) -> Attended:
         """Attend in one call: the kernel aligns its causal mask bottom-right."""
-        return self.attend(Block(*queries[:3], True, queries.scale))
+        return self.attend(_whole_block(queries))
 
     def backward_at_once(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ of a forward in one call."""
-        dq, dk, dv = self.attend_backward(grad, Block(*queries[:3], True, queries.scale), attended)
+        dq, dk, dv = self.attend_backward(grad, _whole_block(queries), attended)
         add_grads(0, dk, dv)
         return dq
 
@@ -126,7 +115,7 @@ class CudaFlash(BlockKernel):
         """Call the operator beneath, which takes a window; its tensors are [B, tokens, heads, D]."""
         q, k, v = (x.transpose(1, 2) for x in as_wide(*queries[:3]))
         out, lse, *state, _ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], 0.0, True, False, **_window_options(queries)
+            q, k, v, None, None, q.shape[1], k.shape[1], queries.dropout_p, True, False, **_window_options(queries)
         )
         return Attended(out.transpose(1, 2)[..., : queries.values.shape[3]], lse, tuple(state))
 
@@ -134,7 +123,7 @@ class CudaFlash(BlockKernel):
         wide_grad, q, k, v, out = (x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out))
         tensors, sizes = (wide_grad, q, k, v, out, attended.lse.contiguous(), None, None), (q.shape[1], k.shape[1])
         gradients = _aten._flash_attention_backward(
-            *tensors, *sizes, 0.0, True, *attended.state, **_window_options(queries)
+            *tensors, *sizes, queries.dropout_p, True, *attended.state, **_window_options(queries)
         )
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
@@ -149,99 +138,39 @@ class CudaFlash(BlockKernel):
 
     def run(self, block: Block) -> Attended:
         """Call the kernel's forward. Torch's backward needs the state even without dropout."""
-        q, k, v, is_causal, scale, _ = block
+        q, k, v, is_causal, scale, _, dropout_p = block
         out, lse, cum_q, cum_k, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, 0.0, is_causal, False, scale=scale
+            q, k, v, dropout_p, is_causal, False, scale=scale
         )
         return Attended(out, lse, (cum_q, cum_k, seed, offset))
 
     def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, is_causal, scale, _ = block
+        q, k, v, is_causal, scale, _, dropout_p = block
         out, lse, (cum_q, cum_k, seed, offset) = attended
         tensors, sizes = (grad, q, k, v, out, lse.contiguous(), cum_q, cum_k), (q.shape[2], k.shape[2])
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            *tensors, *sizes, 0.0, is_causal, seed, offset, scale=scale
+            *tensors, *sizes, dropout_p, is_causal, seed, offset, scale=scale
         )
         return dq, dk, dv
 
 
 @functools.cache
 def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `_CHECKED`."""
-    problem = wrong_result(kernel.forward_at_once, kernel.backward_at_once, _CHECKED, device, dtype, head_dim)
+    """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `CHECKED`."""
+    problem = wrong_result(kernel.forward_at_once, kernel.backward_at_once, CHECKED, device, dtype, head_dim)
     if problem is not None:
         says = "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s"
         _log.warning(says, kernel.name, device, dtype, head_dim, problem)
     return problem is None
 
 
-@functools.cache
-def wrong_result(
-    forward: Callable[[Queries], Attended],
-    backward: Callable[[Tensor, Queries, Attended, AddGrads], Tensor],
-    shapes: tuple[_Shape, ...],
-    device: torch.device,
-    dtype: torch.dtype,
-    head_dim: int,
-    window: int | None = None,
-) -> str | None:
-    """Return the shape in which a kernel differs from plain torch, or the error that it raises; None if neither."""
-    # a wrong result is worse than a slow one: each way through the kernel is tried once
-    for shape in shapes:
-        try:
-            grad, queries = random_queries(shape, head_dim, device, dtype)
-            error = _error_of(forward, backward, grad, queries._replace(window=window))
-        except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as raised:
-            return "it raised: " + str(raised).split("\n")[0]
-        if not error <= _MOST_ERROR:  # NaN compares false with everything
-            _, heads, kv_heads, tokens, start = shape
-            return f"it is {error:.1%} off for {tokens} tokens after {start}, {heads} query and {kv_heads} key heads"
-    return None
+def _whole_block(queries: Queries) -> Block:
+    return Block(*queries[:3], True, queries.scale, dropout_p=queries.dropout_p)
 
 
 def _window_options(queries: Queries) -> dict[str, float | int]:
     assert queries.window is not None
     return {"scale": queries.scale, "window_size_left": queries.window - 1, "window_size_right": 0}
-
-
-def random_queries(shape: _Shape, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Queries]:
-    """Return a gradient and random queries of (batch, query heads, key heads, queries, keys before them)."""
-    batch, heads, kv_heads, tokens, start = shape
-    generator = torch.Generator().manual_seed(0)  # a generator of its own, which leaves all other random numbers alone
-    q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
-    grad, q, k, v = (
-        torch.randn(size, generator=generator).to(device, dtype) for size in (q_shape, q_shape, k_shape, k_shape)
-    )
-    return grad, Queries(q, k, v, start, head_dim**-0.5)
-
-
-def _error_of(
-    forward: Callable[[Queries], Attended],
-    backward: Callable[[Tensor, Queries, Attended, AddGrads], Tensor],
-    grad: Tensor,
-    queries: Queries,
-) -> float:
-    """Return the largest relative error of output, log-sum-exp and gradients, to plain torch in fp32."""
-
-    def results(forward: Any, backward: Any) -> list[Tensor]:
-        totals = [torch.zeros_like(x, dtype=torch.float32) for x in (queries.keys, queries.values)]
-
-        def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False) -> None:
-            for total, part in zip(totals, (dk, dv), strict=True):
-                total[:, :, offset : offset + part.shape[2]].add_(part)
-
-        attended = forward(queries)
-        return [attended.out, attended.lse, backward(grad, queries, attended, add), *totals]
-
-    plain = Reference()
-    pairs = zip(results(forward, backward), results(plain.forward, plain.backward), strict=True)
-    errors = torch.stack([(a.double() - b.double()).norm() / b.double().norm() for a, b in pairs])
-    return float(errors.nan_to_num(nan=math.inf).max())
-
-
-def widest_head(q: Tensor, need: Need) -> int:
-    """Return the larger of two head dims: of queries and keys, and of values."""
-    return max(q.shape[-1], need.value_dim or 0)
 
 
 @functools.cache
@@ -253,6 +182,7 @@ def cuda_capability() -> tuple[int, int]:
 
 
 def cuda_refusal(q: Tensor, need: Need) -> str | None:
+    """Return why no kernel of FlashAttention or cuDNN takes such queries, whatever else the call needs."""
     if q.device.type != "cuda":
         return f"it runs on cuda, not on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):
@@ -260,4 +190,4 @@ def cuda_refusal(q: Tensor, need: Need) -> str | None:
     dim = widest_head(q, need)
     if dim % 8 or dim > 256:
         return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
-    return _NO_DROPOUT if need.dropout else None
+    return None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import set_backend
@@ -21,6 +22,9 @@ from terapipe_ds.schedule.placement import Placement
 _COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
 
 _HALF = (torch.bfloat16, torch.float16)
+
+_TORCHS_NAMES = {"flash_attn_3": "FA3", "flash_attn_4": "FA4"}
+"""How torch calls the flash-attn packages that can take the place of its own kernel."""
 
 MicroBatches = Sequence[tuple[Tensor, Tensor]]
 
@@ -103,20 +107,25 @@ def schedule_of(
 def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[str]:
     """Have one kernel compute the attention of slices and of whole sequences inside; yield its name.
 
-    Torch may choose another kernel for whole sequences than for slices, or slices may run on the flash-attn package:
-    their ratio would compare kernels rather than slices. On CPUs there is one fused kernel. If no fused kernel takes
-    the slices (fp32 on a device), torch chooses the kernel for whole sequences, and the name says so.
+    Torch may choose another kernel for whole sequences than for slices: their ratio would compare kernels rather than
+    slices. Torch's FlashAttention kernel stands for flash-attn 2, which is the same. On CPUs there is one fused kernel.
+    If no fused kernel takes the slices (fp32 on a device), torch chooses the kernel for whole sequences, and the name
+    says so.
     """
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
-        name = "cuda_flash"
-        if "cudnn" in available_backends():  # and where it is the faster one
+        name, others = "cuda_flash", {"cudnn", *_TORCHS_NAMES} & {*available_backends()}
+        if others:  # and where one of them is the fastest
             chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
-            name = chosen if chosen == "cudnn" else name
+            name = chosen if chosen in others else name
         set_backend(name)
         try:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION):
+            kind = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
+            with ExitStack() as stack, sdpa_kernel(kind):
+                if name in _TORCHS_NAMES:  # torch computes whole sequences by that package
+                    stack.callback(attention.restore_flash_attention_impl)
+                    attention.activate_flash_attention_impl(_TORCHS_NAMES[name])
                 yield name
         finally:
             set_backend(None)

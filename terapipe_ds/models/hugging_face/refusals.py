@@ -145,8 +145,26 @@ def check_config(config: Any) -> None:
         )
 
 
+def end_of_scaled_angles(config: Any) -> int | None:
+    """Return for how many positions the rotary angles are scaled; None if none are: plain ones go on."""
+    most, ends = getattr(config, "max_position_embeddings", None), []
+    for rope in _ropes(config):
+        kind, factor = _kind_of(rope), rope.get("factor")
+        if kind in ("linear", "yarn", "llama3") and factor and most:
+            original = most if kind == "linear" else rope.get("original_max_position_embeddings") or most
+            ends.append(max(most, int(original * factor)))
+    return min(ends, default=None)
+
+
 def _rope_types(config: Any) -> set[str]:
-    config = config.get_text_config()
+    return {_kind_of(rope) for rope in _ropes(config.get_text_config())}
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
     scaling = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     of_types = [of_type for of_type in scaling.values() if isinstance(of_type, dict)]  # one for each type of layer
-    return {str(of_type.get("rope_type", of_type.get("type", "default"))) for of_type in (of_types or [scaling])}
+    return of_types or [scaling]
+
+
+def _kind_of(rope: dict[str, Any]) -> str:
+    return str(rope.get("rope_type", rope.get("type", "default")))

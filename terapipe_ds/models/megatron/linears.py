@@ -7,6 +7,9 @@ the latter over the tensor-parallel ranks, and cut the sum under sequence parall
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
 megatron-core gathers them in the forward and once more in the backward. Here W gathers them, because other stages wait
 for B. Keeping the gathered tokens would multiply their memory by the number of ranks.
+
+Transformer Engine's linear layers compute all their gradients at once. If a slice has a W, the same layer runs by
+torch's operations on its own parameters: the norm that some of them begin with, the product, the collectives.
 """
 
 from __future__ import annotations
@@ -17,8 +20,15 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
+from megatron.core.extensions import transformer_engine
 from megatron.core.parallel_state import get_global_memory_buffer
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -43,6 +53,8 @@ def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
             layer._forward_impl = _forward_of(layer, gradients)
+        elif transformer_engine.HAVE_TE and _computes_as_engine(layer):
+            layer.forward = _engine_forward_of(layer, gradients)
 
 
 _MARK = "_terapipe_splits"
@@ -70,6 +82,54 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
 
     setattr(forward, _MARK, True)
     return forward
+
+
+def _computes_as_engine(layer: Any) -> bool:
+    """Return whether Transformer Engine computes the layer as Megatron asks: in high precision, with one weight."""
+    kinds = (transformer_engine.TELinear, transformer_engine.TELayerNormColumnParallelLinear)
+    is_plain = isinstance(layer, kinds) and type(layer).forward in [kind.forward for kind in kinds]
+    replaced = vars(layer).get("forward")
+    # a precision of the layer's own, or parts of the weight as parameters of their own
+    is_usual = is_plain and layer.te_quant_params is None and isinstance(getattr(layer, "weight", None), nn.Parameter)
+    return is_usual and (replaced is None or hasattr(replaced, _MARK))
+
+
+def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
+    """Return a `forward` for a layer of Transformer Engine: [T, B, in] -> [T, B, out], and a bias left to add."""
+    plain = functools.partial(type(layer).forward, layer)
+
+    def forward(inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+        weight, in_fp8 = layer.weight, transformer_engine.FP8GlobalStateManager.is_fp8_enabled()
+        if in_fp8 or not gradients.splits_now() or not gradients.takes(inputs, weight):
+            return plain(inputs)
+        keep, is_row = functools.partial(gradients.keep, weight), layer.parallel_mode == "row"
+        # without tensor parallelism no rank has a part of anything
+        group, shares = (layer.tp_group, layer.sequence_parallel) if layer.tp_size > 1 else (None, False)
+        is_column = group is not None and not is_row
+        ranks = _Ranks(group, sums=is_column and not shares, shares_tokens=is_column and shares)
+        bias = layer.bias if layer.use_bias and not layer.te_return_bias else None
+        is_late = is_row and group is not None  # the ranks' products are summed before a bias comes on top
+        normed = _normed(layer, inputs) if hasattr(layer, "layer_norm_weight") else inputs
+        outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, keep, ranks)
+        if is_late:
+            joined = reduce_scatter_to_sequence_parallel_region if shares else reduce_from_tensor_model_parallel_region
+            outputs = joined(outputs, group)
+            outputs = outputs if bias is None else outputs + bias
+        return outputs, layer.bias if layer.te_return_bias else None
+
+    setattr(forward, _MARK, True)
+    return forward
+
+
+def _normed(layer: Any, inputs: Tensor) -> Tensor:
+    """Return the norm with which a layer of Transformer Engine begins."""
+    weight, bias, x = layer.layer_norm_weight, getattr(layer, "layer_norm_bias", None), inputs
+    if layer.zero_centered_gamma:  # in half precision 1 + gamma would round gamma away
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        x, weight, bias = x.to(dtype), 1 + weight.to(dtype), None if bias is None else bias.to(dtype)
+    if layer.normalization == "RMSNorm":
+        return F.rms_norm(x, weight.shape, weight, layer.eps).to(inputs.dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, layer.eps).to(inputs.dtype)
 
 
 class _Ranks(NamedTuple):

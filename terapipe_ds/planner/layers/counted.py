@@ -15,13 +15,19 @@ from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, Tied
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
+HOST_ADAM_PARAMETERS_PER_S = 10e9 / 2.57
+"""Parameters that the host of a node steps per second with DeepSpeed's Adam for CPUs: 10 billion in 2.57 s (Ren et al.,
+"ZeRO-Offload", 2021, arXiv 2101.06840, table 4)."""
+
+_HOST_BYTES = 16  # per parameter: its fp32 copy, two states and the gradient
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
 class CountedLayers(Layers):
     """Count the costs of the layers of a model size for a cluster's devices."""
 
-    is_sliceable = whole_is_least = True
+    is_sliceable = whole_is_least = recomputes_before_weights = True
+    levers = frozenset({"offload_activations", "offload_optimizer"})
 
     def __init__(self, size: ModelSize, cluster: Cluster, dtype: str = "auto") -> None:
         self.size, self._cluster = size, cluster
@@ -38,18 +44,34 @@ class CountedLayers(Layers):
             return f"tensor_parallel = {degree}: hidden_size = {self.size.hidden_size} does not divide by it"
         return None
 
+    def refuse_sequence(self, ranks: int) -> str | None:
+        if ranks > 1 and self.size.tied_embedding:
+            return "DeepSpeed has no right groups for tied layers with sequence ranks"
+        if self.size.num_heads % ranks:
+            return f"num_heads = {self.size.num_heads} of {self.size.name} does not divide by {ranks} sequence ranks"
+        return None
+
     def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
         """Return the costs of embedding, decoder layer and head; the costs of a part are their sums."""
 
         def kind(layers: int, *, embedding: bool = False, head: bool = False) -> AnalyticCosts:
             links = self._cluster.between, self._cluster.within
             counts = self._arithmetic, setting.micro_batch, layers, embedding, head, setting.tensor
-            return AnalyticCosts(self.size, self._cluster.card, *counts, recompute, *links)
+            return AnalyticCosts(
+                self.size,
+                self._cluster.card,
+                *counts,
+                recompute,
+                *links,
+                sequence_parallel=setting.sequence,
+                keeps_attention=setting.keeps_attention,
+                fused_loss=True,
+            )
 
         return [kind(0, embedding=True), *[kind(1)] * self.size.num_layers, kind(0, head=True)]
 
     def output_bytes(self, setting: Setting) -> Floats:
-        per_token = setting.micro_batch * self.size.hidden_size * ITEMSIZE[self.dtype]
+        per_token = setting.micro_batch * self.size.hidden_size * ITEMSIZE[self.dtype] / setting.sequence
         return np.full(self.num_layers, float(per_token))
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
@@ -60,11 +82,17 @@ class CountedLayers(Layers):
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Count per parameter; a tied matrix counts with the embedding."""
+        summed, moved = self._bytes_at_the_end(setting)
+        return summed * self._parameters(setting), moved * self._parameters(setting)
+
+    def host_bytes(self, setting: Setting) -> Floats:
+        share = _HOST_BYTES if setting.offload_optimizer else 0
+        return share * self._parameters(setting) / setting.data / setting.sequence
+
+    def _parameters(self, setting: Setting) -> Floats:
         size = self.size
         counts = [size.embedding_parameters(), *[size.layer_parameters()] * size.num_layers, size.head_parameters()]
-        parameters = np.array(counts, float) / setting.tensor
-        summed, moved = self._bytes_at_the_end(setting)
-        return summed * parameters, moved * parameters
+        return np.array(counts, float) / setting.tensor
 
     def tied_copy(self, setting: Setting) -> TiedCopy | None:
         size, itemsize = self.size, 4 if self.dtype == "bfloat16" else ITEMSIZE[self.dtype]
@@ -77,7 +105,13 @@ class CountedLayers(Layers):
         """Return the bytes that a parameter sums (`bytes_summed`) and moves; ZeRO-1 and bfloat16 divide the states."""
         # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
         is_divided = self.dtype == "bfloat16" or setting.zero_stage
-        moved = OPTIMIZER_BYTES_PER_PARAMETER / (setting.data if is_divided else 1)
+        divided = setting.data * setting.sequence if is_divided else 1
+        moved = OPTIMIZER_BYTES_PER_PARAMETER / divided
+        if setting.offload_optimizer:  # seconds on the host, as bytes that the device could have moved in that time
+            card, link = self._cluster.card, self._cluster.host_link
+            copied_s = (4 + ITEMSIZE[self.dtype]) / link.bandwidth_bytes_per_s  # gradients down, parameters up
+            host_s = copied_s + self._cluster.devices_per_node / HOST_ADAM_PARAMETERS_PER_S
+            moved = host_s / divided * card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
         return bytes_summed(self.dtype, setting.zero_stage), moved
 
     def _is_decoder(self, layer: int) -> bool:
@@ -85,6 +119,7 @@ class CountedLayers(Layers):
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (it goes with the planner that made it)
     def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: bool) -> tuple[PartMemory, ...]:
+        on_cpu = self._cluster.card.name == "cpu-core"
         setup = Setup(
             self.size,
             len(counts),
@@ -95,5 +130,11 @@ class CountedLayers(Layers):
             zero_stage=setting.zero_stage,
             activation_checkpointing=recompute,
             layers_per_part=counts,
+            sequence_ranks=setting.sequence,
+            fused_norm=not on_cpu,  # plain operations there
+            on_cpu=on_cpu,
+            keeps_attention=setting.keeps_attention,
+            fused_loss=True,
+            offload_optimizer=setting.offload_optimizer,
         )
         return setup.count_parts()

@@ -29,6 +29,9 @@ class Setting:
     micro_batch: int  # sequences
     data: int = 1
     zero_stage: int = 0
+    sequence: int = 1  # ranks that divide the tokens of a slice; tensor is 1 then
+    offload_optimizer: bool = False
+    keeps_attention: bool = False  # layers that recompute do so but for attention
 
 
 class TiedCopy(NamedTuple):
@@ -55,6 +58,8 @@ class Layers(abc.ABC):
     is_sliceable: bool
     whole_is_least: bool  # whether no slices together take less than the whole sequence
     dtype: str  # as `model_memory` spells it
+    levers: frozenset[str] = frozenset()  # fields of `candidate.Levers` with known costs
+    recomputes_before_weights = False  # whether the seconds of W are known where a stage recomputes
 
     @abc.abstractmethod
     def refuse_tensor(self, degree: int) -> str | None:
@@ -79,6 +84,14 @@ class Layers(abc.ABC):
     @abc.abstractmethod
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Return, per layer, on one rank: bytes that replicas all-reduce, and bytes that the optimizer moves."""
+
+    def refuse_sequence(self, ranks: int) -> str | None:
+        """Return why `ranks` ranks cannot divide the tokens of a slice, or None."""
+        return None if ranks == 1 else "nothing is known about sequence ranks"
+
+    def host_bytes(self, setting: Setting) -> Floats:
+        """Return, per layer, the bytes of the optimizer that a rank has in its host's memory."""
+        return np.zeros(self.num_layers)
 
     def tied_copy(self, setting: Setting) -> TiedCopy | None:
         """Return the bytes that a tied matrix's second copy adds where first and last layer are on different stages."""

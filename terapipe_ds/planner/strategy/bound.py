@@ -83,6 +83,8 @@ class Bounded:
         layers = starts, starts + 1
         slices = rates["slice"][layers]
         received = max(0.0, slices[:2].sum() - rates["slice"][0, 2]) if len(starts) > 1 else 0.0  # once per span
+        if self.candidate.levers.offload_activations:  # a slice is on the device for a moment only
+            slices = 0.0 * slices
         stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[layers]
         return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
@@ -122,6 +124,8 @@ class Bounded:
     def _least_peaks(self, recompute: bool) -> Floats:
         """Return a lower bound on a stage's bytes, per span: parameters, states, and one micro-batch's kept bytes."""
         rates = self._rates[recompute]
+        if self.candidate.levers.offload_activations:  # a sequence in one slice is whole while its F runs
+            return rates["lasting"] + np.minimum(rates["whole"] + rates["slice"], rates["store"])
         return rates["lasting"] + rates["slice"] + np.minimum(rates["whole"], rates["store"])
 
     @functools.cached_property
@@ -147,7 +151,8 @@ class Bounded:
         return self.layers.layer_costs(self.candidate.setting, recompute)
 
     def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
-        setting = Setting(self.candidate.grid.model, self.candidate.micro_batch)  # times do not depend on replicas
+        grid = self.candidate.grid  # times do not depend on replicas
+        setting = Setting(grid.model, self.candidate.micro_batch, sequence=grid.sequence)
         return layer_seconds(self.layers, setting, recompute, self.length, num_slices)
 
     @functools.cached_property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
@@ -12,6 +12,24 @@ from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay, ScheduleShape
 from terapipe_ds.strategy import Grid
+
+USABLE = 0.9
+"""Of the memory of a device, or of a host: the share that may be planned where the user gives no limit."""
+
+
+@dataclass(frozen=True, order=True)
+class Levers:
+    """Hold the choices that save memory and cost time, for all stages."""
+
+    offload_activations: bool = False
+    offload_optimizer: bool = False
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        return tuple(field.name for field in fields(cls))
+
+
+NO_LEVERS = Levers()
 
 
 @dataclass(frozen=True)
@@ -22,16 +40,21 @@ class Candidate:
     micro_batch: int
     accumulation: int
     zero_stage: int
+    levers: Levers = NO_LEVERS
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.grid.model, self.micro_batch, self.grid.data, self.zero_stage)
+        grid = self.grid
+        return Setting(
+            grid.model, self.micro_batch, grid.data, self.zero_stage, grid.sequence, self.levers.offload_optimizer
+        )
 
     @property
     def rank(self) -> tuple[Any, ...]:
         """Return the key that decides between candidates of equal time: less of everything."""
         grid = self.grid
-        return grid.model, grid.pipe, self.zero_stage, self.micro_batch, grid.axes != ("pipe", "data", "model")
+        inner = grid.model * grid.sequence, grid.sequence
+        return self.levers, *inner, grid.pipe, self.zero_stage, self.micro_batch, grid.axes[0] != "pipe"
 
 
 @dataclass(frozen=True)
@@ -47,6 +70,7 @@ class Score:
     peak_bytes: tuple[int, ...]
     is_final: bool  # the replay had enough micro-batches for an answer
     chunks_per_stage: int = 1
+    host_bytes: int = 0  # of the fullest node
 
     @property
     def rank(self) -> tuple[Any, ...]:

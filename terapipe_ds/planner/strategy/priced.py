@@ -12,15 +12,17 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
-from terapipe_ds.planner.layers.parts import Floats, spans_of
-from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.planner.layers.parts import Floats, Span, spans_of
+from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
-from terapipe_ds.planner.strategy.candidate import Score, owners_of, replay_of
+from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
-from terapipe_ds.simulator import ScheduleShape, replay_few
+from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
+from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
 
+_ON_DEVICE = 2 + LEAVES_AFTER + OFFLOAD_AHEAD  # slices of a stage that are not on the host, about
 _MESSAGES = 2  # sent by a stage and not known to have arrived, at the stage's peak
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -56,7 +58,7 @@ class Priced(Bounded):
         times = []
         for stage_id in stages:
             fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in (False, True)]
-            times.append(np.where(fits[0], off, np.where(fits[1] & shape.may_recompute, full, np.inf)))
+            times.append(np.where(fits[0], off, np.where(fits[1] & self.may_recompute(shape.schedule), full, np.inf)))
         # and one per stage: the way of a micro-batch over the link before it, there and back
         sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
         sent[-1] = 0.0
@@ -79,7 +81,7 @@ class Priced(Bounded):
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
-        again = shape.may_recompute
+        again = self.may_recompute(shape.schedule)
         return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
 
     def _work(self, num_slices: int, recompute: bool) -> Floats:
@@ -91,13 +93,26 @@ class Priced(Bounded):
         rates = self._rates[recompute]
         most = self.num_micro_batches * num_slices
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
-        peak = rates["static"] + rates["fixed"] + live / num_slices * rates["slice"]
-        peak = peak + rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
+        peak = rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
+        running = rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
+        peak = peak + np.maximum(running, loss)
         if stage_id > 0:
             peak = peak + min(most, _MESSAGES) / num_slices * rates["sent"]
         whole = rates["whole"] if num_slices == 1 else rates["store"]
         gradients = 0.0 if num_slices == 1 else rates["store_grad"]
-        return np.asarray(peak + math.ceil(live / num_slices) * whole + gradients)
+        stores = math.ceil((there if num_slices == 1 else live) / num_slices)
+        return np.asarray(peak + stores * whole + gradients)
+
+    @functools.cached_property
+    def _chunk_tokens(self) -> float:
+        count = self.layers.num_layers
+        return self.layers.memory_of_spans(self.candidate.setting, [Span(0, count)])[0].loss_chunk_tokens
+
+    def may_recompute(self, schedule: str) -> bool:
+        """Return whether stages may recompute; else the seconds of W would be unknown where backwards are split."""
+        return schedule not in SPLIT_SCHEDULES or self.layers.recomputes_before_weights
 
     # --- one cut, exactly
 
@@ -145,7 +160,10 @@ class Priced(Bounded):
     def memory(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> MemoryModel:
         """Return the memory of the parts; `recompute` is per stage."""
         again = [recompute[stage_id] for stage_id in (range(self.num_stages) if owners is None else owners)]
-        return MemoryModel(self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again)))
+        parts = self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again))
+        if not self.candidate.levers.offload_activations:
+            return MemoryModel(parts)
+        return MemoryModel(parts, offloads=True, host_bytes_per_s=self.cluster.host_link.bandwidth_bytes_per_s)
 
     def score(
         self,
@@ -158,8 +176,8 @@ class Priced(Bounded):
     ) -> Score | None:
         """Replay a cut under a schedule and return its score; None where it does not fit in memory.
 
-        Stages that do not fit otherwise recompute, but not where backwards are split: the seconds of W would be
-        unknown. A few micro-batches predict a batch of more than `most` computations.
+        Stages that do not fit otherwise recompute, where they may. A few micro-batches predict a batch of more than
+        `most` computations.
         """
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
@@ -167,22 +185,66 @@ class Priced(Bounded):
         replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
         # first the peak bytes: they decide which stages recompute
         recompute = (False,) * self.num_stages
-        held = replay(memory=self.memory(bounds, recompute, owners))
-        if max(held.peak_bytes) > limit_bytes and schedule not in SPLIT_SCHEDULES:
+        memory = self.memory(bounds, recompute, owners)
+        held = replay(memory=memory)
+        if max(held.peak_bytes) > limit_bytes and self.may_recompute(schedule):
             recompute = tuple(peak > limit_bytes for peak in held.peak_bytes)
-            held = replay(memory=self.memory(bounds, recompute, owners))
+            memory = self.memory(bounds, recompute, owners)
+            held = replay(memory=memory)
         if (need := max(held.peak_bytes)) > limit_bytes:
             self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
             return None
-        # then the seconds, to the end of each stage's reduction and step
-        timed = replay(costs=self.parts(bounds, recompute, owners))
-        done_s = list(timed.ends_s)
+        hosts = self.host_bytes(replays(min(self.num_micro_batches, shape.filling)), bounds, plan, memory, owners)
+        if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
+            return None
+        timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
+        seconds = self._step_s(list(timed.ends_s), bounds, owners)
+        is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
+        how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage, hosts
+        return Score(seconds, self.candidate, bounds, recompute, *how)
+
+    def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:
+        """Return the seconds to the end of each stage's reduction and step, which follow its last computation."""
         if self._has_tied_copy(owners):  # its two stages wait for each other
             done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
-        seconds = float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
-        is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
-        how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage
-        return Score(seconds, self.candidate, bounds, recompute, *how)
+        return float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
+
+    def price(
+        self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[bool]
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds and the peak bytes by stage of a cut whose stages recompute as they are told."""
+        owners = owners_of(schedule, self.num_stages, chunks_per_stage)
+        shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
+        memory, costs = self.memory(bounds, recompute, owners), self.parts(bounds, recompute, owners)
+        replays = functools.partial(replay_of, shape)
+        found = replay_few(shape, self.num_micro_batches, replays, plan, costs, memory, most=MOST_WHOLE)
+        return self._step_s(list(found.ends_s), bounds, owners), found.peak_bytes
+
+    def host_bytes(
+        self, replay: Replay, bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
+    ) -> int:
+        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node."""
+        levers = self.candidate.levers
+        if levers == NO_LEVERS:
+            return 0
+        of_stages = np.array(replay.host_bytes(plan, memory) if memory.offloads else [0] * self.num_stages, float)
+        of_layers = self.layers.host_bytes(self.candidate.setting)
+        for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
+            of_stages[stage_id] += of_layers[start:stop].sum()
+        return math.ceil(self.cluster.fullest_node(self.candidate.grid, of_stages))
+
+    def peak_by_kind(self, score: Score) -> dict[str, list[int]]:
+        """Return the peak bytes of each stage by kind; they add up to the peaks of the score."""
+        owners = owners_of(score.schedule, self.num_stages, score.chunks_per_stage)
+        shape = ScheduleShape(score.schedule, self.num_stages, score.plan.num_slices, score.chunks_per_stage)
+        whole = self.memory(score.bounds, score.recompute, owners)
+        kinds = {kind: whole.only(kind) for kind in MEMORY_KINDS}
+        replay = replay_of(shape, min(self.num_micro_batches, max(shape.filling, shape.most_live[0])))
+        found = replay.peak_by_kind(score.plan, [whole, *kinds.values()])
+        by_kind = {kind: [of[index] for of in found] for index, kind in enumerate(kinds, 1)}
+        # all else that the peak has belongs to the computation that runs
+        rest = (peak - sum(of[1:]) for peak, of in zip(score.peak_bytes, found, strict=True))
+        return by_kind | {"running": list(rest)}
 
     def _has_tied_copy(self, owners: Sequence[int]) -> bool:
         return owners[0] != owners[-1] and self.layers.tied_copy(self.candidate.setting) is not None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError, model_size
 from terapipe_ds.costs.profile import Profile, ProfileError, is_profile
+from terapipe_ds.costs.utilisation import Utilisation
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
@@ -16,7 +19,7 @@ from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Layers
-from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
+from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
@@ -43,6 +46,9 @@ def rank_strategies(
     stages: int | None = None,
     tensor_parallel: int | None = None,
     data_parallel: int | None = None,
+    sequence_parallel: int | None = None,
+    offload_activations: bool | None = None,
+    offload_optimizer: bool | None = None,
     schedule: str | None = None,
     chunks_per_stage: int | None = None,
     progress: Progress | None = None,
@@ -54,8 +60,9 @@ def rank_strategies(
         model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, a `LayerChain`, or
             measurements: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows of a
             micro-batch.
-        memory_limit_gb: per device; None: the value of the device card.
-        stages, tensor_parallel, data_parallel, schedule, chunks_per_stage: fixed values; None: the search chooses.
+        memory_limit_gb: per device; None: 0.9 of the memory of the device card.
+        stages, tensor_parallel, data_parallel, sequence_parallel, offload_activations, offload_optimizer, schedule,
+            chunks_per_stage: fixed values; None: the search chooses.
         stop: called now and then; once it returns true, or with Ctrl-C, the answer is the best strategy so far, marked
             as incomplete.
 
@@ -69,7 +76,7 @@ def rank_strategies(
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
-    fixed["chunks_per_stage"] = chunks_per_stage
+    fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
     counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
     space = Space(
         layers,
@@ -77,7 +84,12 @@ def rank_strategies(
         check_count("global_batch_size", global_batch_size),
         length,
         check_limit(memory_limit_gb, cluster),
-        Choices(**counts, schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"])),
+        Choices(
+            **counts,
+            offload_activations=offload_activations,
+            offload_optimizer=offload_optimizer,
+            schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"]),
+        ),
     )
     # the answers, the best first
     search = Search(space, progress, stop)
@@ -98,16 +110,51 @@ def simulate_strategy(
     Raises:
         PlannerError: as `rank_strategies` does for a model that it cannot read.
     """
-    length, stages, chunks = strategy.plans[0].sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
-    candidate = Candidate(strategy.layout, strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage)
-    priced = Priced(layers_of(model, cluster, length, strategy.dtype), cluster, length, candidate)
-    again = strategy.recompute
-    recompute = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in range(stages)]
+    stages, chunks = strategy.grid["pipe"], strategy.chunks_per_stage
+    priced, recompute = _priced(strategy, model, cluster), _recomputing(strategy)
     number = num_micro_batches or strategy.accumulation
     plans = [strategy.plans[m % strategy.accumulation] for m in range(number)]
-    counts = stages, len(plans), [plan.num_slices for plan in plans]
-    parts = priced.parts(tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks))
-    return simulate(build(strategy.schedule, *counts, chunks_per_stage=chunks), plans, parts)
+    schedule = build(
+        strategy.schedule, stages, len(plans), [plan.num_slices for plan in plans], chunks_per_stage=chunks
+    )
+    of_parts = tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks)
+    return simulate(schedule, plans, priced.parts(*of_parts), memory=priced.memory(*of_parts))
+
+
+def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy:
+    """Return a strategy with the seconds and bytes that the planner predicts for it on this cluster.
+
+    Raises:
+        PlannerError: it is for another number of devices or layers, or has a plan for each micro-batch.
+    """
+    priced, plan = _priced(strategy, model, cluster), strategy.plan
+    devices, layers = math.prod(strategy.dims), priced.layers.num_layers
+    if devices != cluster.num_devices:
+        raise PlannerError(
+            f"the strategy is for {devices} devices, the cluster has {cluster.num_devices}: give as many"
+        )
+    if strategy.partition[-1] != layers:
+        raise PlannerError(
+            f"the strategy is for {strategy.partition[-1]} layers, the model has {layers}: give its model"
+        )
+    if plan is None:
+        raise PlannerError("the strategy has other slices for each micro-batch: give one list of lengths")
+    shape = tuple(strategy.partition), strategy.schedule, plan, strategy.chunks_per_stage
+    seconds, peaks = priced.price(*shape, _recomputing(strategy))
+    return strategy.model_copy(update={"predicted_s": seconds, "memory_bytes": list(peaks), "lower_bound_s": 0.0})
+
+
+def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
+    levers = Levers(strategy.offload_activations, strategy.offload_optimizer)
+    counts = strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage
+    length = strategy.plans[0].sequence_length
+    layers = layers_of(model, cluster, length, strategy.dtype)
+    return Priced(layers, cluster, length, Candidate(strategy.layout, *counts, levers))
+
+
+def _recomputing(strategy: Strategy) -> list[bool]:
+    again, stages = strategy.recompute, range(strategy.grid["pipe"])
+    return [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in stages]
 
 
 def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
@@ -130,7 +177,10 @@ def size_of(model: object) -> ModelSize:
     if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
         path = os.fspath(model)
         model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
-    size = model_size(model) if isinstance(model, str) else model
+    try:
+        size = model_size(model) if isinstance(model, str) else model
+    except ModelSizeError as error:
+        raise ModelSizeError(f"{error}; or the path of any decoder's config.json") from None
     if not isinstance(size, ModelSize):
         allowed = "the name of a model size, a path to a config.json or a profile, profiles, or a LayerChain"
         raise PlannerError(f"model = {show_value(model)}: give {allowed}")
@@ -166,6 +216,15 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
     return schedule
 
 
+def _rates(score: Score, space: Space) -> dict[str, Any]:
+    """Return model FLOP/s and MFU; nothing for layers whose FLOPs nobody counts."""
+    if not isinstance(layers := space.layers, CountedLayers):
+        return {}
+    cluster, shape = space.cluster, (space.global_batch_size, space.sequence_length)
+    rates = Utilisation.of(layers.size, cluster.card, layers.dtype, *shape, score.seconds, cluster.num_devices)
+    return {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
+
+
 def _strategy(score: Score, search: Search, name: str) -> Strategy:
     candidate, again = score.candidate, score.recompute
     stages = [stage_id for stage_id, recomputes in enumerate(again) if recomputes]
@@ -187,4 +246,8 @@ def _strategy(score: Score, search: Search, name: str) -> Strategy:
         memory_bytes=list(score.peak_bytes),
         model=str(name),
         is_complete=search.is_complete,
+        **dataclasses.asdict(candidate.levers),
+        memory_by_kind=search.price(candidate).peak_by_kind(score),
+        host_memory_bytes=score.host_bytes,
+        **_rates(score, search.space),
     )

@@ -8,6 +8,7 @@ parts per stage, planned slices and moved layers. The bounds of all unsettled ca
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.search.candidates import slice_counts
 from terapipe_ds.planner.search.search import plan_slices
-from terapipe_ds.planner.strategy.candidate import Candidate, Score, owners_of
+from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.cuts import Bounds, all_cuts, moved_edges, num_cuts
 from terapipe_ds.planner.strategy.priced import MOST_WHOLE, Priced
 from terapipe_ds.planner.strategy.rates import granule_of
@@ -34,7 +35,8 @@ REPLAYED = 12
 """Candidates that are replayed, each with its two best proposals."""
 
 _FINALISTS = 3
-_MOST_SLICES = 64
+_MOST_SLICES = 256
+_SHORT_TOKENS = 4096  # more than 64 slices are at least so long
 _BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 400_000  # replayed computations while layers move
 
@@ -60,7 +62,7 @@ class Search:
         candidates = list(self.space.candidates())
         if not candidates:
             raise PlannerError(self.space.why_none())
-        priced = {candidate: self._price(candidate) for candidate in candidates}
+        priced = {candidate: self.price(candidate) for candidate in candidates}
         if self.space.choices.schedule in SPLIT_SCHEDULES and not priced[candidates[0]].can_split:
             problem = f"schedule = {self.space.choices.schedule!r}: the costs do not tell what weight gradients take"
             raise PlannerError(f"{problem}; give a schedule with whole backwards")
@@ -125,11 +127,14 @@ class Search:
     ) -> list[_Proposal]:
         """Return the best proposals, one per candidate, and raise the bounds of the examined candidates."""
         proposals: list[_Proposal] = []
+        unhindered: set[Candidate] = set()  # fit with nothing recomputed
         near_s = math.inf
         for done, candidate in enumerate(ordered):
             self._report("cuts", done, len(ordered))
             if bounds_s[candidate] >= near_s and len(proposals) >= REPLAYED:
                 break
+            if dataclasses.replace(candidate, levers=NO_LEVERS) in unhindered:  # nothing would be gained
+                continue
             costs, limit_bytes = priced[candidate], self.space.limit_bytes
             bounds_s[candidate] = max(bounds_s[candidate], self._bound_s(costs, limit_bytes))
             if math.isinf(bounds_s[candidate]):
@@ -143,6 +148,9 @@ class Search:
             if not times:
                 continue
             counts = [slices for _, slices in sorted(times)[:2]]
+            free = costs.propose(self._shapes(counts[0])[0], counts[0], math.inf)
+            if free is not None and free[0] >= (1 - 1e-9) * min(times)[0]:
+                unhindered.add(candidate)
             proposals.append((min(times)[0], candidate.rank, candidate, counts))
             near_s = min(near_s, 1.05 * min(times)[0])
             if len(proposals) == 1:  # from here on a stopped search has an answer
@@ -192,7 +200,7 @@ class Search:
         choices, rows = self.space.choices, priced.num_micro_batches
         for slices in dict.fromkeys((score.plan.num_slices, max(1, score.plan.num_slices // 2))):
             for shape in variants(slices, choices.schedule, choices.chunks_per_stage):
-                is_possible = shape.may_recompute or priced.can_split
+                is_possible = not shape.is_split or priced.can_split
                 if is_possible and shape.is_short(priced.num_stages, rows, slices):
                     cuts = [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape.chunks)[:1]
                     for cut in cuts:
@@ -208,7 +216,7 @@ class Search:
                 priced.length,
                 priced.num_stages,
                 min(priced.num_micro_batches, filling),
-                granule_of(priced.length),
+                min(granule_of(priced.length), max(64, priced.length // score.plan.num_slices)),
                 score.schedule,
                 chunks_per_stage=score.chunks_per_stage,
                 max_slices=max(2 * score.plan.num_slices, 2),
@@ -271,10 +279,10 @@ class Search:
         if not self.space.layers.is_sliceable or self.space.choices.schedule in ("1f1b", "gpipe"):
             return [1]
         length = self.space.sequence_length
-        most = min(_MOST_SLICES, -(-length // granule_of(length)))
+        most = min(_MOST_SLICES, -(-length // min(64, granule_of(length))), max(64, length // _SHORT_TOKENS))
         return [count for count in slice_counts(most) if count & (count - 1) == 0]
 
-    def _price(self, candidate: Candidate) -> Priced:
+    def price(self, candidate: Candidate) -> Priced:
         return Priced(self.space.layers, self.space.cluster, self.space.sequence_length, candidate)
 
     def _report(self, what: str, done: int, of: int) -> None:

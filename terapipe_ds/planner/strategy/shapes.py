@@ -18,14 +18,14 @@ class Shape(NamedTuple):
     chunks: int = 1
 
     @property
-    def may_recompute(self) -> bool:
-        """Return whether stages may recompute; where backwards are split, the seconds of W would be unknown then."""
-        return self.schedule not in SPLIT_SCHEDULES
+    def is_split(self) -> bool:
+        """Return whether backwards are split."""
+        return self.schedule in SPLIT_SCHEDULES
 
     @property
     def has_own_bound(self) -> bool:
         """Return whether the bound of stages with one run of layers and whole backwards holds."""
-        return self.chunks == 1 and self.schedule not in SPLIT_SCHEDULES
+        return self.chunks == 1 and not self.is_split
 
     def is_short(self, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
         """Return whether building and replaying a whole batch takes little time."""

@@ -13,11 +13,11 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers
-from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.candidate import USABLE, Candidate, Levers
 from terapipe_ds.planner.strategy.shapes import usual_chunks
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
-_AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model"}
+_AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model", "sequence_parallel": "sequence"}
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,9 @@ class Choices:
     stages: int | None = None
     tensor_parallel: int | None = None
     data_parallel: int | None = None
+    sequence_parallel: int | None = None
+    offload_activations: bool | None = None
+    offload_optimizer: bool | None = None
     schedule: str | None = None
     chunks_per_stage: int | None = None
 
@@ -45,23 +48,42 @@ class Space:
     def candidates(self) -> Iterator[Candidate]:
         """Yield every candidate: degrees that multiply to the devices, micro-batches that make up the global batch."""
         devices, choices = self.cluster.num_devices, self.choices
-        for tensor in _divisors(self.cluster.devices_per_node):
-            if tensor != (choices.tensor_parallel or tensor) or self.layers.refuse_tensor(tensor) is not None:
-                continue
-            for pipe in _divisors(devices // tensor):
-                data = devices // tensor // pipe
+        for tensor, sequence in self._inner_ranks():
+            inner = tensor * sequence
+            for pipe in _divisors(devices // inner):
+                data = devices // inner // pipe
                 is_wanted = pipe == (choices.stages or pipe) and data == (choices.data_parallel or data)
                 chunks = usual_chunks(choices.schedule, choices.chunks_per_stage)
                 is_wanted &= pipe * chunks <= self.layers.num_layers and (pipe > 1 or chunks == 1)
                 if not is_wanted or self.global_batch_size % data:
                     continue
                 # where neither axis is 1, the order of the axes decides which ranks share a node
-                axes = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
+                orders = (PIPE_FIRST, DATA_FIRST) if pipe > 1 and data > 1 else (PIPE_FIRST,)
+                axes = [(one, two, "sequence" if sequence > 1 else "model") for one, two, _ in orders]
                 own_batch = self.global_batch_size // data
                 sizes = [rows for rows in _divisors(own_batch) if self.layers.refuse_micro_batch(tensor, rows) is None]
-                for micro_batch, zero, order in itertools.product(sizes, self._zeros(data), axes):
-                    grid = Grid(pipe, data, tensor, order)
-                    yield Candidate(grid, micro_batch, own_batch // micro_batch, zero)
+                for levers, micro_batch, order in itertools.product(self._levers(), sizes, axes):
+                    grid = Grid(pipe, data, tensor, order, sequence)
+                    for zero in (1,) if levers.offload_optimizer else self._zeros(data * sequence):
+                        yield Candidate(grid, micro_batch, own_batch // micro_batch, zero, levers)
+
+    def _inner_ranks(self) -> Iterator[tuple[int, int]]:
+        """Yield the numbers of tensor and of sequence ranks; the engine has no stage with both."""
+        for inner in _divisors(self.cluster.devices_per_node):
+            for tensor, sequence in dict.fromkeys(((inner, 1), (1, inner))):
+                fixed = self.choices.tensor_parallel or tensor, self.choices.sequence_parallel or sequence
+                is_refused = self.layers.refuse_tensor(tensor) or self.layers.refuse_sequence(sequence)
+                if (tensor, sequence) == fixed and not is_refused and self.sequence_length % sequence == 0:
+                    yield tensor, sequence
+
+    def _levers(self) -> list[Levers]:
+        """Return the levers that are known and allowed, those first that take no time."""
+        fixed = [getattr(self.choices, name) for name in Levers.names()]
+        known = [
+            (False,) if name not in self.layers.levers else (False, True) if value is None else (value,)
+            for name, value in zip(Levers.names(), fixed, strict=True)
+        ]
+        return [Levers(*values) for values in itertools.product(*known)]
 
     def _zeros(self, data: int) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed divides the states of bfloat16 whatever the stage."""
@@ -113,10 +135,10 @@ class Space:
         grid = candidate.grid
         return MemoryLimitError(
             f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is "
-            f"{need / 1e9:.4g} GB, with {grid.pipe} stages, {grid.data} replicas, {grid.model} tensor ranks, ZeRO "
-            f"{candidate.zero_stage}, {candidate.accumulation} micro-batches of {candidate.micro_batch} and all that "
-            f"can be recomputed; give memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or "
-            "more devices",
+            f"{need / 1e9:.4g} GB, with {grid.pipe} stages, {grid.data} replicas, {grid.dims[2]} "
+            f"{'sequence' if grid.sequence > 1 else 'tensor'} ranks, ZeRO {candidate.zero_stage}, "
+            f"{candidate.accumulation} micro-batches of {candidate.micro_batch} and all that can be recomputed; give "
+            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or more devices",
             need,
         )
 
@@ -129,7 +151,7 @@ def _divisors(number: int) -> list[int]:
 def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:
     """Return the bytes that a device may hold. Raises PlannerError for anything but a number > 0."""
     if memory_limit_gb is None:
-        return float(cluster.card.memory_bytes)
+        return USABLE * cluster.card.memory_bytes
     is_number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)
     if not (is_number and math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
         raise PlannerError(f"memory_limit_gb = {show_value(memory_limit_gb)}: give a number > 0")

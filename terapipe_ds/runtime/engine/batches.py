@@ -8,14 +8,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
+from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import SliceLossError, weights_of
+from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
@@ -55,12 +58,19 @@ class IncomingBatches:
             to_plan.token_multiple,
             # the first part may be on any rank
             tells=layout.owner(0) == stage.stage_id and not any((*replica_ranks, stage.sequence.rank)),
-            accept=getattr(engine.module, "check_inputs", lambda inputs, starts: None),
+            accept=self._check_inputs,
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
+        layers = [getattr(layer, "check_inputs", None) for layer in engine.module.modules()]
+        self._layers_checks = [check for check in layers if callable(check)]
+
+    def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
+        """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""
+        for check in self._layers_checks:
+            check(inputs, starts)
 
     def _next_batch(self) -> Any:
         """Return the next batch of the user's iterator, which may take longer than a wait for another rank."""
@@ -80,7 +90,9 @@ class IncomingBatches:
         # every stage computes the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
-        micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        scales = self._scales(drawn)
+        of_each = zip(drawn, shapes, plans, scales, strict=True)
+        micro_batches = [self._in_flight(*each) for each in of_each]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         # the prediction holds for a step that runs as planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
@@ -95,7 +107,28 @@ class IncomingBatches:
         if problem is not None:
             raise TeraPipeConfigError(problem)
 
-    def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
+    def _scales(self, drawn: Sequence[DrawnMicroBatch]) -> list[float]:
+        """Return the factor of each micro-batch's mean loss: 1.0, unless the labels of a step weigh alike.
+
+        DeepSpeed takes the mean over micro-batches and replicas, so its divisor is in the factor. A collective over the
+        replicas of a stage with labels.
+        """
+        engine, replicas = self._engine, self._engine.grid.get_data_parallel_world_size()
+        if self._config.loss_reduction != "mean_of_step" or not all(each.labels is not None for each in drawn):
+            return [1.0] * len(drawn)
+        counts = [counts_of(each.labels, self._config, engine.module.loss_fn) for each in drawn]
+        divisors = engine.step_label_counts
+        if divisors is None:
+            total = torch.tensor(sum(counts), dtype=torch.float64, device=engine.device)
+            if replicas > 1:
+                torch_dist.all_reduce(total, group=engine.grid.get_data_parallel_group())
+            divisors = [float(total)] * len(drawn)
+        shares = zip(counts, divisors, strict=True)
+        return [count * len(drawn) * replicas / (divisor or 1.0) for count, divisor in shares]
+
+    def _in_flight(
+        self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan, scale: float
+    ) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
         size, rank = self._sequence.size, self._sequence.rank
@@ -106,6 +139,7 @@ class IncomingBatches:
                 "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
                 "has no value; stock loss functions give NaN here)"
             )
+        weights = tuple(weight * scale for weight in weights) if scale != 1.0 else weights
         own = tuple(weight * size for weight in weights[rank::size])  # a mean over ranks must be a sum
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
 

@@ -20,7 +20,7 @@ from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
-from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
+from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import (
@@ -40,7 +40,11 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
-from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
+from terapipe_ds.runtime.layout.same_model import (
+    refuse_other_grid,
+    refuse_other_tensor_ranks,
+    require_equal_models,
+)
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
@@ -85,6 +89,7 @@ class EngineSetup:
 
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
+            refuse_other_tensor_ranks(module, raw)
             problem = problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -121,6 +126,7 @@ class EngineSetup:
             or config.problem_of_count(engine.micro_batches)
             or problem_of_copies(self.layout, engine.optimizer)
             or problem_of_links(config, self.layout, torch.device(engine.device))
+            or problem_of_split(engine.module, config.schedule)
         )
         if config.compile:
             has_sequence_ranks = self.sequence.size > 1

@@ -102,7 +102,7 @@ class WatchStore:
     """Give the main thread and the watching one access to one rank's view of the store.
 
     Args:
-        slow_s: after this time an action of this rank is published with its stack.
+        slow_s: each time that an action of this rank has lasted so much longer, it is published with its stack.
         warn: called once for each key whose value no rank has written.
     """
 
@@ -115,7 +115,7 @@ class WatchStore:
         self._beats_of: dict[int, _Beat] = {}  # the last one of each rank
         self._quiet_s = dict.fromkeys(range(world_size), 0.0)  # for this time it has been the last one
         self._looked_at = -math.inf
-        self._published: tuple[Doing | None, bool] = None, False  # and whether with its stack
+        self._published: tuple[Doing | None, int] = None, 0  # and how many times `slow_s` it had lasted
         self._beats = 0
         self._ended = ""
         self._asked = self._answered = 0
@@ -174,11 +174,12 @@ class WatchStore:
         # The state is long and seldom new; the sign of life is short and comes with every beat
         doing, text = self._record.doing, None
         for_s = time.monotonic() - doing.since_s
-        is_slow = for_s > self._slow_s
-        if self._ended or (doing, is_slow) != self._published:
-            state = self._record.full() if is_slow and not self._ended else self._record.brief(self._ended)
+        # A long call moves on within one action, from a collective to work of this rank alone: its stack grows old
+        times_slow = int(for_s / self._slow_s)
+        if self._ended or (doing, times_slow) != self._published:
+            state = self._record.full() if times_slow and not self._ended else self._record.brief(self._ended)
             text = AS_JSON.dump_json(state).decode()
-            self._published = doing, is_slow
+            self._published = doing, times_slow
         # The place of the rank decides how long others wait for it
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)

@@ -65,10 +65,7 @@ class GradientSums:
         On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, like
         `.grad`.
         """
-        place = self._lent.get(id(weight))
-        if place is None:
-            place = self._mark(weight, self._places[id(weight)])
-        total = self._sum(place).view(weight.shape)
+        total = self._total(weight)
         # do as much in one pass over the sum as the device can
         if total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
@@ -76,6 +73,16 @@ class GradientSums:
             torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)
         else:
             total.add_(rows.t() @ inputs)
+
+    def add_rows(self, table: Tensor, start: int, rows: Tensor) -> None:
+        """Add the gradient of some rows of a table, from `start` on."""
+        self._total(table)[start : start + len(rows)].add_(rows)
+
+    def _total(self, weight: Tensor) -> Tensor:
+        place = self._lent.get(id(weight))
+        if place is None:
+            place = self._mark(weight, self._places[id(weight)])
+        return self._sum(place).view(weight.shape)
 
     @torch.no_grad()
     def collect(self, clear_lp_grads: bool = False) -> None:

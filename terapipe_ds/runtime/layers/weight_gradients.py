@@ -12,6 +12,7 @@ Biases, norms, embeddings and every other layer have all their gradients in B.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -156,6 +157,22 @@ class WeightGradients:
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
 
+    def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
+        return _forward_of(layer, self, with_bias)
+
+    def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
+        """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
+
+        Each call to it is for one backward of the slice that runs now.
+        """
+        active = active_slice()
+        if active is None or not torch.is_grad_enabled() or not table.requires_grad:
+            return None
+        if self.sums is not None and self._goes_to_sum(table):
+            return functools.partial(self.sums.add_rows, table)
+        return None if active.is_whole or self.is_watched or _has_hooks(table) else functools.partial(_add_rows, table)
+
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
         active = active_slice()
@@ -218,9 +235,9 @@ def _without_autograd(products: list[_Product]) -> None:
             weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
 
-def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
+def _forward_of(layer: Any, gradients: WeightGradients, with_bias: bool = True) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
+        weight, bias = layer.weight, layer.bias if with_bias else None
         add = gradients.adder(inputs, weight)
         if add is None:
             return F.linear(inputs, weight, bias)
@@ -272,6 +289,12 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 _backward_once = once_differentiable(_backward)  # if the backward is recorded; otherwise it only takes time
+
+
+def _add_rows(table: Tensor, start: int, rows: Tensor) -> None:
+    if table.grad is None:
+        table.grad = torch.zeros_like(table)
+    table.grad[start : start + len(rows)].add_(rows)
 
 
 def _add_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor | None:

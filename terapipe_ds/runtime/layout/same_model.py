@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import CodeType, MethodType
 from typing import Any
 
@@ -44,7 +45,7 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
         place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)
-        names = dict(zip(("pipe", "data", "model"), place, strict=True))
+        names = dict(zip(("pipe", "data", strategy.axes[2]), place, strict=True))
         raise TeraPipeConfigError(
             f"{shown}: it has the axes {strategy.axes} of sizes {strategy.dims}, and the topology of the module "
             f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
@@ -52,11 +53,28 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
         )
 
 
+def refuse_other_tensor_ranks(module: PipelineModule, raw: Mapping[str, Any]) -> None:
+    """Raise TeraPipeConfigError if `tensor_parallel.autotp_size` is not the number of ranks that divide the layers."""
+    wanted, divided = (raw.get("tensor_parallel") or {}).get("autotp_size", 0), getattr(module, "autotp_size", 1)
+    if wanted in (0, divided):
+        return
+    shown = f"tensor_parallel.autotp_size = {wanted}"
+    if not hasattr(module, "autotp_size"):
+        raise TeraPipeConfigError(
+            f"{shown}: AutoTP would replace layers without knowing of pipeline stages. from_pretrained and from_config "
+            "divide layers; remove the key if your layers divide themselves"
+        )
+    raise TeraPipeConfigError(
+        f"{shown}, and the layers of the module are divided over {divided} ranks: build it with the topology "
+        f"PipeModelDataParallelTopology(num_pp=..., num_mp={wanted}, num_dp=...)"
+    )
+
+
 def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:
-    """Return the rank of each (pipe, data, model), which is (pipe, data, 0) if the topology has no model axis."""
+    """Return the rank of each (pipe, data, model or sequence), which is (pipe, data, 0) without such an axis."""
     return {
-        (getattr(place, "pipe", 0), getattr(place, "data", 0), getattr(place, "model", 0)): rank
-        for place, rank in topology.mapping.items()
+        (getattr(at, "pipe", 0), getattr(at, "data", 0), getattr(at, "model", 0) or getattr(at, "sequence", 0)): rank
+        for at, rank in topology.mapping.items()
     }
 
 

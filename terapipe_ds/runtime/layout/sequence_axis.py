@@ -84,14 +84,7 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides "
             f"the same heads. Take the axes {list(_AXES)}"
         )
-    if problem := problem_of_tied_layers(module):
-        return problem
-    if config.planned is not None:
-        return (
-            f"{shown} cannot be combined with terapipe.strategy = {config.strategy!r} yet: give the topology, slices "
-            "and schedule themselves"
-        )
-    return None
+    return problem_of_tied_layers(module)
 
 
 def problem_of_tied_layers(module: PipelineModule) -> str | None:

@@ -30,6 +30,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
@@ -137,6 +138,9 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
     if place.is_last and micro_batch.labels is not None:
         labels = micro_batch.labels.stretched(length).to(device)
     # the engine hands over tensors from a wire, and copies tensors from a part of its own stage
+    autocast = partial(autocast_if_enabled, engine)
+    activate(engine.module, place.chunk_id)
+    of_hidden = LossOfHidden.of(engine.module, engine.weight_gradients, autocast) if labels is not None else None
     comes_by_wire = not place.is_first and stage.layout.owner(place.part_id - 1) != engine.stage_id
     return SliceTimer(
         engine.module,
@@ -148,12 +152,13 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         labels=labels,
         is_last=place.is_last,
         loss_fn=engine.module.loss_fn,
-        autocast=partial(autocast_if_enabled, engine),
+        autocast=autocast,
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
         sequence=sequence_ranks_of(engine.grid),
-        can_split=not config.compile,
+        can_split=not config.compile and getattr(engine.module, "split_backwards_problem", None) is None,
         handed=HandedInputs(comes_by_wire and not config.offload_activations),
+        of_hidden=of_hidden,
     )
 
 

@@ -21,6 +21,7 @@ from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
@@ -73,6 +74,7 @@ class SliceTimer:
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
     handed: HandedInputs = field(default_factory=lambda: HandedInputs(may_hand=True))  # as the engine hands inputs
+    of_hidden: LossOfHidden | None = None  # in place of `loss_fn`, if the last layer hands hidden states on
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
     _gradients: dict[int, Tensors] = field(default_factory=dict)
 
@@ -240,7 +242,7 @@ class SliceTimer:
         span, length = (prefix, prefix + tokens), self.sequence_length
         # a probe writes keys and values like any slice, but no code relies on them
         whole = ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
-        return self.sequence.part_of(whole)
+        return self.sequence.part_of(whole.replace(wants_logits=self.of_hidden is None))
 
     def _tokens(self, active: ActiveSlice) -> int:
         """Return the number of tokens of a slice; each sequence rank has a share of them."""
@@ -260,6 +262,8 @@ class SliceTimer:
             if not self.is_last:
                 return LiveSlice(active, outputs, None)
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
+            if self.of_hidden is not None:
+                return LiveSlice(active, None, self.of_hidden(outputs, labels, _HALF))
             loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
             return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
 

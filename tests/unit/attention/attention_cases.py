@@ -49,17 +49,26 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None)
     return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v
 
 
-def kernel_attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of [B, H, T, D]; key heads are repeated for their groups."""
+def kernel_attend(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, scale: float, keep: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return output and log-sum-exp of [B, H, T, D]; key heads are repeated for their groups. `keep` is of dropout."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = (q @ k.mT).double() * scale
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
-    return torch.softmax(scores, -1).to(v.dtype) @ v, scores.logsumexp(-1)
+    probs = torch.softmax(scores, -1).to(v.dtype)
+    return (probs if keep is None else (probs * keep).to(v.dtype)) @ v, scores.logsumexp(-1)
 
 
 def kernel_gradients(
-    grad: Tensor, inputs: tuple[Tensor, ...], hidden: Tensor | None, out: Tensor, lse: Tensor, scale: float
+    grad: Tensor,
+    inputs: tuple[Tensor, ...],
+    hidden: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Return dQ, dK, dV by the kernels' formula, from `out` and `lse` as they are given."""
     (q, k, v), kv_heads = inputs, inputs[1].shape[1]
@@ -68,8 +77,9 @@ def kernel_gradients(
     if hidden is not None:
         scores = scores.masked_fill(hidden, -math.inf)
     probs = torch.exp(scores - lse.unsqueeze(-1)).to(q.dtype)
-    d_scores = probs * (grad @ v.mT - (grad * out).sum(-1, keepdim=True)) * scale
-    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((d_scores, q), (probs, grad)))
+    keep = torch.ones_like(probs) if keep is None else keep.to(probs.dtype)
+    d_scores = probs * (grad @ v.mT * keep - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ((x.mT @ y).unflatten(1, (kv_heads, -1)).sum(2) for x, y in ((d_scores, q), (probs * keep, grad)))
     return d_scores @ k, dk, dv
 
 

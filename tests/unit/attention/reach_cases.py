@@ -39,6 +39,7 @@ class Case:
     recompute: bool = False
     reentrant: bool = False
     scale: float | None = None
+    dropout_p: float = 0.0  # then values pick one key each, and the output shows the kept probabilities
     dtype: torch.dtype = torch.float64
     seed: int = 0
 
@@ -53,7 +54,10 @@ class Case:
         sizes = [(self.heads, self.dim), (self.kv_heads, self.dim), (self.kv_heads, self.value_dim)]
         shapes: list[tuple[int, ...]] = [(self.batch, h, self.length, d) for h, d in sizes]
         shapes += [(self.batch, self.heads, self.length, self.value_dim), *([(self.heads,)] if self.with_sinks else [])]
-        return [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
+        inputs = [torch.randn(shape, dtype=torch.float64, generator=generator).to(self.dtype) for shape in shapes]
+        if self.dropout_p:
+            inputs[2] = torch.eye(self.length, self.value_dim, dtype=self.dtype).expand(shapes[2]).clone()
+        return inputs
 
     def slices(self, store: SliceStore | None, mode: str = "train") -> list[ActiveSlice]:
         """The active slices of one micro-batch, in order."""
@@ -62,6 +66,7 @@ class Case:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         """Call sliced attention with the case's options."""
         options: dict[str, Any] = {"window": self.window, "softcap": self.softcap, "sinks": sinks}
+        options["dropout_p"] = self.dropout_p
         return sliced_attention(q, k, v, "layer", scale=self.scale, **options)
 
 
@@ -75,8 +80,10 @@ def visible(case: Case) -> Tensor:
     return (sees & (document[:, :, None] == document[:, None])).unsqueeze(1)
 
 
-def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax."""
+def formula(
+    case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, keep: Tensor | None = None
+) -> Tensor:
+    """Attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax, dropout's factors."""
     groups = case.heads // case.kv_heads
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = q @ k.mT * (1 / math.sqrt(case.dim) if case.scale is None else case.scale)
@@ -85,13 +92,13 @@ def formula(case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     scores = scores.masked_fill(~visible(case), -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    return torch.softmax(scores, -1)[..., : case.length] @ v
+    return (torch.softmax(scores, -1)[..., : case.length] * (1 if keep is None else keep)) @ v
 
 
-def run_formula(case: Case) -> list[Tensor]:
-    """Output, dQ, dK, dV and the sinks' gradient in fp64."""
+def run_formula(case: Case, keep: Tensor | None = None) -> list[Tensor]:
+    """Output, dQ, dK, dV and the sinks' gradient in fp64; `keep` has the factors of dropout."""
     q, k, v, grad, *sinks = (x.double().requires_grad_() for x in case.inputs())
-    out = formula(case, q, k, v, *sinks)
+    out = formula(case, q, k, v, sinks[0] if sinks else None, keep)
     return [out.detach(), *torch.autograd.grad(out, (q, k, v, *sinks), grad.detach())]
 
 

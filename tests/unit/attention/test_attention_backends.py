@@ -12,7 +12,7 @@ import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_sliced
 
 from terapipe_ds.attention import backends, set_backend, sliced_attention
-from terapipe_ds.attention.backends import backend_name, choose_backend, flash_attn, flex, fused
+from terapipe_ds.attention.backends import backend_name, choose_backend, cudnn, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.flash_attn import FlashAttn
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
@@ -31,7 +31,7 @@ def test_unknown_and_unavailable_backends() -> None:
     with pytest.raises(ValueError, match="'flash'.*flash_attn, cudnn, cuda_flash, flex, cpu_flash, reference"):
         set_backend("flash")
     if not torch.cuda.is_available():
-        for name in ("cuda_flash", "flash_attn", "flex"):
+        for name in ("cuda_flash", "flash_attn", "flash_attn_3", "flash_attn_4", "flex"):
             with pytest.raises(ValueError, match=f"'{name}' cannot run on this machine; available here: cpu_flash"):
                 set_backend(name)
     assert choose_backend(torch.zeros(1, 1, 4, 8), Need()).name == "cpu_flash"
@@ -45,15 +45,29 @@ def test_what_a_forced_backend_refuses(options: dict[str, float], reason: str) -
         run_sliced(random_inputs(), (9, 11), attend=lambda q, k, v: sliced_attention(q, k, v, 0, **options))
 
 
+def pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every kernel be right at its first use, without a call."""
+    for module in (fused, cudnn, first_use):
+        monkeypatch.setattr(module, "wrong_result", lambda *key: None)
+    fused._takes_slices.cache_clear()
+
+
 @pytest.mark.parametrize("backend", [CudaFlash(), FlashAttn()])
 @pytest.mark.parametrize(("device", "dtype", "dim", "dropout_p", "reason"), [
     ("cpu", torch.bfloat16, 64, 0.0, "not on cpu"), ("cuda", torch.float32, 64, 0.0, "bfloat16 and float16, not torch"),
     ("cuda", torch.bfloat16, 60, 0.0, "multiples of 8 up to 256, not"), ("cuda", torch.bfloat16, 264, 0.0, "not 264"),
-    ("cuda", torch.bfloat16, 64, 0.1, "cannot replay dropout"), ("cuda", torch.float16, 256, 0.0, None),
+    ("cuda", torch.bfloat16, 64, 0.1, None), ("cuda", torch.float16, 256, 0.0, None),
 ])  # fmt: skip
 def test_what_the_cuda_kernels_refuse(
-    backend: Any, device: str, dtype: torch.dtype, dim: int, dropout_p: float, reason: str | None
+    backend: Any,
+    device: str,
+    dtype: torch.dtype,
+    dim: int,
+    dropout_p: float,
+    reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    pass_all_checks(monkeypatch)
     q = types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, 2, dim))
     refusal = backend.refusal(q, Need(dropout=dropout_p > 0))
     assert refusal is None if reason is None else reason in refusal
@@ -135,9 +149,10 @@ NEEDS = {
 
 
 @pytest.mark.parametrize(("dtype", "installed", "chosen"), [
-    (torch.bfloat16, True, ["flash_attn"] * 4 + ["flex", "flash_attn"]),
-    (torch.bfloat16, False, ["cuda_flash", "flex", "flex", "cuda_flash", "flex", "cuda_flash"]),
-    (torch.float32, True, ["reference", *["flex"] * 5]), (torch.float64, True, ["reference"] * 6),
+    (torch.bfloat16, True, [*["flash_attn"] * 4, "flex", *["flash_attn"] * 3]),
+    (torch.bfloat16, False, ["cuda_flash", "cuda_flash", "flex", "cuda_flash", "flex", *["cuda_flash"] * 3]),
+    (torch.float32, True, ["reference", *["flex"] * 5, "reference", "reference"]),
+    (torch.float64, True, ["reference"] * 8),
 ])  # fmt: skip
 def test_what_is_chosen_on_a_device(
     dtype: torch.dtype, installed: bool, chosen: list[str], monkeypatch: pytest.MonkeyPatch
@@ -145,9 +160,12 @@ def test_what_is_chosen_on_a_device(
     for module in (fused, flash_attn, flex):
         monkeypatch.setattr(module, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: installed)
+    pass_all_checks(monkeypatch)
+    monkeypatch.setattr(backends, "fastest", lambda kernels, q, need: {"flash_attn": 1.0, "cuda_flash": 2.0})
     q: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 2, 192))
     names = [choose_backend(q, need).name for need in NEEDS.values()]
-    assert names == [*chosen, "reference", "reference"]
+    assert names == chosen
+    fused._takes_slices.cache_clear()
 
 
 def test_what_is_chosen_on_cpu(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_plain, run_sliced
-from device_ops import TorchOps, flash_attn_on_cpu, flex_on_cpu
+from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_attn_on_cpu, flex_on_cpu
 from hypothesis import given, settings
-from reach_cases import Case, cases, error, run_formula, run_in_slices
+from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
 
+from terapipe_ds import compat
 from terapipe_ds.attention import backends
-from terapipe_ds.attention.backends import choose_backend, cudnn, flex, fused
+from terapipe_ds.attention.backends import choose_backend, cudnn, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.cudnn import Cudnn
+from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
+from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from terapipe_ds.attention.backends.fused import CudaFlash
 from terapipe_ds.attention.backends.reference import Reference
+from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
 
 fewer = settings(max_examples=settings.default.max_examples // 4)
 SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
@@ -28,20 +34,117 @@ SLICES = [(9, 9, True), (10, 19, True), (1, 20, True)]
 # -- flash-attn and flex_attention ----------------------------------------------------------------------------------
 
 
+VERSIONS = pytest.mark.parametrize("version", [FlashAttn, FlashAttn3, FlashAttn4])
+
+
+@VERSIONS
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["all heads", "grouped"])
-def test_flash_attn_takes_one_call_per_slice(kv_heads: int) -> None:
+def test_flash_attn_takes_one_call_per_slice(kv_heads: int, version: type[FlashAttn]) -> None:
     case = Case(kv_heads=kv_heads)
-    with flash_attn_on_cpu() as package:
+    with flash_attn_on_cpu(version) as package:
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10
     assert package.calls == ["rows"] * len(case.lengths)
 
 
+@VERSIONS
 @fewer
 @given(case=cases())
-def test_flash_attn_takes_every_option(case: Case) -> None:
-    with flash_attn_on_cpu() as package:
+def test_flash_attn_takes_every_option(version: type[FlashAttn], case: Case) -> None:
+    with flash_attn_on_cpu(version) as package:
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10
     assert set(package.calls) <= {"rows", "packed"}
+
+
+@VERSIONS
+@pytest.mark.parametrize("starts", [None, ((0, 4, 12), (0, 10))], ids=["rows", "packed"])
+def test_flash_attn_learns_of_deterministic_mode(version: type[FlashAttn], starts: Any) -> None:
+    for mode in (False, True):
+        torch.use_deterministic_algorithms(mode)
+        try:
+            with flash_attn_on_cpu(version) as package:
+                run_in_slices(Case(starts=starts))
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert package.deterministic == {mode}
+
+
+@pytest.mark.parametrize(("capability", "found"), [((8, 0), "2"), ((9, 0), "234"), ((10, 0), "24"), ((0, 0), "")])
+def test_where_each_version_of_flash_attn_runs(
+    capability: tuple[int, int], found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flash_attn, "cuda_capability", lambda: capability)
+    versions = {"2": FlashAttn, "3": FlashAttn3, "4": FlashAttn4}
+    for number in versions:
+        name = f"has_flash_attn{'' if number == '2' else f'_{number}'}"
+        monkeypatch.setattr(flash_attn, name, getattr(compat, name))
+    assert [n for n, version in versions.items() if version().is_available()] == []
+    with flash_attn_installed(FlashAttnPackage()):
+        assert [n for n, version in versions.items() if version().is_available()] == list(found)
+
+
+class _Wrong(FlashAttnPackage):
+    def attend(self, *inputs: Any) -> Any:
+        out, lse = super().attend(*inputs)
+        return out, lse + (0.5 if self.calls[-1] == "packed" else 0.0)
+
+
+@VERSIONS
+def test_the_check_at_first_use_asks_for_what_a_call_needs(
+    version: type[FlashAttn], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_use, "CHECKED", ((1, 4, 2, 30, 100), (1, 4, 2, 1, 30)))
+    q, every = torch.zeros(1, 4, 2, 8), Need(window=True, softcap=True, documents=True)
+    with flash_attn_on_cpu(version) as package:
+        for need in (Need(), Need(window=True), Need(softcap=True), Need(documents=True), every):
+            package.calls.clear()
+            assert wrong_kernel(version(), q, need) is None
+            assert set(package.calls) == {"packed" if need.documents else "rows"}
+    with flash_attn_on_cpu(version, _Wrong()):
+        assert wrong_kernel(version(), q, Need(window=True)) is None
+        problem = wrong_kernel(version(), q, every)
+    assert problem is not None and problem.startswith("with window, softcap, documents it is")
+
+
+# -- attention dropout -----------------------------------------------------------------------------------------------
+
+WITH_DROPOUT = {
+    "plain": Case(value_dim=24, kv_heads=4), "grouped": Case(value_dim=24, recompute=True),
+    "window": Case(value_dim=24, window=6, recompute=True, reentrant=True),
+    "sinks": Case(value_dim=20, with_sinks=True, scale=0.3),
+    "documents": Case(value_dim=24, starts=((0, 4, 12), (0, 10)), window=7),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", [CudaFlash, FlashAttn])
+@pytest.mark.parametrize("name", WITH_DROPOUT)
+def test_attention_dropout_in_one_call_per_slice(name: str, kernel: Any) -> None:
+    """The output shows which probabilities a forward has kept; gradients are those of exactly these."""
+    case = dataclasses.replace(WITH_DROPOUT[name], dropout_p=0.4)
+    with flash_attn_on_cpu() if kernel is FlashAttn else _on_cpu(TorchOps(), CudaFlash):
+        found = run_in_slices(case)
+    kept = found[0][..., : case.length] > 0
+    assert error(found, run_formula(case, kept / 0.6)) <= 1e-10
+    sees = visible(case).expand_as(kept)
+    assert not (kept & ~sees).any() and 0.5 < float(kept.sum() / sees.sum()) < 0.7
+    assert not torch.equal(kept[0, 0], kept[1, 1])
+
+
+@pytest.mark.parametrize("need", [Need(dropout=True), Need(dropout=True, window=True)], ids=["plain", "window"])
+def test_the_check_of_dropout(need: Need) -> None:
+    """It leaves the user's random numbers alone, and the check of the first batch does not see it."""
+    q, before = torch.zeros(1, 4, 2, 64), torch.get_rng_state()
+    with _on_cpu(TorchOps(), CudaFlash), ConstantDraws() as draws:
+        assert CudaFlash().refusal(q, need) is None
+    assert torch.equal(torch.get_rng_state(), before) and not draws.unknown
+    for variant in ("draws again", "keeps too much"):
+        with _on_cpu(TorchOps(variant), CudaFlash):
+            assert "dropout it is" in (CudaFlash().refusal(q, need) or "")
+    with _on_cpu(TorchOps("upper left"), CudaFlash):
+        assert "several calls cannot replay dropout" in (CudaFlash().refusal(q, need) or "")
+    with flash_attn_on_cpu():
+        for documents in (False, True):
+            assert wrong_kernel(FlashAttn(), q, need._replace(documents=documents)) is None
+    assert "cannot replay dropout" in (FlashAttn3.refusal(FlashAttn4(), q, need) or "")
 
 
 def test_flash_attn_takes_the_documents_of_a_row_in_one_call() -> None:
@@ -78,7 +181,7 @@ def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
 
 
 def _forget() -> None:
-    for cached in (fused._takes_slices, fused.wrong_result):
+    for cached in (fused._takes_slices, first_use.wrong_result, first_use.times_ms):
         cached.cache_clear()
 
 
@@ -104,7 +207,7 @@ def test_cuda_flash_takes_one_call_per_slice(
         assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
     calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
     assert calls == [*SLICES, *reversed(SLICES)]
-    assert len(ops.calls) == len(calls) + 2 * len(fused._CHECKED)  # which was made once
+    assert len(ops.calls) == len(calls) + 2 * len(CHECKED)  # which was made once
     assert not caplog.records
 
 
@@ -128,7 +231,7 @@ def test_cuda_flash_falls_back_to_two_calls(
 
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
 def test_the_check_takes_every_way_through_the_kernel(dim: int) -> None:
-    shapes = [(torch.empty(b, h, n, dim), torch.empty(b, kv, n + p, dim)) for b, h, kv, n, p in fused._CHECKED]
+    shapes = [(torch.empty(b, h, n, dim), torch.empty(b, kv, n + p, dim)) for b, h, kv, n, p in CHECKED]
     assert {TorchOps._way(q, k) for q, k in shapes} >= {"first", "split", "full", "query"}
 
 
@@ -136,24 +239,24 @@ def test_the_check_takes_every_way_through_the_kernel(dim: int) -> None:
 
 
 @contextmanager
-def _on_cpu(ops: TorchOps, kernel: type, **replaced: Callable[..., Any]) -> Iterator[None]:
+def _on_cpu(ops: TorchOps, kernel: type, checks: bool = False) -> Iterator[None]:
     """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
-    for cached in (cudnn._times_ms, fused.wrong_result):
-        cached.cache_clear()
+    _forget()
     with pytest.MonkeyPatch.context() as patch:
         for module in (fused, cudnn):
             patch.setattr(module, "_aten", ops)
             patch.setattr(module, "cuda_refusal", lambda q, need: None)
             patch.setattr(module, "cuda_capability", lambda: (9, 0))
+        if not checks:  # one shape for each way, not many large ones
+            for module in (first_use, fused):
+                patch.setattr(module, "CHECKED", ((1, 4, 2, 9, 0), (1, 4, 2, 5, 13)))
+            patch.setattr(first_use, "_WITH_DROPOUT", (2, 4, 2, 40, 30))
         for backend in backends._BACKENDS:
             if isinstance(backend, Cudnn):
                 patch.setattr(backend, "_of_one_token", Reference())
-        for name, stand_in in replaced.items():
-            patch.setattr(cudnn, name, stand_in)
         with forced(kernel.name):  # type: ignore[attr-defined]
             yield
-    for cached in (cudnn._times_ms, fused.wrong_result):
-        cached.cache_clear()
+    _forget()
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)], ids=["all heads", "grouped", "one key head"])
@@ -178,20 +281,68 @@ def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
             run_sliced(random_inputs((1, 4, 2, 20, 8)), (9, 11))
 
 
-def test_the_faster_kernel_is_chosen_and_determinism_rules_cudnn_out() -> None:
-    q = torch.zeros(1, 4, 2, 8)
-    for own_ms, chosen in ((1.0, "cudnn"), (3.0, "cuda_flash")):
-        with _on_cpu(TorchOps(), Cudnn, _times_ms=lambda *key, own_ms=own_ms: (own_ms, 2.0)):
-            backends.set_backend(None)
-            assert choose_backend(q, Need()).name == chosen
-            if chosen == "cuda_flash":
-                assert backends.passed_over(q)["cudnn"] == "it takes 3.000 ms where cuda_flash takes 2.000 ms"
-    with _on_cpu(TorchOps(), Cudnn):
-        torch.use_deterministic_algorithms(True)
+def test_the_fastest_kernel_is_chosen_and_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    q, times = torch.zeros(1, 4, 2, 8), dict[str, float]()
+    with flash_attn_on_cpu(FlashAttn3), _on_cpu(TorchOps(), Cudnn):
+        backends.set_backend(None)
+        monkeypatch.setattr(backends, "fastest", lambda kernels, q, need: times)
+        for chosen in ("cudnn", "cuda_flash", "flash_attn_3"):
+            times = {name: 1.0 if name == chosen else 2.0 for name in ("flash_attn_3", "cudnn", "cuda_flash")}
+            monkeypatch.setattr(backends, "_logged", set())
+            with caplog.at_level(logging.INFO, logger="terapipe_ds"):
+                assert choose_backend(q, Need()).name == chosen
+            assert f"automatic backend {chosen} for cpu" in caplog.messages[-1]
+            for other in set(times) - {chosen}:
+                assert f"{other}: it takes 2.000 ms where {chosen} takes 1.000 ms" in caplog.messages[-1]
+        assert choose_backend(q, Need(documents=True)).name == "flash_attn_3"  # in one call, whatever the times
+        times["cudnn"] = 0.5
+        assert choose_backend(q, Need(documents=True)).name == "flash_attn_3"
+        torch.use_deterministic_algorithms(True)  # times differ from run to run: the order decides
         try:
+            times["cuda_flash"] = 0.1
+            assert choose_backend(q, Need()).name == "flash_attn_3"
             assert "use_deterministic_algorithms is on" in (Cudnn().refusal(q, Need()) or "")
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_kernels_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    now, order = [0.0], list[str]()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Kernel:
+        def __init__(self, name: str, ms: float) -> None:
+            self.name, self.ms = name, ms
+
+        def forward(self, queries: Queries) -> Any:
+            if self.name == "broken":
+                raise RuntimeError("out of memory")
+            order.append(self.name)
+
+        def backward(self, *inputs: Any) -> None:
+            now[0] += self.ms * (10 if len(order) <= 2 else 1)  # the first runs are slow
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(first_use, "_TIMED_TOKENS", 4)
+    kernels: Any = (Kernel("a", 3.0), Kernel("b", 2.0), Kernel("broken", 0.0))
+    with caplog.at_level(logging.INFO, logger="terapipe_ds"):
+        times = first_use.fastest(kernels, torch.zeros(1, 32, 2, 8), Need())
+    assert times == {"a": 3.0, "b": 2.0, "broken": math.inf} and order == ["a", "b"] * 9
+    assert "3.000 ms by a, 2.000 ms by b, inf ms by broken" in caplog.text and "16 heads of 8" in caplog.text
 
 
 @pytest.mark.parametrize("case", [
@@ -211,11 +362,10 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
         """A torch without the operator's windows."""
 
     with _on_cpu(TorchOps(), CudaFlash):
-        fused.wrong_result.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fused, "_aten", Older())
             refusal = CudaFlash().refusal(torch.zeros(1, 4, 2, 8), Need(window=True))
-    assert refusal is not None and "with a window it raised" in refusal
+    assert refusal is not None and "with window it raised" in refusal
 
 
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])

@@ -32,9 +32,9 @@ X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
 
 def test_self_attention_on_a_slice() -> None:
     message = (
-        r"slice \[4, 8\) of a sequence of 12 tokens, with queries of shape \[2, 3, 4, 8\] and keys of shape "
-        r"\[2, 3, 4, 8\].*sliced_attention\(q, k, v, layer\).*with "
-        r"terapipe_ds.attention.allow_attention_within_slice\(\):.*not causal cannot be sliced.*'slices': 1"
+        r"slice \[4, 8\) of a sequence of 12 tokens, at .*test_plain_attention_guard.py:\d+ \(test_self_.*"
+        r"queries of shape \[2, 3, 4, 8\], keys of shape \[2, 3, 4, 8\].*sliced_attention\(q, k, v, layer\).*"
+        r"not causal cannot be sliced.*\"slices\": 1.*with terapipe_ds.attention.allow_attention_within_slice\(\):"
     )
     for causal in (True, False):
         with guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError, match=message):

@@ -31,12 +31,19 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         assert name == "cpu_flash"
 
 
-def test_cudnn_computes_both_sides_where_it_is_the_faster_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "available_backends", lambda: ("cudnn", "cuda_flash"))
-    monkeypatch.setattr(bench, "backend_name", lambda q: "cudnn")
+@pytest.mark.parametrize(("fastest", "by_torch"), [("cudnn", []), ("flash_attn_3", ["FA3"]), ("cuda_flash", [])])
+def test_the_fastest_kernel_computes_both_sides(
+    fastest: str, by_torch: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "available_backends", lambda: ("flash_attn_3", "cudnn", "cuda_flash"))
+    monkeypatch.setattr(bench, "backend_name", lambda q: fastest)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
     monkeypatch.setattr(bench, "set_backend", (forced := list[str | None]()).append)
+    active: list[str] = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
+    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
     with bench.one_attention("cuda", torch.bfloat16, 128) as name:
-        assert name == "cudnn" and torch.backends.cuda.cudnn_sdp_enabled()
-        assert not torch.backends.cuda.flash_sdp_enabled()
-    assert forced == ["cudnn", None]
+        assert name == fastest and active == by_torch
+        assert torch.backends.cuda.cudnn_sdp_enabled() is (fastest == "cudnn")
+        assert torch.backends.cuda.flash_sdp_enabled() is (fastest != "cudnn")
+    assert forced == [fastest, None] and not active

@@ -124,7 +124,8 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
 def test_a_wrong_value_is_one_problem_with_key_value_and_what_is_allowed(key: str, value: Any) -> None:
     message = problem({key: value})
     assert message.startswith(f"terapipe.{key} = ")
-    assert message.split(": must be ")[1] == TeraPipeConfig.model_fields[key].description
+    description = str(TeraPipeConfig.model_fields[key].description)
+    assert message.split(": must be ")[1].split("; did you mean ")[0] == description
     assert len(message) < 300
 
 
@@ -329,7 +330,7 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("zero_optimization.cpu_offload_param", True, False),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("compile.deepcompile", True, False),
-    ("tensor_parallel.autotp_size", 2, 1),
+    ("tensor_parallel", {"autotp_size": 2, "preset_model": "llama"}, {"autotp_size": 2}),
     ("expert_parallel.enabled", True, False),
     ("hybrid_engine.enabled", True, False),
     ("data_efficiency.data_routing.random_ltd.enabled", True, False),
@@ -535,3 +536,20 @@ def test_what_trainer_would_fill_in_is_named() -> None:
     with pytest.raises(TeraPipeConfigError) as error:
         TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled, **unfilled})
     assert str(error.value).startswith('train_batch_size, optimizer.params.lr, optimizer.params.betas = "auto": ')
+
+
+@pytest.mark.parametrize(
+    ("section", "near"),
+    [
+        ({"schedule": "seq1f1"}, "seq1f1b"),
+        ({"recompute": "ful"}, "full"),
+        ({"verify": "first-batch"}, "first_batch"),
+        ({"loss_reduction": "mean_vald"}, "mean_valid"),
+        ({"links": {"forward": "bf1"}}, "bf16"),
+        ({"slices": "Auto"}, "auto"),
+        ({"planner": {"profile": "measur"}}, "measure"),
+    ],
+)
+def test_the_nearest_value_is_named(section: dict[str, Any], near: str) -> None:
+    assert problem(section).endswith(f"; did you mean {near}?")
+    assert "did you mean" not in problem({next(iter(section)): "something else"})

@@ -8,7 +8,8 @@ import pytest
 
 from terapipe_ds.costs.devices import FILE, DeviceError, device_card, device_cards, read_cards
 
-# Dense FLOP/s in TFLOP/s, GB/s and GB, from the data sheets named in the cards.
+GIB = 2**30 / 1e9  # of cards whose memory counts as decimal gigabytes, rather less than more than they have
+# Dense FLOP/s in TFLOP/s, GB/s and GiB, from the data sheets named in the cards.
 SHEETS = {
     "v100-16gb": (15.7, None, 125, None, 900, 16),
     "v100-32gb": (15.7, None, 125, None, 900, 32),
@@ -16,6 +17,14 @@ SHEETS = {
     "a100-80gb": (19.5, 156, 312, 312, 2039, 80),
     "h100-sxm": (67, 494.7, 989.4, 989.4, 3350, 80),
     "h200": (67, 494.7, 989.4, 989.4, 4800, 140),  # sold as 141 GB
+    "h800": (67, 494.7, 989.4, 989.4, 3350, 80),
+    "b200": (75, 1125, 2250, 2250, 8000, 180 / GIB),
+    "gb200": (80, 1250, 2500, 2500, 8000, 186 / GIB),
+    "mi300x": (163.4, 653.7, 1307.4, 1307.4, 5300, 192 / GIB),
+    "l40s": (91.6, 183, 362, 362, 864, 48 / GIB),
+    "rtx-4090": (82.6, 82.6, 165.2, 165.2, 1008, 24 / GIB),
+    "a10": (31.2, 62.5, 125, 125, 600, 24 / GIB),
+    "t4": (8.1, None, 65, None, 320, 16 / GIB),
 }
 
 
@@ -33,7 +42,10 @@ def test_every_number_has_a_source() -> None:
     for card in device_cards().values():
         assert card.source and card.node_link.source and card.network_link.source
         assert card.node_link.bandwidth_bytes_per_s > card.network_link.bandwidth_bytes_per_s
-        assert "assumption" in card.source  # efficiencies are no vendor's figures, and say so
+        assert "assumption" in card.source or card.kernel_source  # efficiencies are no vendor's figures, and say so
+        assert card.name == "cpu-core" or (card.host_link and card.host_link.source and card.host_memory_bytes)
+        peak = card.attention_backward_efficiency or card.attention_efficiency
+        assert peak <= card.attention_efficiency <= card.matmul_efficiency or card.name == "b200"
     names = [n for c in device_cards().values() for n in (c.name, *c.aliases)]
     assert len(set(names)) == len(names)
     assert json.loads(FILE.read_text())["format"] == "terapipe_ds.devices"
@@ -42,7 +54,9 @@ def test_every_number_has_a_source() -> None:
 def test_names() -> None:
     assert device_card("V100") is device_card("v100-16gb")
     assert [device_card(n).name for n in ("a100", "h100", "cpu")] == ["a100-80gb", "h100-sxm", "cpu-core"]
-    with pytest.raises(DeviceError, match="unknown device 'h300'; did you mean 'h[12]00'. Known: v100-16gb, v100-32gb"):
+    with pytest.raises(
+        DeviceError, match="unknown device 'h300'; did you mean 'h[128]00'. Known: v100-16gb, v100-32gb"
+    ):
         device_card("h300")
     with pytest.raises(DeviceError, match="unknown device None"):
         device_card(None)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -19,6 +21,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
+from terapipe_ds.messages import colored
 
 
 def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
@@ -67,7 +70,8 @@ def test_missing_and_untested_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
     with_versions(monkeypatch, peft=None, transformers="5.24.0", safetensors="0.8.0", megatron_core="0.9.0")
     verdict, text, fix = one(installation.extras, "hf")
-    assert (verdict, fix) == ("note", "pip install 'terapipe_ds[hf]'") and "not installed: peft; transformers" in text
+    assert verdict == "note" and "not installed: peft; transformers" in text
+    assert re.fullmatch(r"pip install transformers==[\d.]+ safetensors(==[\d.]+)? peft(==[\d.]+)?", fix)
     verdict, text, _ = one(installation.extras, "megatron")
     assert verdict == "warning" and "0.9.0 is not a version that terapipe_ds is tested with" in text
 
@@ -257,6 +261,57 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["counts"] == {"ok": 2, "note": 1, "fail": 1}
     assert [check["group"] for check in report["checks"]] == ["installation", "machine", "config", "config"]
     assert main(["doctor", "--data", "3"]) == 2 and "--data goes with --stages" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("quick")
+def test_failures_stand_first_and_quiet_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ds.json").write_text('{"terapipe": {"enabled": true, "slices": -1}}')
+    words = ["doctor", "--config", str(tmp_path / "ds.json")]
+    texts = []
+    for more in ([], ["--quiet"]):
+        with pytest.raises(SystemExit):
+            main([*words, *more])
+        texts.append(capsys.readouterr().out)
+    first, quiet = texts
+    assert first.index("\nfailures\n  fail ") < first.index("\ninstallation\n  ok ")
+    assert "slices" in quiet and "  ok " not in quiet and "  note " not in quiet
+    assert first.splitlines()[-2] == quiet.splitlines()[-2] == "2 ok, 1 note, 1 fail"
+
+
+@pytest.mark.parametrize(
+    ("slices", "granularity", "length", "verdict", "part"),
+    [
+        ([512, 256, 256], 1, 1024, "ok", "[512, 256, 256]"),
+        ([512, 256, 256], 1, 2048, "fail", "adds up to 1024 tokens"),
+        (8, 64, 256, "fail", "slices"),
+        (4, 64, 256, "ok", "[64, 64, 64, 64]"),
+        ("auto", 512, 256, "fail", "larger than a sequence of 256 tokens"),
+        ("auto", 64, 256, "ok", "planner"),
+    ],
+)
+def test_slices_against_a_length(
+    tmp_path: Path, slices: Any, granularity: int, length: int, verdict: str, part: str
+) -> None:
+    section = {"enabled": True, "slices": slices, "granularity_tokens": granularity}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "terapipe": section}))
+    (check,) = deepspeed_json.checks(str(tmp_path / "ds.json"), None, None, length)
+    (line,) = [line for line in look(check) if line.name == "slices"]
+    assert line.verdict == verdict and part in f"{line.found}: {line.fix}", line
+
+
+def test_color_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert colored("fail", "red", Terminal()) == "\x1b[31mfail\x1b[0m"
+    assert colored("fail", "red", io.StringIO()) == "fail"
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert colored("fail", "red", Terminal()) == "fail"
 
 
 def test_the_real_command_here() -> None:

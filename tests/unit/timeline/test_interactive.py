@@ -171,7 +171,7 @@ def test_without_plotly_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(TimelineError, match=r"needs plotly: pip install 'terapipe_ds\[plot\]'"):
+    with pytest.raises(TimelineError, match="needs plotly: pip install matplotlib jinja2 plotly"):
         timeline_page([("", simulated())], "a step")
 
 

@@ -9,9 +9,11 @@ and caps of logits), so this file contains no code for any family. The run ends 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,12 +22,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds import compat
+from terapipe_ds.attention import active_slice
+from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.models.hugging_face.forward.attention import NAME
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
 
 Run = Callable[..., Any]
 Form = Callable[[Tensor], Any]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 # The forms in which decoder layers return their hidden states, by family.
 _FORMS: tuple[Form, ...] = (lambda h: h, lambda h: (h,), lambda h: (h, None), lambda h: (h, None, None))
@@ -45,6 +50,26 @@ def _finish(result: Any, *_: Any, **__: Any) -> None:
 
 class _OtherFormError(ValueError):
     """Report hidden states in a form that the model does not take."""
+
+
+class _Shared:
+    """Keep the arguments of all decoder layers for the slice `of`, by the kind of their hidden states."""
+
+    def __init__(self, of: weakref.ref[ActiveSlice]) -> None:
+        self.of = of
+        self.by_kind: dict[Hashable, list[Arguments]] = {}
+        self._tensors: list[tuple[Tensor, int]] = []
+
+    def add(self, kind: Hashable, arguments: list[Arguments]) -> None:
+        """Keep the arguments, and note what state their tensors are in."""
+        self.by_kind[kind] = arguments
+        leaves = {id(leaf): leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)}
+        self._tensors += [(leaf, leaf._version) for leaf in leaves.values()]
+
+    @property
+    def are_changed(self) -> bool:
+        """Tell whether a layer has changed one of the tensors in place."""
+        return any(tensor._version != version for tensor, version in self._tensors)
 
 
 class StandIn(nn.Module):
@@ -121,8 +146,10 @@ class Outline:
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
         self._form: Form = _FORMS[0]
         self._device = torch.device("cpu")
+        self._shared: _Shared | None = None
         self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()
+        self.num_positions = self._find_num_positions()
 
     def _name_of(self, stand_in: nn.Module | None) -> str:
         name = next((name for name, other in self._others.items() if other is stand_in), None)
@@ -162,14 +189,42 @@ class Outline:
 
     def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, is_fast: bool) -> Tensor:
         """Return a decoder layer's output for `hidden`, with the arguments that the model passes at its place."""
+        arguments = self._arguments_of(index, hidden, places, is_fast)
+        self._prepare(hidden, is_fast)
+        out = layer(hidden, *arguments[0], **arguments[1])
+        return self.cache.tied(out[0] if isinstance(out, tuple) else out)
 
-        def here(_: Any, *args: Any, **kwargs: Any) -> None:
-            out = layer(hidden, *args, **kwargs)
-            raise _Finished(out[0] if isinstance(out, tuple) else out)
+    def _arguments_of(self, index: int, hidden: Tensor, places: Tensor, is_fast: bool) -> Arguments:
+        """Return a layer's arguments beside hidden states; all layers share one run of the model per slice.
 
-        runs: list[Run] = [self._skip_layer] * len(self.layers)
-        runs[index] = here
-        return self.cache.tied(self._run({}, _without_content(hidden), places, runs, is_fast))
+        A run for each layer would pass by all layers before it: time would grow with the square of their number.
+        """
+        active, last = active_slice(), len(self.layers) - 1
+        # outside of the engine nothing says where a pass over the layers begins
+        if active is None or torch.is_inference_mode_enabled():
+            return self._find_arguments(index, hidden, places, is_fast)[index]
+        kind = is_fast, hidden.shape, hidden.dtype, hidden.device, self.model.training, torch.is_autocast_enabled()
+        if self._shared is None or self._shared.of() is not active or self._shared.are_changed:
+            self._shared = _Shared(weakref.ref(active))
+        if kind not in self._shared.by_kind:
+            self._shared.add(kind, self._find_arguments(last, hidden, places, is_fast))
+        return self._shared.by_kind[kind][index]
+
+    def _find_arguments(self, last: int, hidden: Tensor, places: Tensor, is_fast: bool) -> list[Arguments]:
+        """Return what the model passes to the decoder layers up to `last`, in a run that leaves the random state."""
+        found: list[Arguments] = []
+
+        def note(x: Tensor, *args: Any, **named: Any) -> Any:
+            found.append((args, named))
+            if len(found) > last:
+                _finish(x)
+            return self._form(x)
+
+        device = hidden.device
+        # a recomputed forward may need another run where the first one did not: its layers draw the same numbers
+        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+            self._run({}, _without_content(hidden), places, [note] * len(self.layers), is_fast)
+        return found
 
     def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
         """Return the input of the output matrix, for the hidden states of the last decoder layer."""
@@ -180,6 +235,35 @@ class Outline:
         """Return the logits, for the input of the output matrix."""
         runs: list[Run] = [self._skip_layer] * len(self.layers)
         return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
+
+    def scale_and_cap(self, dtype: torch.dtype) -> tuple[float, float | None] | str:
+        """Return what the model's code does to logits: it multiplies them by a scale, and limits them by cap * tanh.
+
+        If it does anything else, return a reason for which a loss needs its logits.
+        """
+        form, is_wide = self._scale_and_cap
+        if form is None or (dtype == torch.float64 and not is_wide):
+            return f"the code of {type(self.model).__name__} after its output matrix is neither a scale nor a soft cap"
+        return form
+
+    @functools.cached_property
+    def _scale_and_cap(self) -> tuple[tuple[float, float | None] | None, bool]:
+        # logits of all sizes: a tiny one shows the scale, a huge one the cap, and all others whether this explains them
+        tiny, huge = 2.0**-20, 2.0**20
+        count = self.model.get_output_embeddings().weight.shape[0]
+        logits = torch.linspace(-60.0, 60.0, 2 * count, dtype=torch.float64).view(2, count)[None]
+        logits[0, :, 0], logits[0, :, -1] = tiny, huge
+        hidden = torch.zeros((), dtype=torch.float64).expand(1, 2, self.config.hidden_size)
+        try:
+            out = self.run_head(lambda _: logits.clone(), hidden, torch.arange(2)[None])
+        except Exception:  # in the model's own code
+            return None, False
+        scale, most = float(out[0, 0, 0]) / tiny, abs(float(out[0, 0, -1]))
+        cap = most if most < 0.5 * abs(scale) * huge else None
+        expected = scale * logits if cap is None else cap * torch.tanh(scale * logits / cap)
+        is_wide = out.dtype == torch.float64
+        agrees = out.shape == expected.shape and torch.allclose(out.double(), expected, 1e-12 if is_wide else 1e-6)
+        return ((scale, cap) if agrees else None), is_wide
 
     def _skip_layer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return self._form(hidden)
@@ -246,6 +330,23 @@ class Outline:
         refusals = [problem for problem in problems if isinstance(problem, ModelRefusedError)]
         in_this_form = [problem for problem in problems if not isinstance(problem, _OtherFormError)]
         raise ModelRefusedError(str((refusals or in_this_form or problems)[-1])) from problems[0]
+
+    def _find_num_positions(self) -> int | None:
+        """Return for how many positions the model has learned vectors, tables or scaled angles; None if for any."""
+        tokens = self._others[self.embedding].original
+        learned = [each.original for each in self._others.values() if isinstance(each.original, nn.Embedding)]
+        for table in learned:
+            if table is not tokens:
+                return int(table.num_embeddings - getattr(table, "offset", 0))  # OPT begins at position 2
+        # tables are buffers of the model or a layer, or go to all layers as an argument; some have a row per position
+        names = "max_position_embeddings", "max_seq_len"
+        most = {int(size) for size in (getattr(self.config, name, None) for name in names) if size}
+        hidden, places = torch.zeros(1, 2, self.config.hidden_size), torch.arange(2)[None]
+        arguments = self._find_arguments(0, hidden, places, self.takes_patterns)
+        buffers = [b for module in (self.model, self.layers[0]) for b in module.buffers() if b.dim() > 1]
+        tensors = [*buffers, *(leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))]
+        ends = most & {size for tensor in tensors for size in tensor.shape}
+        return min(ends) if ends else end_of_scaled_angles(self.config)
 
     def _calls(self, head: str) -> list[str]:
         """Return the names of the modules that the forward calls, "" for a decoder layer, with 2 x 3 tokens.

@@ -45,7 +45,7 @@ def test_a_part_costs_what_the_counted_part_does(recompute: bool) -> None:
     card = dataclasses.replace(cluster.card, node_link=cluster.within)
     counted = analytic_costs(
         "llama-3-8b", card, num_stages=3, micro_batch=3, tensor_parallel=2, activation_checkpointing=recompute,
-        layers_per_part=(9, 12, 11),
+        layers_per_part=(9, 12, 11), fused_loss=True,
     )  # fmt: skip
     for (start, stop), whole in zip([(0, 10), (10, 22), (22, 34)], counted, strict=True):
         part = PartCosts(costs[start:stop])

@@ -180,3 +180,23 @@ class TestSilence:
     def write_beat(self, watch: WatchStore, number: int) -> None:
         """Another one comes at every tenth look."""
         write(watch, "beat/1", json.dumps([number // 10, 0.0, OUTSIDE]))
+
+
+def test_the_stack_of_a_long_call_is_published_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that has left its first collective and hangs on this rank alone must not look like one that waits."""
+    record = RankRecord(0, 0)
+    record.note("load_checkpoint")
+    began_s = record.doing.since_s
+    now_s = [began_s]
+    monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
+    places = iter([False, True, False])  # is_busy of each full state
+    monkeypatch.setattr(record, "full", lambda: dataclasses.replace(record.brief(), is_busy=next(places)))
+    watch = WatchStore(distributed.HashStore(), record, 1, 1.0, print)
+    try:
+        seen = []
+        for now_s[0] in (began_s, began_s + 1.5, began_s + 1.9, began_s + 2.5, began_s + 9.0):
+            watch.beat()
+            seen.append(watch._read("state", TypeAdapter(RankState))[0].is_busy)
+        assert seen == [True, False, False, True, False]
+    finally:
+        watch.close()

@@ -1,0 +1,227 @@
+"""Translate Megatron-LM's arguments (megatron/training/arguments.py) into a DeepSpeed JSON with a `terapipe` section.
+
+An argument becomes a key of the JSON or a part of the JSON's `scheduler`, stays with the training script, or has no
+counterpart, with the reason. `render_table` prints all of them for the documentation.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from terapipe_ds.config.values import TeraPipeConfigError
+from terapipe_ds.messages import nearest
+
+
+def _power_of_two(text: str) -> int:
+    """Return the exponent of a loss scale, which DeepSpeed's JSON has in its place."""
+    return max(int(float(text)), 1).bit_length() - 1
+
+
+def _optimizer(text: str) -> str:
+    return {"adam": "AdamW", "sgd": "SGD"}[text]
+
+
+_TRUE: Callable[[str], bool] = lambda text: True  # noqa: E731 (a switch: its presence is its value)
+_ONE: Callable[[str], int] = lambda text: 1  # noqa: E731
+
+IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "--micro-batch-size": ("train_micro_batch_size_per_gpu", int),
+    "--global-batch-size": ("train_batch_size", int),
+    "--optimizer": ("optimizer.type", _optimizer),
+    "--lr": ("optimizer.params.lr", float),
+    "--weight-decay": ("optimizer.params.weight_decay", float),
+    "--adam-beta1": ("optimizer.params.betas.0", float),
+    "--adam-beta2": ("optimizer.params.betas.1", float),
+    "--adam-eps": ("optimizer.params.eps", float),
+    "--sgd-momentum": ("optimizer.params.momentum", float),
+    "--clip-grad": ("gradient_clipping", float),
+    "--bf16": ("bf16.enabled", _TRUE),
+    "--fp16": ("fp16.enabled", _TRUE),
+    "--loss-scale": ("fp16.loss_scale", float),
+    "--initial-loss-scale": ("fp16.initial_scale_power", _power_of_two),
+    "--min-loss-scale": ("fp16.min_loss_scale", float),
+    "--loss-scale-window": ("fp16.loss_scale_window", int),
+    "--hysteresis": ("fp16.hysteresis", int),
+    "--accumulate-allreduce-grads-in-fp32": ("data_types.grad_accum_dtype", lambda text: "fp32"),
+    "--use-distributed-optimizer": ("zero_optimization.stage", _ONE),
+    "--zero-stage": ("zero_optimization.stage", int),
+    "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", int),
+    "--log-interval": ("steps_per_print", int),
+    "--tensorboard-dir": ("tensorboard.output_path", str),
+    "--wandb-project": ("wandb.project", str),
+}
+"""Key of the JSON, with dots between its levels, and the reading of the value."""
+SCHEDULER = ("--lr-decay-style", "--lr-decay-iters", "--lr-warmup-iters", "--lr-warmup-fraction", "--min-lr")
+"""Together they are the JSON's `scheduler`; --train-iters stands in for --lr-decay-iters, as in Megatron-LM."""
+_NAMES_WITH_SCRIPT = """
+num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels seq-length
+max-position-embeddings position-embedding-type use-rotary-position-embeddings rotary-base rotary-percent normalization
+norm-epsilon swiglu disable-bias-linear qk-layernorm init-method-std untie-embeddings-and-output-weights vocab-size
+make-vocab-size-divisible-by hidden-dropout attention-dropout transformer-impl use-cpu-initialization
+tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel recompute-granularity recompute-method
+recompute-num-layers recompute-modules num-experts moe-router-topk moe-ffn-hidden-size seed train-iters eval-interval
+eval-iters save save-interval load finetune data-path data-cache-path split reset-position-ids reset-attention-mask
+eod-mask-loss num-workers tokenizer-type tokenizer-model vocab-file merge-file
+"""
+WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
+"""The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
+LOST = {
+    "--context-parallel-size": "use sequence ranks (Ulysses): docs/sequence_parallel.md",
+    "--expert-model-parallel-size": "each tensor-parallel rank holds all experts",
+    "--num-layers-per-virtual-pipeline-stage": "set terapipe.chunks_per_stage: the parts that a stage holds",
+    "--pipeline-model-parallel-layout": "set terapipe.partition: the first layer of each part, and the end",
+    "--decoder-first-pipeline-num-layers": "set terapipe.partition",
+    "--decoder-last-pipeline-num-layers": "set terapipe.partition",
+    "--rampup-batch-size": "call engine.set_train_batch_size in the script",
+    "--overlap-grad-reduce": "DeepSpeed reduces once per step, after the last backward",
+    "--overlap-param-gather": "DeepSpeed gathers once per step",
+    "--overlap-p2p-communication": "messages between stages always overlap with computation",
+    "--no-overlap-p2p-communication": "messages between stages always overlap with computation",
+    "--use-flash-attn": "a measurement at first use chooses the kernel of attention, and the log names it",
+    "--attention-backend": "a measurement at first use chooses the kernel of attention, and the log names it",
+    "--gradient-accumulation-fusion": "the engine adds weight gradients to the optimizer's sums itself",
+    "--no-gradient-accumulation-fusion": "the engine adds weight gradients to the optimizer's sums itself",
+    "--use-mcore-models": "always so",
+    "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
+    "--fp8-format": "fp8 is refused: docs/megatron.md",
+    "--use-checkpoint-args": "give the arguments of the model",
+    "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
+    "--distributed-backend": "DeepSpeed's accelerator decides",
+    "--train-samples": "give --train-iters",
+    "--lr-decay-samples": "give --lr-decay-iters",
+    "--lr-warmup-samples": "give --lr-warmup-iters",
+}
+"""Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
+DEFAULTS = {"--optimizer": "adam", "--weight-decay": "0.01", "--adam-beta1": "0.9", "--adam-beta2": "0.999",
+            "--adam-eps": "1e-8", "--clip-grad": "1.0", "--lr-decay-style": "linear", "--min-lr": "0"}  # fmt: skip
+"""Megatron-LM's values of arguments that change the training where DeepSpeed's own defaults differ."""
+
+
+@dataclass
+class Conversion:
+    """Hold the JSON and what became of the arguments that it does not have."""
+
+    ds_config: dict[str, Any]
+    kept: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+
+
+def convert(text: str) -> Conversion:
+    """Return the DeepSpeed JSON of a Megatron-LM command line.
+
+    Raises:
+        TeraPipeConfigError: it names all unknown arguments and all wrong values at once.
+    """
+    given, problems = _read(text)
+    values = DEFAULTS | given
+    # of adam and sgd, only the chosen one has its values in the JSON
+    if values["--optimizer"] == "sgd":
+        values = {name: value for name, value in values.items() if not name.startswith("--adam-")}
+        values.setdefault("--sgd-momentum", "0.9")
+    # each argument to its place
+    result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
+    result.lost.update({name: LOST[name] for name in values if name in LOST})
+    problems += [f"unknown argument {name}{nearest(name, known())}" for name in values if name not in known()]
+    for name in [name for name in IN_JSON if name in values]:
+        key, read = IN_JSON[name]
+        try:
+            _set(result.ds_config, key.split("."), read(values[name]))
+        except (ValueError, KeyError):
+            problems.append(f"{name} {values[name]}: this is no value that Megatron-LM takes")
+    problems += _add_scheduler(result.ds_config, values)
+    if problems:
+        raise TeraPipeConfigError("; ".join(problems))
+    # DeepSpeed's monitors have a switch each; several parts on a stage need a schedule that has them
+    for section in result.ds_config.keys() & {"tensorboard", "wandb"}:
+        result.ds_config[section]["enabled"] = True
+    chunks = result.ds_config.pop("terapipe", {})
+    schedule = "seq1f1b-interleaved" if chunks else "auto"
+    result.ds_config["terapipe"] = {"enabled": True, "schedule": schedule, **chunks, "slices": "auto"}
+    return result
+
+
+def known() -> tuple[str, ...]:
+    """Return all names that `convert` takes."""
+    return (*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST)
+
+
+def translation(name: str) -> str:
+    """Return what becomes of one argument, for messages and the table of the documentation."""
+    if name in IN_JSON:
+        return f"set {IN_JSON[name][0].removesuffix('.0').removesuffix('.1')} in the DeepSpeed JSON"
+    if name in SCHEDULER:
+        return "set scheduler in the DeepSpeed JSON"
+    if name in WITH_SCRIPT:
+        return "stays an argument of the script"
+    return LOST.get(name, f"unknown{nearest(name, known())}")
+
+
+def render_table() -> str:
+    """Return the table of all arguments in Markdown."""
+    rows = [f"| `{name}` | {translation(name)} |" for name in (*IN_JSON, *SCHEDULER, *LOST)]
+    return "\n".join(["| argument of Megatron-LM | its place here |", "|---|---|", *rows])
+
+
+def _read(text: str) -> tuple[dict[str, str], list[str]]:
+    """Return the value of each argument, "" for a switch, and the words that belong to none."""
+    values: dict[str, str] = {}
+    problems: list[str] = []
+    name = ""
+    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+        if word.startswith("--"):
+            name, _, value = word.partition("=")
+            values[name] = value
+        elif not name:
+            problems.append(f"{word!r} belongs to no argument: begin with --NAME")
+        else:
+            values[name] = f"{values[name]} {word}".strip()
+        if "$" in word:
+            problems.append(f"{word}: give the value of the shell's variable")
+    return values, problems
+
+
+def _set(document: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set a key of nested objects; a last level that is a number is a place in a list of two."""
+    *above, last = path
+    if last.isdigit():
+        above, last, index = above[:-1], above[-1], int(last)
+        for name in above:
+            document = document.setdefault(name, {})
+        document.setdefault(last, [0.0, 0.0])[index] = value
+        return
+    for name in above:
+        document = document.setdefault(name, {})
+    document[last] = value
+
+
+def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[str]:
+    """Add DeepSpeed's scheduler for Megatron-LM's decay and warm-up, and return problems."""
+    style, total = values["--lr-decay-style"], values.get("--lr-decay-iters") or values.get("--train-iters", "")
+    if style not in ("constant", "linear", "cosine"):
+        return [f"--lr-decay-style {style}: DeepSpeed has constant, linear and cosine"]
+    try:
+        steps = int(total or 0)
+        warmup = int(values.get("--lr-warmup-iters") or steps * float(values.get("--lr-warmup-fraction", 0)))
+        rate, least = float(values.get("--lr", 0)), float(values["--min-lr"])
+    except ValueError as error:
+        return [f"the learning rate's schedule: {error}"]
+    if style == "constant" and not warmup:
+        return []
+    if style != "constant" and not steps:
+        return [f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters"]
+    if style == "linear" and least:
+        return ["--min-lr with --lr-decay-style linear: DeepSpeed's linear decay ends at 0; use cosine"]
+    begin = {"warmup_num_steps": warmup, "warmup_type": "linear"}
+    to_rate = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, **begin}
+    # DeepSpeed's cosine needs one step of warm-up; without a warm-up this step has the whole rate
+    to_ratio = {"warmup_min_ratio": float(not warmup), "cos_min_ratio": least / rate if rate else 0.0, **begin}
+    to_ratio["warmup_num_steps"] = max(warmup, 1)
+    document["scheduler"] = {
+        "constant": {"type": "WarmupLR", "params": to_rate},
+        "linear": {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, **to_rate}},
+        "cosine": {"type": "WarmupCosineLR", "params": {"total_num_steps": steps, **to_ratio}},
+    }[style]
+    return []

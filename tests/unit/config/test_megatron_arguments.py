@@ -1,0 +1,113 @@
+"""Megatron-LM's arguments as a DeepSpeed JSON: DeepSpeed and the section accept it, and it trains alike."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from terapipe_ds.cli import main
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.megatron_arguments import IN_JSON, LOST, SCHEDULER, WITH_SCRIPT, convert, render_table
+
+USUAL = "--micro-batch-size 2 --global-batch-size 8 --lr 3e-4 --train-iters 40"
+
+
+def test_a_usual_command_line() -> None:
+    text = (
+        f"{USUAL} --num-layers 24 --swiglu --bf16 --use-distributed-optimizer --adam-beta2 0.95 --overlap-grad-reduce"
+    )
+    result = convert(text.replace(" --bf16", " \\\n  --bf16"))
+    found = result.ds_config
+    assert found["train_micro_batch_size_per_gpu"], found["train_batch_size"] == (2, 8)
+    assert found["optimizer"]["type"] == "AdamW" and found["optimizer"]["params"]["betas"] == [0.9, 0.95]
+    assert found["bf16"] == {"enabled": True} and found["zero_optimization"] == {"stage": 1}
+    assert found["gradient_clipping"] == 1.0  # Megatron-LM's default, which DeepSpeed does not have
+    assert result.kept == ["--train-iters 40", "--num-layers 24", "--swiglu"]
+    assert list(result.lost) == ["--overlap-grad-reduce"]
+    assert TeraPipeConfig.from_deepspeed(found).enabled
+
+
+def test_deepspeed_reads_every_key() -> None:
+    """DeepSpeed's own config class takes the result, with each of the values where the argument says."""
+    runtime = pytest.importorskip("deepspeed.runtime.config")
+    text = f"{USUAL} --fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 4"
+    config = runtime.DeepSpeedConfig(
+        {**convert(f"{text} --log-interval 7 --clip-grad 0.5").ds_config, "train_batch_size": 2}
+    )
+    scale = config.float16_config
+    assert (scale.initial_scale_power, scale.min_loss_scale, scale.loss_scale_window, scale.hysteresis) == (
+        16,
+        2,
+        500,
+        4,
+    )
+    assert config.gradient_clipping == 0.5 and config.steps_per_print == 7
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 10",
+        "--lr-decay-style cosine --lr-decay-iters 30",
+        "--lr-warmup-fraction 0.25",
+        "--lr-decay-style constant --lr-warmup-iters 8",
+    ],
+)
+def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
+    """Each step's rate lies among those of Megatron's scheduler for two steps before to one step after.
+
+    DeepSpeed's schedulers count from another step, and the cosine has one step of warm-up at least.
+    """
+    import torch
+
+    schedules = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    scheduler = pytest.importorskip("megatron.core.optimizer_param_scheduler").OptimizerParamScheduler
+    words = dict(zip((both := f"--lr-decay-style linear {text}".split())[::2], both[1::2], strict=True))
+    steps = int(words.get("--lr-decay-iters", 40))
+    warmup = int(words.get("--lr-warmup-iters", 0)) or int(steps * float(words.get("--lr-warmup-fraction", 0)))
+    least, style = float(words.get("--min-lr", 0)), words["--lr-decay-style"]
+    theirs = scheduler(
+        SimpleNamespace(param_groups=[]), 0.0, 3e-4, least, warmup, steps, style, 0.0, 0.0, 1, "constant"
+    )
+    made = convert(f"{USUAL} {text}").ds_config["scheduler"]
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    ours = getattr(schedules, made["type"])(optimizer, **made["params"])
+    for step in range(1, steps):
+        ours.step()
+        around = []
+        for number in range(max(step - 2, 0), step + 2):
+            theirs.num_steps = number
+            around.append(theirs.get_lr({}))
+        rate = optimizer.param_groups[0]["lr"]
+        assert min(around) - 1e-9 <= rate <= max(around) + 1e-9, (step, rate, around)
+
+
+def test_all_problems_at_once() -> None:
+    with pytest.raises(TeraPipeConfigError) as raised:
+        convert("--num-layer 4 --nonsense --lr x $MORE --lr-decay-style WSD")
+    for part in (
+        "--num-layer; did you mean --num-layers?",
+        "--nonsense",
+        "--lr x",
+        "WSD: DeepSpeed has",
+        "$MORE: give",
+    ):
+        assert part in str(raised.value)
+
+
+def test_an_argument_has_one_place() -> None:
+    names = [*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST]
+    assert len(names) == len(set(names))
+    assert render_table() in (Path(__file__).parents[3] / "docs" / "megatron.md").read_text()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "ds.json"
+    assert main(["convert", "--megatron-args", f"{USUAL} --rampup-batch-size 1 1 8", "--out", str(path)]) == 0
+    assert json.loads(path.read_text()) == convert(USUAL).ds_config
+    captured = capsys.readouterr()
+    assert captured.out == "" and "--rampup-batch-size: call engine.set_train_batch_size" in captured.err
+    assert main(["convert", "--megatron-args", "--nonsense 1"]) == 2

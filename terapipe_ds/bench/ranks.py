@@ -173,7 +173,9 @@ def keep_memory() -> None:
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
-def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False) -> None:
+def prepare_rank(
+    rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False, pin: bool = True
+) -> None:
     """Pin this process to its core or device, with one thread, and meet the others. Call this before importing torch.
 
     `share_device`: all are on the first device and talk over gloo, by way of the host.
@@ -188,7 +190,7 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", s
         DEEPSPEED_LOG_LEVEL="error",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
-    if device == "cpu":
+    if device == "cpu" and pin:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     logging.getLogger("terapipe_ds").setLevel(logging.WARNING)  # plans are in the table

@@ -124,7 +124,7 @@ class Setup:
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
-    fused_loss: bool = False  # the last part keeps no logits (`terapipe_ds.losses`)
+    fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
     def __post_init__(self) -> None:

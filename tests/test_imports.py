@@ -50,7 +50,8 @@ DEFERRED_ONLY = (
     "transformers", "safetensors", "peft", "accelerate", "trl", "huggingface_hub",
 )  # fmt: skip
 # Packages that are there for optional third parties: they import these freely.
-EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors", "peft", "huggingface_hub"),
+EXTRAS = {"models.megatron": ("megatron",),
+          "models.hugging_face": ("transformers", "safetensors", "peft", "huggingface_hub"),
           "integrations.trainer": ("transformers", "accelerate", "trl")}  # fmt: skip
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings

@@ -11,6 +11,8 @@ import torch
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.config import TeraPipeConfig
@@ -19,7 +21,7 @@ from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
-from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
+from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -112,9 +114,17 @@ class HuggingFaceModule(PipelineModule):
         access (`unread`).
         """
         with refused_on_all_ranks():
-            read(self.parameters())
+            self._read()
             self._try_layers()
         self._agree()
+
+    def _read(self) -> None:
+        """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""
+        unread = {id(parameter.read): parameter for parameter in self.parameters() if isinstance(parameter, Unread)}
+        is_shown = transformers_logging.is_progress_bar_enabled() and self.mpu().get_data_parallel_rank() == 0
+        place = f"stage {self.stage_id}: reading weights"
+        for parameter in tqdm(unread.values(), place, disable=not (unread and is_shown), unit="layer"):
+            read([parameter])
 
     def _try_layers(self) -> None:
         ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}

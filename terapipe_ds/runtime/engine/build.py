@@ -40,7 +40,11 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
-from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
+from terapipe_ds.runtime.layout.same_model import (
+    refuse_other_grid,
+    refuse_other_tensor_ranks,
+    require_equal_models,
+)
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
@@ -85,6 +89,7 @@ class EngineSetup:
 
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
+            refuse_other_tensor_ranks(module, raw)
             problem = problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)

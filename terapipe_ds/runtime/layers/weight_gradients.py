@@ -157,6 +157,10 @@ class WeightGradients:
         is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
 
+    def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
+        return _forward_of(layer, self, with_bias)
+
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
 
@@ -231,9 +235,9 @@ def _without_autograd(products: list[_Product]) -> None:
             weight.grad = fresh if weight.grad is None else weight.grad + fresh
 
 
-def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
+def _forward_of(layer: Any, gradients: WeightGradients, with_bias: bool = True) -> Callable[[Tensor], Tensor]:
     def forward(inputs: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
+        weight, bias = layer.weight, layer.bias if with_bias else None
         add = gradients.adder(inputs, weight)
         if add is None:
             return F.linear(inputs, weight, bias)

@@ -16,7 +16,29 @@ from terapipe_ds.integrations.trainer import PipelineSFTTrainer
 from tests.distributed import trainer_jobs
 from tests.distributed.trainer_jobs import Recorder, model_of
 
-WORDS = "you are who what is the sky blue red a b c d e yes no and then we go home".split()
+WORDS = [
+    "you",
+    "are",
+    "who",
+    "what",
+    "is",
+    "the",
+    "sky",
+    "blue",
+    "red",
+    "a",
+    "b",
+    "c",
+    "d",
+    "e",
+    "yes",
+    "no",
+    "and",
+    "then",
+    "we",
+    "go",
+    "home",
+]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s> "
     "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"

@@ -211,9 +211,7 @@ def _start_in_fp64(self: Stages, *args: Any) -> None:
     engines.reduce_in_fp64(self.engine)
 
 
-def _compare(
-    setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callable[..., Trainer]
-) -> dict[str, Any]:
+def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callable[..., Trainer]) -> dict[str, Any]:
     expected = None
     if torch_dist.get_rank() == 0:
         with alone():

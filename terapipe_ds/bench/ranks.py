@@ -174,7 +174,13 @@ def keep_memory() -> None:
 
 
 def prepare_rank(
-    rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False, binds: bool = True
+    rank: int,
+    stages: int,
+    rendezvous: str,
+    device: str = "cpu",
+    share_device: bool = False,
+    binds: bool = True,
+    pin: bool = True,
 ) -> None:
     """Pin this process to its core or device, with one thread, and meet the others. Call this before importing torch.
 
@@ -191,7 +197,7 @@ def prepare_rank(
         DEEPSPEED_LOG_LEVEL="error",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
-    if device == "cpu":
+    if device == "cpu" and pin:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     logging.getLogger("terapipe_ds").setLevel(logging.WARNING)  # plans are in the table

@@ -182,8 +182,8 @@ class OpenBatch:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         # each collaborator drops the previous batch and gets this one
-        self._set(batch)
         stage.deepspeed.open_batch()
+        self._set(batch)
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
@@ -229,7 +229,14 @@ class OpenBatch:
 
     def _set(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
-        self._stage.weights.open_batch(() if batch is None else batch.split)
+        if batch is None:
+            self._stage.weights.open_batch()
+        else:
+            groups = batch.weight_groups(self._stage.sequence.size)
+            # layers that run a second time would keep many times what a slice keeps
+            if self._stage.deepspeed.checkpoints:
+                groups = [group for group in groups if group <= batch.split]
+            self._stage.weights.open_batch(batch.split, groups)
         self._stage.results.begin(batch)
         if self._stage.offload is not None:
             self._stage.offload.open_batch(batch)

@@ -204,8 +204,10 @@ class StageLinks:
         return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
-        needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
+        peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
+        needed_at = self._order_index.find(peer, Kind.BACKWARD, part_id, action.unit)
         announced = self._channels[action.chunk_id].announced_in
         assert announced is not None
         # The gradients have the form of the received activations; with a format both ends must know the packing

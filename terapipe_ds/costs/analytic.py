@@ -289,7 +289,7 @@ def analytic_costs(
     activation_checkpointing: bool = False,
     layers_per_part: Sequence[int] | None = None,
     wire_formats: tuple[str | None, str | None] = (None, None),
-    fused_loss: bool = False,
+    fused_loss: bool = True,
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 

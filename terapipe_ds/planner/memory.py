@@ -62,6 +62,12 @@ class MemoryModel:
         """Take numbers of a running pipeline, one `PartMemory` per part."""
         return cls(tuple(parts))
 
+    def key_of(self, part_ids: Sequence[int]) -> tuple[object, ...]:
+        """Return what decides the bytes of a stage with these parts, and of gradients that it receives."""
+        last = len(self.parts) - 1
+        near = sorted({near for part in part_ids for near in (part, min(part + 1, last))})
+        return self.offloads, *((part, self.parts[part]) for part in near)
+
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""
         others = {name for fields in MEMORY_KINDS.values() for name in fields} - set(MEMORY_KINDS[kind])

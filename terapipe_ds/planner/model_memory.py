@@ -55,7 +55,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
 
-LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens"
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens", "loss_chunk_tokens"
 """Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
@@ -124,7 +124,7 @@ class Setup:
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
-    fused_loss: bool = False  # the last part keeps no logits (`terapipe_ds.losses`)
+    fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
     def __post_init__(self) -> None:

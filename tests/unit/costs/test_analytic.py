@@ -32,7 +32,7 @@ def part(**changes: Any) -> AnalyticCosts:
 def test_flops_of_the_whole_model(name: str, stages: int) -> None:
     """2 FLOPs per weight and token forward, 6 with the backward, and attention by its own formula."""
     size, length, rows = MODEL_SIZES[name], 1024, 3
-    parts = analytic_costs(size, COUNTER, num_stages=stages, micro_batch=rows)
+    parts = analytic_costs(size, COUNTER, num_stages=stages, micro_batch=rows, fused_loss=False)
     norms = 2 * size.hidden_size * (2 if size.bias else 1)
     biases = 0
     if size.bias:
@@ -44,6 +44,12 @@ def test_flops_of_the_whole_model(name: str, stages: int) -> None:
     backward = sum(p.backward_s(length, 0) for p in parts)
     assert forward == pytest.approx(rows * (2 * weights * length + attention), rel=1e-12)
     assert forward + backward == pytest.approx(rows * (6 * weights * length + 3.5 * attention), rel=1e-12)
+    # without logits the head's products are all in the backward; model FLOPs count attention's backward as two forwards
+    fused = analytic_costs(size, COUNTER, num_stages=stages, micro_batch=rows)
+    head = 2 * size.vocab_size * size.hidden_size * length * rows
+    assert sum(p.forward_s(length, 0) for p in fused) == pytest.approx(forward - head, rel=1e-12)
+    assert sum(p.backward_s(length, 0) for p in fused) == pytest.approx(backward + head, rel=1e-12)
+    assert rows * size.training_flops(length) == pytest.approx(rows * (6 * weights * length + 3 * attention), rel=1e-12)
 
 
 def test_a_layer_by_hand() -> None:
@@ -74,7 +80,8 @@ def test_a_layer_by_hand() -> None:
 
 def test_the_ends_by_hand() -> None:
     middle = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
-    first, last = dataclasses.replace(middle, has_embedding=True), dataclasses.replace(middle, has_head=True)
+    first = dataclasses.replace(middle, has_embedding=True)
+    last = dataclasses.replace(middle, has_head=True, fused_loss=False)
     assert first.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(2 * 5 * 4 * 4 / 100)
     table = 10 * 4 * (2 * 4 + 8) / 100  # the gradient of the table: written, read, and added, for each slice
     assert first.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(3 * 5 * 4 * 4 / 100 + table)
@@ -117,7 +124,7 @@ def test_tensor_parallel_by_hand() -> None:
     weight_s = 4 * 5 * 36 / 100 + 8 * 80 / 100 * 5 / 4096
     backward_s = matmul_s + weight_s + 3 * attention_s + 2 * elementwise_s + 2 * ring_s
     assert two.backward_s(5, 3) == pytest.approx(backward_s)
-    last = dataclasses.replace(two, has_head=True)
+    last = dataclasses.replace(two, has_head=True, fused_loss=False)
     assert forward_flops(last, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 5)  # half of 10
     odd = dataclasses.replace(last, model=dataclasses.replace(TINY, vocab_size=11))
     assert forward_flops(odd, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 6)  # padded

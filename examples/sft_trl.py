@@ -3,8 +3,6 @@
 deepspeed --num_gpus 2 examples/sft_trl.py
 """
 
-from __future__ import annotations
-
 import argparse
 from itertools import pairwise
 from pathlib import Path
@@ -21,8 +19,8 @@ from terapipe_ds.integrations.trainer import PipelineSFTTrainer  # in place of t
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 PAIRS = [(f"What follows {one}?", f"After {one} comes {two}.") for one, two in pairwise(WORDS)]
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}Answer: {% generation %}{{ m.content + eos_token }}"
-    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}{% if add_generation_prompt %}Answer: {% endif %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }} Answer: {% else %}"
+    "{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endif %}{% endfor %}"
 )
 CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in PAIRS]
 
@@ -34,11 +32,10 @@ parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)
 
 def main() -> None:
     """Train, save and answer."""
-    given = parser.parse_args()
-    ds_config = str(Path(__file__).parents[1] / "configs/trainer.json")
+    given, ds_config = parser.parse_args(), str(Path(__file__).parents[1] / "configs/trainer.json")
     args = SFTConfig(
         given.out, max_steps=given.steps, per_device_train_batch_size=3, gradient_accumulation_steps=3, save_steps=50,
-        logging_steps=10, learning_rate=4e-3, lr_scheduler_type="constant", weight_decay=0.0, bf16=False, assistant_only_loss=True, report_to="none",
+        learning_rate=4e-3, lr_scheduler_type="constant", bf16=False, assistant_only_loss=True, report_to="none",
         use_cpu=not torch.cuda.is_available(), deepspeed=ds_config,  # it names the stages
     )  # fmt: skip
     model = Path(given.out, "initial")
@@ -53,7 +50,7 @@ def main() -> None:
     trainer.save_model()
     if trainer.is_world_process_zero():
         tokenizer, trained = (kind.from_pretrained(given.out) for kind in (AutoTokenizer, AutoModelForCausalLM))
-        ids = tokenizer.apply_chat_template(CHATS[3][:1], add_generation_prompt=True, return_tensors="pt")["input_ids"]
+        ids = tokenizer.apply_chat_template(CHATS[3][:1], return_tensors="pt")["input_ids"]
         answer = trained.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.size(1) :]
         print(f"{PAIRS[3][0]} {tokenizer.decode(answer, skip_special_tokens=True)}")
 

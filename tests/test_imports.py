@@ -22,7 +22,7 @@ RINGS = {
     "config": 0, "plan": 0, "strategy": 0, "version": 0,
     "messages": 0, "costs": 0, "compat": 0, "files": 0, "schedule": 0, "planner": 0,
     "simulator": 0, "timeline": 0,
-    "attention": 1, "dict_batch": 1,
+    "attention": 1, "dict_batch": 1, "losses": 1,
     "runtime": 2, "run": 2,
     "models": 3, "integrations": 3, "bench": 3,
     "": 3, "cli": 3, "__main__": 3, "commands": 3, "doctor": 3,

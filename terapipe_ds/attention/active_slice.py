@@ -83,6 +83,7 @@ class ActiveSlice:
     `extras` carries whatever else the engine knows about the tokens.
     `exchange` is set if sequence ranks divide the tokens of a slice: [start, stop) are then the tokens of this rank,
     and `sliced_attention` reaches the other tokens through `exchange`.
+    `wants_logits` is False if the loss takes the input of the output matrix: the last layer then returns its input.
     """
 
     start: int
@@ -96,6 +97,7 @@ class ActiveSlice:
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
     exchange: Exchange | None = None
+    wants_logits: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.sequence_length:

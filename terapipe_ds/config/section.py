@@ -80,8 +80,10 @@ class TeraPipeConfig(StrictModel):
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"
     )
-    schedule_options: dict[str, str | list[int]] = Field(
-        {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
+    schedule_options: dict[str, str | int | None] = Field(
+        {},
+        description='an object: for dapple {"policy": "A"} or "B", for seq1f1b-interleaved-zb and zbv '
+        '{"max_live_slices": N}, null or "default", for others {}',
     )
     slices: Annotated[Literal["auto"] | Positive | Lengths | LengthsOfEach, BeforeValidator(lists_to_tuples)] = Field(
         "auto",

@@ -25,6 +25,7 @@ from terapipe_ds.attention import sliced_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
+from terapipe_ds.losses import Head, LinearCrossEntropy, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
     RowsOfTable,
     check_learned_positions,
@@ -145,7 +146,7 @@ def gpt_layers(config: GPTConfig) -> list[LayerSpec]:
     first, last = LayerSpec(TokenEmbedding, config), LayerSpec(LMHead, config)
     if config.tied_embedding:
         first = TiedLayerSpec("embedding", TokenEmbedding, config)
-        last = TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=_tied_logits)
+        last = TiedLayerSpec("embedding", TokenEmbedding, config, forward_fn=tied_logits)
     # DeepSpeed cuts between entries of this list, so each is a layer of its own
     positions = [LayerSpec(PositionEmbedding, config)] if config.positions == "learned" else []
     decoder = [LayerSpec(DecoderLayer, config, index) for index in range(config.num_layers)]
@@ -163,6 +164,10 @@ def gpt_loss(logits: Tensor, labels: Tensor) -> Tensor:
     # `dtype` widens inside the kernel where the device can: the log-probabilities are the only wide tensor
     wide = torch.promote_types(flat.dtype, torch.float32)
     return F.nll_loss(F.log_softmax(flat, dim=-1, dtype=wide), target, ignore_index=IGNORE_INDEX)
+
+
+# the engine leaves the output matrix to this one, and keeps no logits
+setattr(gpt_loss, "of_hidden", LinearCrossEntropy(ignore_index=IGNORE_INDEX).of_hidden)  # noqa: B010
 
 
 class RowGradients(Protocol):
@@ -184,12 +189,17 @@ class TokenEmbedding(nn.Module):
         self.weight = _normal(shape, config, config.generator(0), config.init_std)
         # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = config.dropout if config.positions == "rope" else 0.0
+        self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        """Let the engine make the gradient of the table, once for several slices."""
+        self._lookup = lambda tokens, weight: gradients.lookup(tokens, weight)  # a copy of the layer shares it
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
             check_position_ids(tokens, others, GPTConfigError)
-        return F.dropout(F.embedding(tokens, self.weight), self.dropout, self.training)
+        return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
 class PositionEmbedding(nn.Module):
@@ -319,12 +329,12 @@ class LMHead(nn.Module):
         without_bias = config.model_copy(update={"bias": False})
         self.out = _linear(without_bias, config.hidden_size, config.vocab_size, config.generator(config.num_layers + 1))
 
+    def output_head(self) -> Head | str:
+        """Return the output matrix for a loss that keeps no logits."""
+        return head_of(self.out)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.out(hidden)
-
-
-def _tied_logits(embedding: TokenEmbedding, hidden: Tensor) -> Tensor:
-    return F.linear(hidden, embedding.weight)
+        return hidden if hands_on_hidden() else self.out(hidden)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

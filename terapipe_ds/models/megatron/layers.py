@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -34,9 +35,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention.documents import Starts
+from terapipe_ds.losses import Head, hands_on_hidden
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
+from terapipe_ds.models.megatron.loss import VocabularyRanks
 from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
 
 
@@ -101,6 +104,13 @@ class Blueprint:
             **options,
         )
 
+    def head_of(self, projection: ColumnParallelLinear, weight: Tensor) -> Head | str:
+        """Return an output projection as a loss takes it in place of logits, or why it cannot."""
+        if type(projection) is not ColumnParallelLinear or projection._forward_hooks or projection._forward_pre_hooks:
+            return "the output projection has hooks, or is not megatron-core's own ColumnParallelLinear"
+        group, shares_tokens = self.groups.tp, self.config.sequence_parallel
+        return Head(weight, ranks=VocabularyRanks(group, shares_tokens) if group.size() > 1 else None)
+
     @contextlib.contextmanager
     def drawn(self, layer_index: int) -> Iterator[None]:
         """Draw the weights of a layer built in this context from the seed and `layer_index` alone.
@@ -136,7 +146,7 @@ def gpt_layers(blueprint: Blueprint) -> list[LayerSpec]:
         tied = functools.partial(
             TiedLayerSpec, "embedding", MegatronEmbedding, blueprint, tied_weight_attr=["word_embeddings.weight"]
         )
-        first, last = tied(), tied(positions=False, forward_fn=functools.partial(_tied_logits, blueprint))
+        first, last = tied(), tied(positions=False, forward_fn=TiedLogits(blueprint))
     specs = layer_specs(blueprint.config, blueprint.transformer_layer_spec)
     layers = [LayerSpec(MegatronLayer, blueprint, index, spec) for index, spec in enumerate(specs)]
     return [first, *layers, LayerSpec(MegatronFinalNorm, blueprint), last]
@@ -192,6 +202,10 @@ class MegatronLayer(nn.Module):
         with blueprint.drawn(1 + index):
             self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
         _begin_at_slices(self.layer, blueprint.groups.tp)
+        for module in self.layer.modules() if config.fp8 else ():
+            # weights kept in fp8 would have to be made anew when a step, a checkpoint or a measurement changes them
+            if hasattr(module, "disable_parameter_transpose_cache"):
+                module.disable_parameter_transpose_cache = True
         if getattr(self.layer, "recompute_mlp", False):
             self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
@@ -211,7 +225,9 @@ class MegatronLayer(nn.Module):
             # under sequence parallelism a rank holds its share of the tokens, and attends to all of the slice
             shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
             positions = self.blueprint.rotary(hidden.shape[0] * shared_by, offset=first_position())
-        with self.blueprint.random_numbers():
+        config = self.blueprint.config
+        in_fp8 = get_fp8_context(config, self.layer.layer_number - 1) if config.fp8 else contextlib.nullcontext()
+        with self.blueprint.random_numbers(), in_fp8:
             hidden, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=positions)
         return hidden
 
@@ -244,6 +260,7 @@ class MegatronHead(nn.Module):
 
     def __init__(self, blueprint: Blueprint) -> None:
         super().__init__()
+        self._blueprint = blueprint
         with blueprint.drawn(1 + blueprint.config.num_layers):
             self.output_layer = blueprint.projection()
 
@@ -251,12 +268,28 @@ class MegatronHead(nn.Module):
         """Leave the weight gradient of the head to W, as in `MegatronLayer`."""
         split_backwards(self.output_layer, gradients)
 
+    def output_head(self) -> Head | str:
+        """Return this rank's share of the output matrix for a loss that keeps no logits."""
+        return self._blueprint.head_of(self.output_layer, self.output_layer.weight)
+
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.output_layer(hidden)[0].transpose(0, 1)
+        return (hidden if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
 
 
-def _tied_logits(blueprint: Blueprint, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
-    return blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+@dataclass
+class TiedLogits:
+    """Compute logits [B, T, V / tp] by the weights of the embedding: the `forward_fn` of the last layer, if tied."""
+
+    blueprint: Blueprint
+
+    def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
+        if hands_on_hidden():
+            return hidden.transpose(0, 1)
+        return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
+
+    def output_head(self, embedding: MegatronEmbedding) -> Head | str:
+        """Return the same as `MegatronHead.output_head`."""
+        return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)
 
 
 def seed_dropout(seed: int, grid: PipelineParallelGrid) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -53,35 +54,61 @@ class BatchResults:
         self._total_additional: Any = None
         # the loss and the sum of the outputs, for the slices of a training batch that count
         self._counted: list[tuple[ActiveSlice, Any, torch.Tensor | None]] = []
-        self._losses: dict[int, list[Any]] = defaultdict(list)  # by micro-batch, until that is complete
+        self._losses: dict[int, dict[int, Any]] = defaultdict(dict)  # by micro-batch, until it is complete, and slice
         self._outputs: dict[int, list[Any]] = defaultdict(list)
 
-    def add(self, active: ActiveSlice, outputs: Any) -> Any:
-        """Add the last part's outputs for a slice. Return its share of the loss with its graph; None without a loss."""
+    @property
+    def needs_logits(self) -> bool:
+        """Return whether the caller of this batch wants more than its loss."""
+        return bool(self._engine.eval_return_logits or not self._engine._compute_loss)
+
+    def add(self, active: ActiveSlice, outputs: Any, of_hidden: Callable[..., torch.Tensor] | None = None) -> Any:
+        """Add the last part's outputs for a slice. Return its share of the loss with its graph; None without a loss.
+
+        If `of_hidden` computes the loss in training, its value is there after the slice's B: then `book` adds it.
+        """
         assert self._batch is not None, "no batch is open"
         engine, micro_batch_id = self._engine, active.micro_batch_id
         is_last_of_batch = micro_batch_id == len(self._batch.micro_batches) - 1  # DeepSpeed returns its logits
         if (engine.eval_return_logits and is_last_of_batch) or not engine._compute_loss:
             self._outputs[micro_batch_id] += gathered(outputs, self._sequence)
-        loss = self._add_loss(self._batch, active, outputs) if engine._compute_loss else None
-        if active.slice_id == self._batch.micro_batches[micro_batch_id].plan.num_slices - 1:
+        loss = self._loss_of(self._batch, active, outputs, of_hidden) if engine._compute_loss else None
+        if loss is None and active.slice_id == self._batch.micro_batches[micro_batch_id].plan.num_slices - 1:
             self._hand_over(self._batch, micro_batch_id)
+        elif loss is not None and (of_hidden is None or not self._batch.training):
+            self.book(active, loss, outputs)
         return loss
 
-    def _add_loss(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any) -> Any:
+    def _loss_of(self, batch: BatchInFlight, active: ActiveSlice, outputs: Any, of_hidden: Any) -> Any:
         micro_batch = batch.micro_batches[active.micro_batch_id]
         assert micro_batch.labels is not None
         labels = micro_batch.labels.part(active.start, active.stop)
         weight = micro_batch.weights[active.slice_id]
-        loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        if of_hidden is not None:
+            loss = of_hidden(outputs, labels, weight)
+        else:
+            loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+        if batch.training:
+            self._add_additional_losses(weight)
+        return loss
+
+    def book(self, active: ActiveSlice, loss: Any, outputs: Any = None) -> None:
+        """Add a slice's share of the loss, which has its value, to the results of its micro-batch.
+
+        `outputs` are those that `loss_fn` got, if it is the user's.
+        """
+        batch, micro_batch_id = self._batch, active.micro_batch_id
+        assert batch is not None, "no batch is open"
+        micro_batch = batch.micro_batches[micro_batch_id]
         value = loss.detach() if torch.is_tensor(loss) else [part.detach() for part in loss]
         if batch.training:
             self._total = accumulated(self._total, value)
-            if weight > 0.0:
-                self._counted.append((active, value, _sum_of(outputs) if self._sums_outputs else None))
-            self._add_additional_losses(weight)
-        self._losses[active.micro_batch_id].append(value)
-        return loss
+            if micro_batch.weights[active.slice_id] > 0.0:
+                sums = self._sums_outputs and outputs is not None
+                self._counted.append((active, value, _sum_of(outputs) if sums else None))
+        self._losses[micro_batch_id][active.slice_id] = value
+        if len(self._losses[micro_batch_id]) == micro_batch.plan.num_slices:
+            self._hand_over(batch, micro_batch_id)
 
     def _add_additional_losses(self, weight: float) -> None:
         """Add the losses that `PipelineModule.get_additional_losses` reports, weighted like the trained loss."""
@@ -96,7 +123,7 @@ class BatchResults:
         """Return the first slice whose loss is NaN although it counts. Read one number, and the others only then."""
         if self._total is None or not _has_nan(self._total):
             return None
-        for active, loss, total in self._counted:
+        for active, loss, total in sorted(self._counted, key=lambda each: (each[0].micro_batch_id, each[0].slice_id)):
             if _has_nan(loss):
                 is_of_loss_fn = total is not None and bool(torch.isfinite(total))
                 cause = (
@@ -115,7 +142,8 @@ class BatchResults:
 
     def _hand_over(self, batch: BatchInFlight, micro_batch_id: int) -> None:
         """Add the results of a complete micro-batch to DeepSpeed's attributes."""
-        engine, losses = self._engine, self._losses.pop(micro_batch_id, [])
+        by_slice = self._losses.pop(micro_batch_id, {})
+        engine, losses = self._engine, [by_slice[slice_id] for slice_id in sorted(by_slice)]
         # like the stock engine for a micro-batch: its loss, and the sum of the batch so far
         if losses:
             engine.loss = losses[-1]

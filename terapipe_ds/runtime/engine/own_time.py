@@ -58,6 +58,13 @@ class OwnTime:
         """Count again."""
         self._layers_s += time.thread_time() - self._layers_begin_s
 
+    @contextmanager
+    def layers(self) -> Iterator[None]:
+        """Count the block as time of the layers."""
+        self.layers_begin()
+        yield
+        self.layers_end()
+
     def of_parts(self) -> dict[int, tuple[float, float]] | None:
         """Return the median seconds of F and of B for each part of this stage; None before the second batch is over.
 

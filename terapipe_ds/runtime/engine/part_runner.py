@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.engine import (
     PIPE_SEND_OUTPUT_TIMER,
     PipelineEngine,
 )
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.documents import Documents
@@ -39,11 +40,13 @@ from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
+from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
@@ -85,11 +88,17 @@ class DeepSpeedCalls:
         """Check once per batch which options a program may have switched on since the last one."""
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
-        self._checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+        self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+
+    def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
+        """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
+        activate(self._engine.module, chunk_id)
+        autocast = partial(autocast_if_enabled, self._engine)
+        return LossOfHidden.of(self._engine.module, stage.weights, autocast, stage.own_time.layers)
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
         """Run the layers of the active part, and return their outputs."""
-        with checkpointing_with_gradients(self._engine.module) if self._checkpoints else _NOTHING:
+        with checkpointing_with_gradients(self._engine.module) if self.checkpoints else _NOTHING:
             outputs = DeepSpeedEngine.forward(self._engine, inputs)
         if not training:
             ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
@@ -146,6 +155,8 @@ class PartRunner:
         self._has_warned = False
         # only this part owns what comes over a wire; offloading frees memory once nothing else holds it
         self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
+        self._of_hidden = stage.deepspeed.loss_of_hidden(stage, place.chunk_id) if place.is_last else None
+        self._has_told_of_logits = False
         self.open_batch(None)
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
@@ -153,6 +164,7 @@ class PartRunner:
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
+        self._sent: SliceKey | None = None  # the slice whose gradients B itself has sent
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""
@@ -184,6 +196,7 @@ class PartRunner:
             mode=mode,
             documents=None if starts is None else Documents(starts, start, stop),
             store=self._stage.store,
+            wants_logits=self._of_hidden is None or self._stage.results.needs_logits,
         )
         return self._stage.sequence.part_of(whole)
 
@@ -207,8 +220,8 @@ class PartRunner:
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan
                 self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
-            loss = stage.results.add(active, outputs) if self.place.is_last else None
-            if stage.finite is not None and training and loss is not None:
+            loss = self._loss(active, outputs) if self.place.is_last else None
+            if stage.finite is not None and training and loss is not None and active.wants_logits:
                 stage.finite.look_at_loss(loss)
         stage.own_time.layers_end()
         # B needs the leaves and the outputs; a part on the same stage gets the outputs without a message
@@ -216,6 +229,17 @@ class PartRunner:
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))
         slices.finish(action)
+
+    def _loss(self, active: ActiveSlice, outputs: Any) -> Any:
+        """Add the last part's outputs to the results; say once what logits take, if anybody wants them."""
+        results = self._stage.results
+        if not active.wants_logits:
+            return results.add(active, outputs, self._of_hidden)
+        if not self._has_told_of_logits:
+            self._has_told_of_logits = True
+            asks = "eval_batch(return_logits=True)" if results.needs_logits else "loss_fn"
+            tell_of_logits(f"stage {self._stage.stage_id}: {asks}", outputs, active.num_tokens)
+        return results.add(active, outputs)
 
     def _begin(self, action: Action) -> AbstractContextManager[Any]:
         """Start the copies of saved tensors that are due at this computation; return the saving context of an F."""
@@ -256,30 +280,48 @@ class PartRunner:
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
-        # if the schedule splits backwards, products for weight gradients wait for W
-        deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
-        with push_slice(self._active(action, "recompute")), deferred:
+        # products for weight gradients wait: for W, or for those of other slices
+        is_split = stage.weights.splits(key)
+        with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
+                if not active.wants_logits:  # the backward has computed the loss
+                    stage.results.book(active, slice_.loss)
+                    if stage.finite is not None:
+                        stage.finite.look_at_loss(slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
-            if stage.finite is not None:
+            if stage.finite is not None and is_split:
                 stage.finite.look_at_parameters()
         if not self._sends_gradients and not self.place.is_first:
             stage.links.hand_on(action, self._input_gradients(action))
+        if not is_split:
+            self._weights_of(action)
         slices.finish(action)
 
+    def _weights_of(self, action: Action) -> int:
+        """Compute the weight gradients that wait for this B or W, if any; return how many its slice had."""
+        stage, key = self._stage, self._open().key(action)
+        stage.own_time.layers_begin()
+        # nobody waits for weight gradients, but the stage before waits for this slice's
+        if self._sends_gradients and action.kind is Kind.BACKWARD and stage.weights.is_due(key):
+            self._send_gradients(action)
+            self._sent = action.unit
+        with push_slice(self._active(action, "weight")):
+            count = stage.weights.compute(key, stage.deepspeed.weight_backward)
+            if stage.finite is not None:
+                stage.finite.look_at_parameters()
+        stage.own_time.layers_end()
+        return count
+
     def weight(self, action: Action) -> None:
-        """Compute the weight gradients that the B of this slice has left."""
-        slices, stage = self._open(), self._stage
+        """Compute the weight gradients that the B of this slice has left, with those of its group."""
+        slices = self._open()
         slices.get(action)
         self._begin(action)
         # the factors that B kept: the inputs, and the gradients of the outputs
-        with push_slice(self._active(action, "weight")):
-            self._num_weights += 1
-            self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
-            if stage.finite is not None:
-                stage.finite.look_at_parameters()
+        self._num_weights += 1
+        self._num_products += self._weights_of(action)
         slices.finish(action)
 
     def send_activation(self, action: Action) -> None:
@@ -294,10 +336,14 @@ class PartRunner:
         return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
-        """Send the gradients of the tensors that this slice received."""
+        """Send the gradients of the tensors that this slice received, unless its B has."""
+        if self._sent != action.unit:
+            self._send_gradients(action)
+        self._open().finish(action)
+
+    def _send_gradients(self, action: Action) -> None:
         stage = self._stage
         stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER, stage.links.send_gradients, action, self._input_gradients(action))
-        self._open().finish(action)
 
     def _input_gradients(self, action: Action) -> Tensors:
         """Return the gradients of the tensors that a slice received; zeros if the layers did not use them."""

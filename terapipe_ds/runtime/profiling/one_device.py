@@ -21,6 +21,7 @@ from deepspeed.runtime import utils as ds_utils
 from terapipe_ds.attention import SliceStore, guard_plain_attention
 from terapipe_ds.costs.profile import PartProfile, Profile
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.links.specs import MessageSpec
@@ -126,6 +127,7 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
     device = torch.device(get_accelerator().device_name())
     is_last = part_id == job.num_stages - 1
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
+    weights = accumulate_in_products(module, None)
     return SliceTimer(
         module,
         labels.length,
@@ -136,5 +138,7 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
         labels=labels if is_last else None,
         is_last=is_last,
         loss_fn=job.loss_fn,
-        weights=accumulate_in_products(module, None),
+        weights=weights,
+        rows=int(job.inputs.shape[0]),
+        of_hidden=LossOfHidden.of(module, weights) if is_last else None,
     )

@@ -128,6 +128,7 @@ class Profiles:
             "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
+            **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }

@@ -9,6 +9,7 @@ and caps of logits), so this file contains no code for any family. The run ends 
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import itertools
 import weakref
@@ -234,6 +235,35 @@ class Outline:
         """Return the logits, for the input of the output matrix."""
         runs: list[Run] = [self._skip_layer] * len(self.layers)
         return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
+
+    def scale_and_cap(self, dtype: torch.dtype) -> tuple[float, float | None] | str:
+        """Return what the model's code does to logits: it multiplies them by a scale, and limits them by cap * tanh.
+
+        If it does anything else, return a reason for which a loss needs its logits.
+        """
+        form, is_wide = self._scale_and_cap
+        if form is None or (dtype == torch.float64 and not is_wide):
+            return f"the code of {type(self.model).__name__} after its output matrix is neither a scale nor a soft cap"
+        return form
+
+    @functools.cached_property
+    def _scale_and_cap(self) -> tuple[tuple[float, float | None] | None, bool]:
+        # logits of all sizes: a tiny one shows the scale, a huge one the cap, and all others whether this explains them
+        tiny, huge = 2.0**-20, 2.0**20
+        count = self.model.get_output_embeddings().weight.shape[0]
+        logits = torch.linspace(-60.0, 60.0, 2 * count, dtype=torch.float64).view(2, count)[None]
+        logits[0, :, 0], logits[0, :, -1] = tiny, huge
+        hidden = torch.zeros((), dtype=torch.float64).expand(1, 2, self.config.hidden_size)
+        try:
+            out = self.run_head(lambda _: logits.clone(), hidden, torch.arange(2)[None])
+        except Exception:  # in the model's own code
+            return None, False
+        scale, most = float(out[0, 0, 0]) / tiny, abs(float(out[0, 0, -1]))
+        cap = most if most < 0.5 * abs(scale) * huge else None
+        expected = scale * logits if cap is None else cap * torch.tanh(scale * logits / cap)
+        is_wide = out.dtype == torch.float64
+        agrees = out.shape == expected.shape and torch.allclose(out.double(), expected, 1e-12 if is_wide else 1e-6)
+        return ((scale, cap) if agrees else None), is_wide
 
     def _skip_layer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
         return self._form(hidden)

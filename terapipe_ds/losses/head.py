@@ -1,0 +1,118 @@
+"""Describe the output matrix of a model, so that its loss can run it: the last layer then hands on its input."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe_ds.attention import active_slice
+
+
+class VocabularyRanks(Protocol):
+    """Declare the joint work of ranks that divide the vocabulary, and perhaps the tokens of a slice as well."""
+
+    size: int
+
+    def span(self, share: int) -> tuple[int, int]:
+        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
+
+    def largest(self, of_tokens: Tensor) -> None:
+        """Put the maximum over the ranks into `of_tokens`."""
+
+    def sum(self, of_tokens: Tensor) -> None:
+        """Put the sum over the ranks into `of_tokens`."""
+
+    def gather(self, hidden: Tensor) -> Tensor:
+        """Return the hidden states of all tokens [B, T, H], for this rank's."""
+
+    def own_sum(self, gradient: Tensor) -> Tensor:
+        """Return this rank's tokens of the sum over the ranks of `gradient` [B, T, H]."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """Hold an output matrix: logits are softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
+
+    Without `softcap` logits are scale * (hidden @ weight.T + bias). `ranks` hold shares of the rows of `weight`.
+    """
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+    ranks: VocabularyRanks | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """Return the number of logits of a token, over all ranks."""
+        share = self.weight.shape[0]
+        return share if self.ranks is None else self.ranks.span(share)[1]
+
+
+def hands_on_hidden() -> bool:
+    """Return whether the last layer must return its input, because the loss that runs next takes it."""
+    active = active_slice()
+    return active is not None and not active.wants_logits
+
+
+def head_of(layer: nn.Module) -> Head | str:
+    """Return torch's own linear layer as an output matrix, or the reason why its product cannot be left to a loss."""
+    if type(layer) is not nn.Linear:
+        return f"the output matrix is a {type(layer).__name__}, not torch's own nn.Linear"
+    if layer._forward_hooks or layer._forward_pre_hooks:
+        return "the output matrix has hooks on its forward"
+    return Head(layer.weight, layer.bias)
+
+
+class TiedLogits:
+    """Compute logits by the weights of an embedding: the `forward_fn` of a `TiedLayerSpec`."""
+
+    def __call__(self, embedding: Any, hidden: Tensor) -> Tensor:
+        """Return the logits; or `hidden`, if the loss takes it."""
+        return hidden if hands_on_hidden() else F.linear(hidden, embedding.weight)
+
+    def output_head(self, embedding: Any) -> Head:
+        """Return the embedding's weights as an output matrix."""
+        return Head(embedding.weight)
+
+
+tied_logits = TiedLogits()
+
+
+def find_head(layer: Any) -> Callable[[], Head] | str:
+    """Return a function that returns the output matrix of a model's last layer, or the reason why there is none.
+
+    The layer is torch's own nn.Linear without hooks, which from now on obeys `hands_on_hidden()`; or it has a method
+    `output_head()` that returns the `Head`, or the reason, and obeys by itself; or the `forward_fn` of a tied layer has
+    such a method.
+    """
+    if isinstance(layer, functools.partial) and hasattr(layer.func, "output_head"):
+        return _valid(functools.partial(layer.func.output_head, *layer.args, **layer.keywords))
+    if hasattr(layer, "output_head"):
+        return _valid(layer.output_head)
+    head = head_of(layer)
+    if isinstance(head, str):
+        return head
+    if not isinstance(layer.forward, _HandsOn):
+        layer.forward = _HandsOn(layer.forward)
+    return lambda: Head(layer.weight, layer.bias)
+
+
+class _HandsOn:
+    """Stand in for the forward of a linear layer, and return its input if the loss takes that."""
+
+    def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:
+        self._plain = plain
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        return hidden if hands_on_hidden() else self._plain(hidden)
+
+
+def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head] | str:
+    head = describe()
+    return head if isinstance(head, str) else describe  # type: ignore[return-value]

@@ -1,0 +1,81 @@
+"""Leave the product of a model's last layer to a loss that keeps no logits (`terapipe_ds.losses`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from terapipe_ds.attention import active_slice, push_slice
+from terapipe_ds.losses import Head, find_head
+from terapipe_ds.runtime.batch.loss import exact_zero
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+
+logger = logging.getLogger("terapipe_ds")
+
+Context = Callable[[], AbstractContextManager[Any]]
+_WORTH_TELLING_BYTES = 16_384  # that a token keeps for the loss
+
+
+class LossOfHidden:
+    """Compute the loss of the last part from the hidden states that its last layer hands on.
+
+    Args:
+        autocast: the context in which the engine runs layers.
+        around: a context for the layer's work in the backward.
+    """
+
+    def __init__(
+        self, loss_fn: Any, head: Callable[[], Head], weights: WeightGradients, autocast: Context, around: Context
+    ) -> None:
+        self._of_hidden, self._head, self._weights = loss_fn.of_hidden, head, weights
+        self._autocast, self._around = autocast, around
+
+    @classmethod
+    def of(
+        cls, module: Any, weights: WeightGradients, autocast: Context = nullcontext, around: Context = nullcontext
+    ) -> LossOfHidden | None:
+        """Return the loss of the part that is active in `module`, its last one; None if its loss needs logits."""
+        loss_fn = module.loss_fn
+        if not hasattr(loss_fn, "of_hidden"):
+            return None
+        head = getattr(loss_fn, "needs_logits", "") or find_head(module.forward_funcs[-1])
+        if isinstance(head, str):
+            logger.info("the loss keeps the logits of each slice: %s", head)
+            return None
+        return cls(loss_fn, head, weights, autocast, around)
+
+    def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
+        """Return the share of a slice in the loss, whose value is there after its backward."""
+        head = self._head()
+        # every rank's weights get a gradient, even where no label counts
+        if weight == 0.0:
+            return exact_zero([each for each in (hidden, head.weight, head.bias) if each is not None])
+        with self._autocast():
+            kind = hidden.device.type
+            if torch.is_autocast_enabled(kind):
+                hidden = hidden.to(torch.get_autocast_dtype(kind))
+            loss: Tensor = self._of_hidden(hidden, labels, head, weight, self._adder(hidden, head), self._around)
+        return loss
+
+    def _adder(self, hidden: Tensor, head: Head) -> Callable[[Tensor, Tensor, Tensor], Tensor | None] | None:
+        active = active_slice()
+        assert active is not None
+        # as in a slice without a W, which would need the gradients of all logits
+        with push_slice(active.replace(slice_id=-1)):
+            return self._weights.adder(hidden, head.weight)
+
+
+def tell_of_logits(who: str, outputs: Any, num_tokens: int) -> None:
+    """Log the bytes per token that the outputs of the last layer take, if they are many."""
+    of_token = sum(each.nbytes for each in tree_leaves(outputs) if torch.is_tensor(each)) // num_tokens
+    if of_token >= _WORTH_TELLING_BYTES:
+        logger.info(
+            f"{who} takes the outputs of the last layer, {of_token:,} bytes per token of a slice, which keeps as much "
+            "again for its backward. terapipe_ds.losses.LinearCrossEntropy takes hidden states (docs/losses.md)"
+        )

@@ -1,0 +1,208 @@
+"""Test losses without logits on two stages against the stock engine, which computes logits; and their peak of bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor, nn
+
+from studies.memory import measure_peak
+from terapipe_ds.bench.ranks import Workload, build_engine, micro_batches
+from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
+from terapipe_ds.losses import LinearCrossEntropy, deferred, tied_logits
+from terapipe_ds.models import gpt
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import MemoryModel
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import Replay
+from tests.distributed.engines import (
+    IGNORE_INDEX,
+    VOCAB_SIZE,
+    differences,
+    engine_of,
+    gpt_layers,
+    logged,
+    micro_batch,
+    run_training,
+    section,
+    train,
+    violations,
+)
+from tests.distributed.harness import rank_pool
+from tests.distributed.training import draw_weights
+
+HIDDEN = 16
+
+
+def with_head(**options: Any) -> list[Any]:
+    """Return a decoder whose last layer is torch's own."""
+    return [*gpt_layers()[:-1], LayerSpec(nn.Linear, HIDDEN, VOCAB_SIZE, dtype=torch.float64, **options)]
+
+
+def with_tied_head() -> list[Any]:
+    first, last = (
+        TiedLayerSpec("tokens", nn.Embedding, VOCAB_SIZE, HIDDEN, forward_fn=forward_fn, dtype=torch.float64)
+        for forward_fn in (None, tied_logits)
+    )
+    return [first, *gpt_layers()[1:-1], last]
+
+
+def with_frozen_head() -> list[Any]:
+    return [*gpt_layers()[:-1], LayerSpec(FrozenLinear)]
+
+
+class FrozenLinear(nn.Linear):
+    """A head that the loss must leave alone: a class of its own, whose product doubles."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN, VOCAB_SIZE, dtype=torch.float64)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return 2 * super().forward(hidden)
+
+
+def masked(seed: int) -> Any:
+    """A mask beside the labels, and a first slice in which no label counts."""
+    tokens, labels = micro_batch(seed)
+    weights = torch.rand(labels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    labels[:, :8] = IGNORE_INDEX
+    return tokens, (labels, weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Describe a training, and whether its loss keeps logits."""
+
+    layers: Callable[[], Sequence[Any]] = with_head
+    loss_fn: Any = dataclasses.field(default_factory=LinearCrossEntropy)
+    terapipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    make: Callable[[int], Any] = micro_batch
+    engine: dict[str, Any] = dataclasses.field(default_factory=dict)
+    keeps_logits: bool = False
+
+
+SHAPED = LinearCrossEntropy(ignore_index=IGNORE_INDEX, label_smoothing=0.1, scale=0.5, softcap=4.0)
+JOBS = {
+    "a layer of torch": Job(),
+    "a mask, smoothed and capped": Job(loss_fn=SHAPED, make=masked),
+    "tied": Job(with_tied_head),
+    "the package's model": Job(gpt_layers, gpt.gpt_loss),
+    "the package's model, tied and split": Job(
+        lambda: gpt_layers(tied_embedding=True), gpt.gpt_loss, {"schedule": "zbv"}
+    ),
+    "split": Job(terapipe={"schedule": "seq1f1b-zb"}),
+    "recomputed": Job(terapipe={"recompute": "full"}),
+    "offloaded": Job(terapipe={"offload_activations": True}),
+    "a head alone on the last stage": Job(terapipe={"partition": [0, 6, 7]}),
+    "a layer of one's own": Job(with_frozen_head, keeps_logits=True),
+}
+
+
+def _draw(engine: PipelineEngine, step: int) -> None:
+    if step == 0:
+        draw_weights(engine.module.named_parameters())
+
+
+def trained(name: str) -> tuple[dict[str, float], int, str]:
+    """Return the differences from the stock engine, the number of losses of hidden states, and the log."""
+    job, calls = JOBS[name], []
+    data = [[job.make(100 * step + index) for index in range(2)] for step in range(2)]
+    options = {"loss_fn": job.loss_fn, **job.engine}
+    stock = run_training(job.layers, None, data, stages=1, before_step=_draw, **options)
+    apply = deferred._Deferred.apply
+
+    def counted(*arguments: Any) -> Any:
+        calls.append(1)
+        return apply(*arguments)
+
+    with mock.patch.object(deferred._Deferred, "apply", counted), logged() as lines:
+        with engine_of(job.layers(), section(**{"slices": [8, 12, 3], **job.terapipe}), **options) as engine:
+            found = differences(train(engine, data, functools.partial(_draw, engine)), stock)
+    return found, len(calls), "\n".join(lines)
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("name", JOBS)
+def test_training_equals_that_of_the_stock_engine(name: str) -> None:
+    """With logits there, and without them here: losses, gradients and parameters of two steps."""
+    errors, calls, logs = zip(*rank_pool(2).run(trained, name=name), strict=True)
+    assert not violations(errors)
+    job = JOBS[name]
+    # two steps of two micro-batches of three slices; with the mask the first slice has no label
+    expected = 0 if job.keeps_logits else 8 if job.make is masked else 12
+    assert sum(calls) == expected
+    assert ("not torch's own nn.Linear" in "".join(logs)) == job.keeps_logits
+
+
+def evaluated() -> tuple[float, bool, str]:
+    """Evaluate without logits and with them; return the relative difference of the losses."""
+    layers = gpt_layers(vocab_size=4096)
+    with logged() as lines, engine_of(layers, section()) as engine:
+        data = [micro_batch(index) for index in range(2)]
+        loss = float(engine.eval_batch(iter(data)))
+        with_logits, logits = engine.eval_batch(iter(data), return_logits=True)
+        is_there = logits is not None and logits.shape[-1] == 4096
+        return abs(loss / float(with_logits) - 1), is_there, "\n".join(lines)
+
+
+def test_evaluation_computes_logits_only_for_those_who_ask() -> None:
+    errors, are_there, logs = zip(*rank_pool(2).run(evaluated), strict=True)
+    assert max(errors) <= 1e-12 and are_there[1]
+    # 4096 logits of 8 bytes, for each of two rows
+    assert "eval_batch(return_logits=True) takes the outputs of the last layer, 65,536 bytes per token" in logs[1]
+
+
+def _user_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(logits, labels)
+
+
+def told() -> str:
+    with logged() as lines, engine_of(gpt_layers(vocab_size=4096), section(), loss_fn=_user_loss) as engine:
+        engine.train_batch(iter([micro_batch(0), micro_batch(1)]))
+        return "\n".join(lines)
+
+
+def test_a_loss_of_the_users_gets_logits_and_the_log_says_what_they_take() -> None:
+    logs = rank_pool(2).run(told)
+    assert "loss_fn takes the outputs of the last layer, 65,536 bytes per token of a slice" in logs[1]
+
+
+PEAK = Workload(stages=2, accumulation=1, sequence_length=4096, micro_batch=1, hidden=64, layers=2, heads=2)
+VOCABULARY, SLICES = 32768, 16
+
+
+def peak_bytes() -> tuple[int, int, int]:
+    """Return this rank's measured peak of a step, the counted one, and the static bytes."""
+    section = {"enabled": True, "schedule": "seq1f1b", "slices": SLICES, "verify": "off"}
+    engine = build_engine(section, PEAK, gpt={"vocab_size": VOCABULARY})
+    try:
+        data = itertools.repeat(micro_batches(PEAK, 1, VOCABULARY)[0])
+        measured, static = measure_peak(engine, data)
+    finally:
+        engine.destroy()
+    fields = {"num_kv_heads": PEAK.heads, "head_dim": PEAK.hidden // PEAK.heads, "ffn_size": 192}
+    size = ModelSize("peak", PEAK.layers, PEAK.hidden, PEAK.heads, vocab_size=VOCABULARY,
+                     max_sequence_length=PEAK.sequence_length, **fields)  # fmt: skip
+    model = MemoryModel.of_model(size, num_stages=2, dtype="float32", micro_batch=1, fused_norm=False)
+    plan = SlicePlan.equal(PEAK.sequence_length, SLICES)
+    counted = Replay.of(build("seq1f1b", 2, 1, SLICES)).peak_bytes(plan, model)[engine.stage_id]
+    return measured, counted, static
+
+
+def test_peak_of_the_last_stage() -> None:
+    """16 slices that are all live: hidden states and one chunk of logits, where plain logits take 128 KiB per token."""
+    _, (measured, counted, static) = rank_pool(2).run(peak_bytes)
+    assert measured == pytest.approx(counted, rel=0.1)
+    chunk = loss_chunk_tokens(VOCABULARY, on_cpu=True) * VOCABULARY * 4
+    of_layers = measured - static - chunk
+    assert of_layers / PEAK.sequence_length <= 30 * PEAK.hidden * 4, "bytes per token of norms, attention and MLP"
+    assert measured - static < PEAK.sequence_length * VOCABULARY * 4 / 10

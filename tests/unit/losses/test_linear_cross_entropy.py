@@ -1,0 +1,173 @@
+"""Test the loss that keeps no logits against torch's own linear layer and cross entropy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from terapipe_ds.attention import ActiveSlice, push_slice
+from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, find_head, tied_logits
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+
+ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 20, 16, 50
+LIMITS = {torch.float64: 1e-10, torch.float32: 1e-6, torch.bfloat16: 2e-2}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "smoothed": {"label_smoothing": 0.1},
+    "scaled": {"scale": 0.25},
+    "capped": {"softcap": 3.0},
+    "all": {"label_smoothing": 0.2, "scale": -2.0, "softcap": 5.0, "ignore_index": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No chunk is a whole number of rows, and the last one is shorter."""
+    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: 7)
+
+
+def expected(logits: Tensor, labels: Any, *, label_smoothing: float = 0.0, scale: float = 1.0,
+             softcap: float | None = None, ignore_index: int = -100) -> Tensor:  # fmt: skip
+    """Compute the loss by torch's own functions."""
+    targets, mask = labels if isinstance(labels, tuple) else (labels, torch.ones(labels.shape))
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": "none"}
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+    mask = (mask * (targets != ignore_index)).flatten().to(losses.dtype)
+    return (losses * mask).sum() / mask.sum()
+
+
+def labels_of(kind: str, ignored: int) -> Any:
+    labels = torch.randint(VOCABULARY, (ROWS, TOKENS))
+    labels[0, 3:9] = ignored
+    return (labels, torch.rand(ROWS, TOKENS)) if kind == "masked" else labels
+
+
+def error_of(ours: Tensor, other: Tensor) -> float:
+    return float((ours.detach().double() - other.detach().double()).norm() / other.detach().double().norm())
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize("labels", ["plain", "masked"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_loss_and_gradients_equal_those_of_logits(name: str, bias: bool, labels: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    options, linear = OPTIONS[name], nn.Linear(HIDDEN, VOCABULARY, bias=bias, dtype=dtype)
+    loss, given = LinearCrossEntropy(**options), labels_of(labels, options.get("ignore_index", -100))
+    inputs = [torch.randn(ROWS, TOKENS, HIDDEN, dtype=dtype) for _ in range(1)] * 3
+    plain, called, ours = (each.clone().requires_grad_() for each in inputs)
+    wanted = expected(linear(plain), given, **options) * 0.3
+    (wanted * 5.0).backward()
+    gradients = [plain.grad, *(p.grad for p in linear.parameters())]
+    # of logits, as any other engine calls it
+    assert error_of(loss(linear(called), given) * 0.3, wanted) <= LIMITS[dtype]
+    # of hidden states, with a gradient that is not 1
+    linear.zero_grad()
+    found = loss.of_hidden(ours, given, Head(linear.weight, linear.bias), 0.3)
+    assert found.isnan()
+    (found * 5.0).backward()
+    pairs = zip([found, ours.grad, *(p.grad for p in linear.parameters())], [wanted, *gradients], strict=True)
+    assert max(error_of(a, b) for a, b in pairs) <= LIMITS[dtype]
+    with torch.no_grad():
+        assert error_of(loss.of_hidden(ours, given, Head(linear.weight, linear.bias), 0.3), wanted) <= LIMITS[dtype]
+
+
+def test_frozen_weights_and_frozen_hidden_states() -> None:
+    linear, labels = nn.Linear(HIDDEN, VOCABULARY), torch.randint(VOCABULARY, (ROWS, TOKENS))
+    for frozen in ("weights", "hidden"):
+        linear.requires_grad_(frozen != "weights")
+        hidden = torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=frozen != "hidden")
+        linear.zero_grad()
+        LinearCrossEntropy().of_hidden(hidden, labels, Head(linear.weight, linear.bias)).backward()
+        assert (hidden.grad is None, linear.weight.grad is None) == (frozen == "hidden", frozen == "weights")
+
+
+def test_memory_is_the_hidden_states_and_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens, hidden_size, vocabulary, chunk = 512, 32, 4096, 64
+    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: chunk)
+    weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
+    weight.grad = torch.zeros_like(weight)
+    hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
+    labels = torch.randint(vocabulary, (1, tokens))
+
+    def add(weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        assert weight.grad is not None
+        weight.grad.addmm_(rows.t(), inputs)
+
+    with MemoryPeak() as forward:
+        loss = LinearCrossEntropy().of_hidden(hidden, labels, Head(weight), 1.0, add)
+    with MemoryPeak() as backward:
+        loss.backward()
+    assert forward.left_bytes <= 40 * tokens, "labels and weights of tokens"
+    one_chunk = chunk * vocabulary * 4
+    assert one_chunk <= backward.grown_bytes <= 1.05 * (one_chunk + tokens * hidden_size * 4)
+
+
+def test_labels_outside_of_the_vocabulary() -> None:
+    head = Head(torch.randn(VOCABULARY, HIDDEN))
+    for label in (VOCABULARY, -1):
+        labels = torch.zeros(1, 4, dtype=torch.long)
+        labels[0, 1] = label
+        with pytest.raises(ValueError, match=f"vocabulary of 50, for 1 tokens that count, first label {label}"):
+            LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing = 1.0"),
+        ({"scale": 0.0}, "scale = 0.0"),
+        ({"softcap": -1.0}, "softcap = -1.0"),
+    ],
+)
+def test_impossible_options(options: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LinearCrossEntropy(**options)  # type: ignore[arg-type]
+
+
+def test_layer_and_loss_do_not_both_change_the_logits() -> None:
+    hidden, labels = torch.randn(1, 4, HIDDEN), torch.zeros(1, 4, dtype=torch.long)
+    with pytest.raises(ValueError, match="both change the logits"):
+        LinearCrossEntropy(scale=2.0).of_hidden(hidden, labels, Head(torch.randn(VOCABULARY, HIDDEN), softcap=3.0))
+
+
+class TestHeads:
+    def test_a_linear_layer_hands_hidden_states_on_only_if_the_loss_takes_them(self) -> None:
+        linear, hidden = nn.Linear(HIDDEN, VOCABULARY), torch.randn(1, 4, HIDDEN)
+        logits = linear(hidden)
+        for _ in range(2):  # a second engine, with the same module
+            found = find_head(linear)
+            assert callable(found) and found().weight is linear.weight
+        assert torch.equal(linear(hidden), logits)
+        with push_slice(ActiveSlice(0, 4, 8, wants_logits=False)):
+            assert linear(hidden) is hidden
+        with push_slice(ActiveSlice(0, 4, 8)):
+            assert torch.equal(linear(hidden), logits)
+
+    def test_layers_with_another_product_say_why_they_need_logits(self) -> None:
+        hooked = nn.Linear(HIDDEN, VOCABULARY)
+        hooked.register_forward_hook(lambda module, inputs, output: output * 2)
+        assert "has hooks" in str(find_head(hooked))
+        assert "is a Bilinear" in str(find_head(nn.Bilinear(2, 2, 2)))
+        lowered = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, VOCABULARY))
+        assert "not torch's own nn.Linear" in str(find_head(lowered))
+
+    def test_tied_logits(self) -> None:
+        embedding, hidden = nn.Embedding(VOCABULARY, HIDDEN), torch.randn(1, 4, HIDDEN)
+        assert torch.equal(tied_logits(embedding, hidden), F.linear(hidden, embedding.weight))
+        assert tied_logits.output_head(embedding).weight is embedding.weight
+
+
+def test_a_subclass_with_another_loss_of_logits_gets_logits() -> None:
+    class Doubled(LinearCrossEntropy):
+        def __call__(self, logits: Tensor, labels: Any) -> Tensor:
+            return 2 * super().__call__(logits, labels)
+
+    assert not LinearCrossEntropy().needs_logits
+    assert "Doubled has a __call__() of its own" in Doubled().needs_logits

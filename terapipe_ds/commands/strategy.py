@@ -232,6 +232,7 @@ def _write(best: Strategy, options: StrategyOptions) -> None:
 def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
         found = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+        found["sequence_length"] = strategy.plans[0].sequence_length
         return found | ({"slices": strategy.equal_slices} if strategy.equal_slices else {})
 
     best = strategies[0]

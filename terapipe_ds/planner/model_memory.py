@@ -13,8 +13,9 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
   loss          the log-probabilities in fp32 at least, V, and the labels; a loss without logits the labels alone
-  W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
-                untied output matrix (a tied one has its gradient in B), whatever the slice kept before
+  W             from B to W where backwards are split, or to the product that several slices share: input and output
+                gradient of qkv, out, up, down, and of an untied output matrix (a tied one has its gradient in B),
+                whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
 
 On top of the kept tensors, while a slice runs (peaks in its backward, in which kept tensors go as gradients come):
@@ -46,12 +47,16 @@ from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
+from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
+
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens", "loss_chunk_tokens"
+"""Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
 
@@ -79,6 +84,8 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
+    joined_bytes_per_token: float = 0  # of a B that is not split, until the slices that join it have run
+    joined_tokens: float = 0  # slices join until they have so many, and share their product for weight gradients
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
 
@@ -117,7 +124,7 @@ class Setup:
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
-    fused_loss: bool = False  # the last part keeps no logits (`terapipe_ds.losses`)
+    fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
     def __post_init__(self) -> None:
@@ -165,6 +172,7 @@ class Setup:
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
+        waiting = share * self._kept_for_weights(is_last, layers)
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
@@ -175,7 +183,9 @@ class Setup:
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
-            weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
+            weight_bytes_per_token=waiting,
+            joined_bytes_per_token=0 if self.activation_checkpointing else waiting,
+            joined_tokens=JOINED_ROWS / share,
             loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+from tests.conftest import FULL
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_tensor_jobs import (
@@ -98,7 +99,7 @@ def test_weights_are_read_in_shares_and_written_whole(family: str, tmp_path: Pat
 def test_a_checkpoint_moves_to_another_layout(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
     pool, folder = rank_pool(4), str(tmp_path)
     expected = pool.run(write_checkpoint, family=family, grid=BOTH, folder=folder, **fields)[0]
-    for grid, universal in ((BOTH, False), ((1, 1, 4), True), ((2, 2, 1), True)):
+    for grid, universal in (((1, 1, 4), True), ((2, 2, 1), True), (BOTH, False))[: 3 if FULL else 1]:
         given = {"family": family, "grid": grid, "folder": folder, "universal": universal}
         for losses in pool.run(read_checkpoint, **given, **fields):
             assert losses == pytest.approx(expected, rel=1e-5), grid
@@ -144,4 +145,4 @@ def test_divisions_that_are_refused_on_all_ranks(text: str) -> None:
     defaults = {"family": "qwen3", "grid": (1, 1, 2), "fields": {}, "plan": {}, "step": False}
     grid = given.get("grid", (1, 1, 2))
     for error in rank_pool(grid[2]).run(refusal, **defaults | given):
-        assert error[0] == kind and text in error[1], error
+        assert kind in " ".join(error) and text in error[1], error  # a peer may report the one that failed first

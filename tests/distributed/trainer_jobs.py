@@ -126,14 +126,16 @@ def trainer_of(
     return kind(model=model, args=args, callbacks=[Recorder()], **given, **of_trainer)
 
 
-def play(kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any) -> dict[str, Any]:
+def play(
+    kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, make: Callable[..., Trainer]
+) -> dict[str, Any]:
     """Run the phases of a setting; return what a user sees of them."""
     AcceleratorState._reset_state(True)
-    trainer = trainer_of(kind, setting, folder, deepspeed)
+    trainer = make(kind, setting, folder, deepspeed)
     found: dict[str, Any] = {"results": []}
     for phase in setting["phases"]:
         if phase == "resume":  # in a Trainer of another model, which must get the weights of the checkpoint
-            trainer = trainer_of(kind, setting, folder, deepspeed, seed=4)
+            trainer = make(kind, setting, folder, deepspeed, seed=4)
             found["results"].append(trainer.train(resume_from_checkpoint=True).metrics)
         elif phase == "train":
             found["results"].append(trainer.train().metrics)
@@ -186,11 +188,19 @@ def deepspeed_of(setting: Mapping[str, Any]) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}, "terapipe": section, **setting["ds"]}
 
 
-def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
+Kinds = tuple[type[Trainer], type[Trainer]]
+
+
+def compare(
+    given: Mapping[str, Any],
+    folder: str,
+    kinds: Kinds = (Trainer, PipelineTrainer),
+    make: Callable[..., Trainer] = trainer_of,
+) -> dict[str, Any]:
     """Return how the pipeline's run differs from the Trainer's in one process."""
     setting = setting_of(given)
     with in_fp64() if setting["fp64"] else contextlib.nullcontext():
-        return _compare(setting, folder)
+        return _compare(setting, folder, kinds, make)
 
 
 _start = Stages.start
@@ -201,17 +211,17 @@ def _start_in_fp64(self: Stages, *args: Any) -> None:
     engines.reduce_in_fp64(self.engine)
 
 
-def _compare(setting: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callable[..., Trainer]) -> dict[str, Any]:
     expected = None
     if torch_dist.get_rank() == 0:
         with alone():
             in_one = {**setting, "args": {**setting["args"], **setting["one"]}}
-            expected = play(Trainer, in_one, f"{folder}/one", None)
+            expected = play(kinds[0], in_one, f"{folder}/one", None, make)
             model = expected.pop("trainer").model
-            expected["weights"] = {name: value.numpy() for name, value in model.state_dict().items()}
+            expected["weights"] = {_plain(name): value.numpy() for name, value in model.state_dict().items()}
     torch_dist.barrier()
     with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
-        found = play(PipelineTrainer, setting, f"{folder}/stages", deepspeed_of(setting))
+        found = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
     trainer = found.pop("trainer")
     module = trainer._stages.module
     own = {name: module.get_parameter(local).detach().numpy() for local, name in module.checkpoint_names().items()}
@@ -224,6 +234,10 @@ def _compare(setting: Mapping[str, Any], folder: str) -> dict[str, Any]:
     for run in (expected, found):
         run["of_steps"] = bool(setting["one"])
     return differences(expected, found) | {"ranks": same, "files": files(folder)}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +328,7 @@ def sharded_by_rank(folder: str) -> str:
     with mock.patch.object(PipelineAccelerator, "num_processes", world):
         with mock.patch.object(PipelineAccelerator, "process_index", torch_dist.get_rank()):
             try:
-                play(PipelineTrainer, setting, folder, deepspeed_of(setting))
+                play(PipelineTrainer, setting, folder, deepspeed_of(setting), trainer_of)
             except Exception as error:
                 return str(error)
     return ""

@@ -10,9 +10,9 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -103,6 +103,13 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    def defer_weight_gradients(self, gradients: LinearProducts) -> None:
+        """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
+        for layer in self.modules():
+            make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
+            if make is not None and "forward" not in vars(layer):
+                layer.forward = make(gradients, layer)
 
     @property
     def outline(self) -> Outline:
@@ -243,6 +250,29 @@ def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
         return head
     form = piece.outline.scale_and_cap(head.weight.dtype)
     return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
+
+
+class LinearProducts(Protocol):
+    """Declare the engine's object that computes weight gradients."""
+
+    def linear(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+    ) -> Tensor: ...
+
+
+def _conv1d(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
+
+
+def _falcon(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        outputs = gradients.linear(inputs, layer.weight)
+        return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
+
+    return forward
+
+
+_LINEARS = {"Conv1D": _conv1d, "FalconLinear": _falcon}
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:

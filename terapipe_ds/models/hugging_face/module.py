@@ -13,6 +13,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.documents import Documents, Starts
@@ -25,7 +27,7 @@ from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, 
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import is_share, partial_in
 from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
-from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
+from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
 from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
 
@@ -128,11 +130,19 @@ class HuggingFaceModule(PipelineModule):
         access (`unread`).
         """
         with refused_on_all_ranks():
-            read(self.parameters())
+            self._read()
             self._try_layers()
         self._agree()
         if self.autotp_size > 1:
             self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+
+    def _read(self) -> None:
+        """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""
+        unread = {id(parameter.read): parameter for parameter in self.parameters() if isinstance(parameter, Unread)}
+        is_shown = transformers_logging.is_progress_bar_enabled() and self.mpu().get_data_parallel_rank() == 0
+        place = f"stage {self.stage_id}: reading weights"
+        for parameter in tqdm(unread.values(), place, disable=not (unread and is_shown), unit="layer"):
+            read([parameter])
 
     def _try_layers(self) -> None:
         ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}

@@ -131,7 +131,7 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
             if adapters is not None and not merge:
-                adapters.save(trained, module.source, saving)
+                adapters.save(trained, module.config.name_or_path or None, saving)
             _publish(saving)
 
 

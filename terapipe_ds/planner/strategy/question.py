@@ -95,7 +95,8 @@ def rank_strategies(
     search = Search(space, progress, stop)
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
-    return [_strategy(score, search, name) for score in scores]
+    kinds = search.price(scores[0].candidate).peak_by_kind(scores[0])  # of the best alone: others take as long
+    return [_strategy(score, search, name, {} if place else kinds) for place, score in enumerate(scores)]
 
 
 def simulate_strategy(
@@ -225,7 +226,7 @@ def _rates(score: Score, space: Space) -> dict[str, Any]:
     return {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
 
 
-def _strategy(score: Score, search: Search, name: str) -> Strategy:
+def _strategy(score: Score, search: Search, name: str, kinds: dict[str, list[int]]) -> Strategy:
     candidate, again = score.candidate, score.recompute
     stages = [stage_id for stage_id, recomputes in enumerate(again) if recomputes]
     return Strategy(
@@ -247,7 +248,7 @@ def _strategy(score: Score, search: Search, name: str) -> Strategy:
         model=str(name),
         is_complete=search.is_complete,
         **dataclasses.asdict(candidate.levers),
-        memory_by_kind=search.price(candidate).peak_by_kind(score),
+        memory_by_kind=kinds,
         host_memory_bytes=score.host_bytes,
         **_rates(score, search.space),
     )

@@ -62,6 +62,7 @@ class Search:
         candidates = list(self.space.candidates())
         if not candidates:
             raise PlannerError(self.space.why_none())
+        self.space.check_need()
         priced = {candidate: self.price(candidate) for candidate in candidates}
         if self.space.choices.schedule in SPLIT_SCHEDULES and not priced[candidates[0]].can_split:
             problem = f"schedule = {self.space.choices.schedule!r}: the costs do not tell what weight gradients take"

@@ -131,8 +131,7 @@ class HuggingFaceModule(PipelineModule):
             read(self.parameters())
             self._try_layers()
         self._agree()
-        if self.autotp_size > 1:
-            self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
 
     def _try_layers(self) -> None:
         ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}

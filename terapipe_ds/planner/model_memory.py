@@ -55,7 +55,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
 
-LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens", "loss_chunk_tokens", "loss_chunk_tokens", "loss_chunk_tokens", "loss_chunk_tokens"
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens"
 """Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_card
-from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens, model_size
 from terapipe_ds.costs.wire_formats import bytes_of_token
 from terapipe_ds.messages import check_count
 
@@ -56,7 +56,7 @@ class AnalyticCosts:
     wire_formats: tuple[str | None, str | None] = (None, None)  # of activations and gradients on `link`
     sequence_parallel: int = 1  # ranks that divide the tokens of a slice, and exchange them for heads in attention
     keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
-    fused_loss: bool = False  # the forward of the head computes its gradients as well, chunk by chunk
+    fused_loss: bool = True  # the backward of the head computes its logits as well, chunk by chunk
 
     vectorized = True
 
@@ -120,7 +120,7 @@ class AnalyticCosts:
 
     def _weight_s(self, i: Array) -> Array:
         """Count the FLOPs of the weight gradients, as many as in the forward."""
-        head_s = self._head_s(i, accumulated=True) if self.has_head and not self.fused_loss else 0.0
+        head_s = self._head_s(i, accumulated=1) if self.has_head and not self.fused_loss else 0.0
         return self.num_layers * self._matmul_s(i, accumulated=True) + head_s
 
     def _ends_forward_s(self, i: Array) -> Array:
@@ -131,9 +131,9 @@ class AnalyticCosts:
         if self.has_head:
             # The loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each.
             small_s = self._all_reduce_s(4 * self._rows(i))
-            seconds = seconds + self._head_s(i) + self._loss_s(i) + 3 * small_s
-            if self.fused_loss:
-                seconds = seconds + self._head_s(i) + self._head_s(i, accumulated=True)
+            seconds = seconds + (
+                self._norm_s(i) if self.fused_loss else self._head_s(i) + self._loss_s(i) + 3 * small_s
+            )
         return seconds
 
     def _ends_backward_s(self, i: Array) -> Array:
@@ -141,9 +141,14 @@ class AnalyticCosts:
         if self.has_embedding:
             seconds = seconds + self._roofline_s(0.0, 3 * activation_bytes, EMBEDDING_KERNELS)
         if self.has_head:
-            # a fused loss has the gradient already, and scales it; only the norm's backward is left
-            products_s = 0.0 if self.fused_loss else self._head_s(i) + self._loss_s(i)
-            seconds = seconds + products_s + self._all_reduce_s(activation_bytes)
+            seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
+            # the logits of each chunk, and a sum of the weight's gradient for each
+            if self.fused_loss:
+                chunks = np.ceil(
+                    self._rows(i) / loss_chunk_tokens(self._vocabulary(), on_cpu=self.device.name == "cpu")
+                )
+                seconds = seconds + self._head_s(i) + self._head_s(i, accumulated=chunks)
+                seconds = seconds + 3 * self._all_reduce_s(4 * self._rows(i))
         return seconds
 
     # -- groups of operations on one rank
@@ -184,16 +189,19 @@ class AnalyticCosts:
         numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.head_dim
         return self._roofline_s(0.0, self._item * self._rows(i) * numbers, LAYER_KERNELS - 7)
 
-    def _head_s(self, i: Array, accumulated: bool = False) -> Array:
+    def _head_s(self, i: Array, accumulated: Array | float = 0.0) -> Array:
         rows, hidden, vocabulary = self._rows(i), self.model.hidden_size, self._vocabulary()
         weights = hidden * vocabulary
-        numbers = weights + rows * (hidden + vocabulary) + (weights if accumulated else 0)
+        numbers = weights + rows * (hidden + vocabulary) + weights * accumulated  # so many times
         return self._roofline_s(2 * rows * weights, self._item * numbers, 1, self.device.matmul_efficiency)
 
     def _loss_s(self, i: Array) -> Array:
         """Time the final norm, and the softmax over the vocabulary in fp32: read, exponentiated, summed."""
         moved = self._rows(i) * (2 * self.model.hidden_size * self._item + 3 * 4 * self._vocabulary())
         return self._roofline_s(0.0, moved, HEAD_KERNELS - 1)
+
+    def _norm_s(self, i: Array) -> Array:
+        return self._roofline_s(0.0, self._rows(i) * 2 * self.model.hidden_size * self._item, 1)
 
     def _roofline_s(self, flops: Array | float, moved: Array, kernels: int, efficiency: float = 1.0) -> Array:
         peak = self.device.peak_flops[self.dtype]
@@ -245,7 +253,7 @@ def analytic_costs(
     activation_checkpointing: bool = False,
     layers_per_part: Sequence[int] | None = None,
     wire_formats: tuple[str | None, str | None] = (None, None),
-    fused_loss: bool = False,
+    fused_loss: bool = True,
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 

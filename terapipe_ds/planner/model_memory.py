@@ -12,7 +12,8 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   out           its input is the attention's output, counted there
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
-  loss          the log-probabilities in fp32 at least, V, and the labels
+  loss          the log-probabilities in fp32 at least, V, and the labels; a fused loss (`terapipe_ds.losses`) keeps the
+                final norm's output, labels and their weights, and has the logits of a chunk of tokens while it runs
   W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
                 untied output matrix (a tied one has its gradient in B), whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
@@ -44,7 +45,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from terapipe_ds.costs.model_sizes import ModelSize
+from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
@@ -52,9 +53,6 @@ from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
-
-LOSS_CHUNK_TOKENS = 1024
-"""Tokens of a chunk of a fused loss."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
 
@@ -113,11 +111,11 @@ class Setup:
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
     gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
-    fused_norm: bool = True  # RMSNorm in one kernel
+    fused_norm: bool = True  # RMSNorm in one kernel; False: on a CPU
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
-    fused_loss: bool = False  # the last part keeps no logits (`terapipe_ds.losses`)
+    fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
     def __post_init__(self) -> None:
@@ -234,7 +232,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 
@@ -257,8 +255,8 @@ class Setup:
 
     @cached_property
     def _head_saved(self) -> int:
-        if self.fused_loss:  # the gradient of the hidden states in the place of the logits
-            return self._norm_saved + self._residual * self._item
+        if self.fused_loss:
+            return self._norm_saved + _INDEX_BYTES + self._wide
         return self._norm_saved + self.size.vocab_size * self._wide // self.tensor_parallel + _INDEX_BYTES
 
     @property
@@ -273,9 +271,10 @@ class Setup:
 
     @property
     def _loss_chunk(self) -> int:
-        """Return the bytes of a chunk of logits, its log-probabilities and its gradient, where the loss is fused."""
-        numbers = LOSS_CHUNK_TOKENS * self.size.vocab_size // self.tensor_parallel
-        return numbers * (self._wide + self._item) if self.fused_loss else 0
+        """Return the bytes of a fused loss's logits, in fp32 at least, and once more in the dtype of products."""
+        vocabulary = -(-self.size.vocab_size // self.tensor_parallel)
+        numbers = loss_chunk_tokens(vocabulary, on_cpu=not self.fused_norm) * vocabulary
+        return numbers * (self._wide + self._item * (self._item < self._wide)) if self.fused_loss else 0
 
     @cached_property
     def _layer_working(self) -> int:

@@ -56,11 +56,26 @@ def with_tied_head() -> list[Any]:
     return [first, *gpt_layers()[1:-1], last]
 
 
-def with_frozen_head() -> list[Any]:
-    return [*gpt_layers()[:-1], LayerSpec(FrozenLinear)]
+def with_other_head() -> list[Any]:
+    return [*gpt_layers()[:-1], LayerSpec(DoublingLinear)]
 
 
-class FrozenLinear(nn.Linear):
+def with_frozen_layers() -> list[Any]:
+    return [*(LayerSpec(Frozen, spec) for spec in gpt_layers()[:-1]), *with_head()[-1:]]
+
+
+class Frozen(nn.Module):
+    """A layer without gradients."""
+
+    def __init__(self, spec: LayerSpec) -> None:
+        super().__init__()
+        self.layer = spec.build().requires_grad_(False)
+
+    def forward(self, inputs: Any) -> Any:
+        return self.layer(inputs)
+
+
+class DoublingLinear(nn.Linear):
     """A head that the loss must leave alone: a class of its own, whose product doubles."""
 
     def __init__(self) -> None:
@@ -102,8 +117,9 @@ JOBS = {
     "split": Job(terapipe={"schedule": "seq1f1b-zb"}),
     "recomputed": Job(terapipe={"recompute": "full"}),
     "offloaded": Job(terapipe={"offload_activations": True}),
-    "a head alone on the last stage": Job(terapipe={"partition": [0, 6, 7]}),
-    "a layer of one's own": Job(with_frozen_head, keeps_logits=True),
+    "a head alone on the last stage": Job(terapipe={"partition": [0, 6, 7]}, engine={"wall_clock_breakdown": True}),
+    "frozen layers before the head": Job(with_frozen_layers),
+    "a layer of one's own": Job(with_other_head, keeps_logits=True),
 }
 
 
@@ -176,7 +192,7 @@ def test_a_loss_of_the_users_gets_logits_and_the_log_says_what_they_take() -> No
     assert "loss_fn takes the outputs of the last layer, 65,536 bytes per token of a slice" in logs[1]
 
 
-PEAK = Workload(stages=2, accumulation=1, sequence_length=4096, micro_batch=1, hidden=64, layers=2, heads=2)
+PEAK = Workload(stages=2, accumulation=1, sequence_length=1024, micro_batch=1, hidden=64, layers=2, heads=2)
 VOCABULARY, SLICES = 32768, 16
 
 

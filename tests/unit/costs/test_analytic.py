@@ -42,7 +42,8 @@ def test_flops_of_the_whole_model(name: str, stages: int) -> None:
     attention = size.num_layers * 4 * size.num_heads * size.head_dim * pairs  # Q K^T and P V, 2 FLOPs each
     forward = sum(p.forward_s(length, 0) for p in parts)
     backward = sum(p.backward_s(length, 0) for p in parts)
-    assert forward == pytest.approx(rows * (2 * weights * length + attention), rel=1e-12)
+    head = 2 * size.vocab_size * size.hidden_size * length  # with the loss, in the backward
+    assert forward == pytest.approx(rows * (2 * weights * length + attention - head), rel=1e-12)
     assert forward + backward == pytest.approx(rows * (6 * weights * length + 3.5 * attention), rel=1e-12)
 
 
@@ -72,7 +73,7 @@ def test_a_layer_by_hand() -> None:
 
 
 def test_the_ends_by_hand() -> None:
-    middle = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
+    middle = dataclasses.replace(part(fused_loss=False), num_layers=1, has_embedding=False, has_head=False)
     first, last = dataclasses.replace(middle, has_embedding=True), dataclasses.replace(middle, has_head=True)
     assert first.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(2 * 5 * 4 * 4 / 100)
     assert first.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(3 * 5 * 4 * 4 / 100)
@@ -80,6 +81,11 @@ def test_the_ends_by_hand() -> None:
     assert last.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(4.4 + 7.6)
     assert last.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(4.4 + 7.6 + 4.4 + 1.6)
     assert forward_flops(last, 5, 3) - forward_flops(middle, 5, 3) == pytest.approx(2 * 5 * 4 * 10)
+    # without logits only the norm is in the forward, and the weight's gradient is not apart
+    fused = dataclasses.replace(last, fused_loss=True)
+    assert fused.forward_s(5, 3) - middle.forward_s(5, 3) == pytest.approx(5 * 2 * 4 * 4 / 100)
+    assert fused.backward_s(5, 3) - middle.backward_s(5, 3) == pytest.approx(4.4 + 7.6 + 4.4 + 4.4 + 1.6)
+    assert fused.weight_s(5, 3) == middle.weight_s(5, 3) < last.weight_s(5, 3)
 
 
 def test_links_and_optimizer_by_hand() -> None:
@@ -104,7 +110,7 @@ def test_links_and_optimizer_by_hand() -> None:
 
 def test_tensor_parallel_by_hand() -> None:
     """Two ranks: half the heads, ffn and vocabulary; the single K/V head stands on both; two all-reduces a layer."""
-    one = dataclasses.replace(part(), num_layers=1, has_embedding=False, has_head=False)
+    one = dataclasses.replace(part(fused_loss=False), num_layers=1, has_embedding=False, has_head=False)
     two = dataclasses.replace(one, tensor_parallel=2)
     # weights 4 x (2 x 2 + 2 x 2 + 3 x 4) = 80; in and out 2 x 2 + 2 x 2 + 12 + 16 = 36
     matmul_s, attention_s = 4 * (80 + 5 * 36) / 100, 4 * 2 * (2 * 5 + 2 * 8) / 100

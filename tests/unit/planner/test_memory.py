@@ -114,7 +114,7 @@ def test_the_last_part_saves_what_the_model_says(family: dict[str, Any], dtype: 
 
     with push_slice(middle_slice(store, layers, x)):
         kept = saved_bytes(run, (p for layer in layers for p in layer.parameters()), received=x)
-    options: dict[str, Any] = {"dtype": dtype, "micro_batch": ROWS, "fused_norm": False}
+    options: dict[str, Any] = {"dtype": dtype, "micro_batch": ROWS, "fused_norm": False, "fused_loss": False}
     model = MemoryModel.of_model(size, num_stages=2, layers_per_part=(0, 1), **options)
     assert model.slice_bytes(1, TOKENS, TOKENS) == pytest.approx(kept, rel=0.02)
 

@@ -1,7 +1,7 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is fifteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+part is eighteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
 follows from its orders alone: `Replay.peak_bytes`.
 """
 
@@ -124,8 +124,9 @@ class MemoryModel:
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
-        per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
-        return math.ceil(part.working_bytes + per_slice)
+        layers = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
+        loss = part.loss_bytes_per_token * min(tokens, part.loss_tokens) + part.loss_beside_bytes_per_token * tokens
+        return math.ceil(part.working_bytes + max(layers, loss))
 
 
 def fill_drain_peak_bytes(

@@ -80,6 +80,9 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
+    loss_bytes_per_token: float = 0  # of logits of a fused loss, before the B of the layers, for
+    loss_tokens: float = 0  # at most so many tokens of the slice,
+    loss_beside_bytes_per_token: float = 0  # beside these bytes for each of its tokens
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -167,11 +170,15 @@ class Setup:
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=self._largest_weight(is_first or is_last, layers) * item + (is_last and self._loss_chunk),
+            working_bytes=self._largest_weight(is_first or is_last, layers) * item,
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
+            loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_tokens=self._chunk_tokens / share,
+            # the gradient of the hidden states, and messages
+            loss_beside_bytes_per_token=share * message * (1 if is_first else 3) if is_last else 0,
             weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
         )
@@ -270,11 +277,13 @@ class Setup:
         return (self._query * self._item + self.size.num_heads * self._wide) // self.tensor_parallel
 
     @property
-    def _loss_chunk(self) -> int:
-        """Return the bytes of a fused loss's logits, in fp32 at least, and once more in the dtype of products."""
-        vocabulary = -(-self.size.vocab_size // self.tensor_parallel)
-        numbers = loss_chunk_tokens(vocabulary, on_cpu=not self.fused_norm) * vocabulary
-        return numbers * (self._wide + self._item * (self._item < self._wide)) if self.fused_loss else 0
+    def _logit_bytes(self) -> int:
+        """Return the bytes of a token's logits in a fused loss: in fp32 at least, and in the dtype of products."""
+        return (self._wide + self._item * (self._item < self._wide)) * self.size.vocab_size // self.tensor_parallel
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return loss_chunk_tokens(-(-self.size.vocab_size // self.tensor_parallel), on_cpu=not self.fused_norm)
 
     @cached_property
     def _layer_working(self) -> int:

@@ -151,8 +151,8 @@ def trained(name: str) -> tuple[dict[str, float], int, str]:
 def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     """With logits there, and without them here: losses, gradients and parameters of two steps."""
     errors, calls, logs = zip(*rank_pool(2).run(trained, name=name), strict=True)
-    assert not violations(errors)
     job = JOBS[name]
+    assert not violations(errors[1:] if job.layers is with_frozen_layers else errors)  # nothing there is trained
     # two steps of two micro-batches of three slices; with the mask the first slice has no label
     expected = 0 if job.keeps_logits else 8 if job.make is masked else 12
     assert sum(calls) == expected
@@ -192,7 +192,7 @@ def test_a_loss_of_the_users_gets_logits_and_the_log_says_what_they_take() -> No
     assert "loss_fn takes the outputs of the last layer, 65,536 bytes per token of a slice" in logs[1]
 
 
-PEAK = Workload(stages=2, accumulation=1, sequence_length=1024, micro_batch=1, hidden=64, layers=2, heads=2)
+PEAK = Workload(stages=2, accumulation=1, sequence_length=2048, micro_batch=1, hidden=64, layers=2, heads=2)
 VOCABULARY, SLICES = 32768, 16
 
 

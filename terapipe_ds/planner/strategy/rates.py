@@ -100,7 +100,8 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
     matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
     sent = np.array([part.working_sent_bytes_per_token * length for part in singles] + [0.0])
     matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
-    matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
+    chunks = (part.loss_bytes_per_token * min(length, part.loss_tokens) for part in singles)
+    matrices["fixed"] = _largest([part.working_bytes + chunk for part, chunk in zip(singles, chunks, strict=True)])
     return matrices
 
 

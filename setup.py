@@ -9,6 +9,7 @@ from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
 PLOT = ["matplotlib>=3.8,<4", "jinja2>=3.1,<4", "plotly>=6,<8"]
+TRL = ["accelerate>=1.10,<2", "datasets>=4,<6", "trl>=1.16,<2"]
 HUGGING_FACE = ["transformers>=4.57,<6", "safetensors>=0.4.3,<1", "peft>=0.17,<1"]
 
 
@@ -47,6 +48,7 @@ setup(
     ],
     extras_require={
         "hf": [*HUGGING_FACE],
+        "trl": [*HUGGING_FACE, *TRL],  # `terapipe_ds.integrations.trainer`
         "megatron": ["megatron-core==0.16.1"],
         "plot": [*PLOT],
         "bench": [*PLOT],  # the report of `terapipe bench --html`
@@ -61,6 +63,7 @@ setup(
         ],
         "test": [
             *HUGGING_FACE,
+            *TRL,
             *PLOT,
             "argcomplete>=3.5",
             "hypothesis>=6.100",

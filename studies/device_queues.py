@@ -16,7 +16,7 @@ from terapipe_ds.simulator.device_queues import hangs, programs_of
 TABLE = [
     ("1f1b", 1, True), ("dapple", 1, True), ("gpipe", 1, True), ("zb-h1", 1, True), ("interleaved", 2, True),
     ("terapipe", 1, False), ("seq1f1b", 1, False), ("seq1f1b-zb", 1, False), ("seq1f1b-interleaved", 2, False),
-    ("zbv", 2, False), ("chimera", 2, True), ("chimera-seq", 2, False),
+    ("seq1f1b-interleaved-zb", 2, False), ("zbv", 2, False), ("chimera", 2, True), ("chimera-seq", 2, False),
 ]  # fmt: skip
 """Every schedule: name, chunks per stage, whether sequences stay whole."""
 SIZES = ((2, 4, 4), (4, 8, 4), (8, 8, 8))

@@ -135,6 +135,7 @@ def counted_model(engine: Any, work: Workload) -> Any:
         dtype="float32",
         micro_batch=work.micro_batch,
         fused_norm=False,
+        on_cpu=True,
         layers_per_part=layers,
     )
 

@@ -161,6 +161,14 @@ class Strategy(BaseModel):
         return self.plans[0] if len(set(self.plans)) == 1 else None
 
     @property
+    def equal_slices(self) -> int | None:
+        """Return the number of slices where the engine cuts equal ones alike; None where lengths must be listed."""
+        if self.plan is None:
+            return None
+        lengths = self.plan.lengths
+        return len(lengths) if len(set(lengths)) == 1 and (len(lengths) == 1 or lengths[0] % 64 == 0) else None
+
+    @property
     def gap(self) -> float:
         """Return how far the prediction is above the proven bound: 0.02 for 2 %."""
         return self.predicted_s / self.lower_bound_s - 1.0 if self.lower_bound_s > 0 else 0.0
@@ -173,8 +181,8 @@ class Strategy(BaseModel):
         """Return a DeepSpeed config for this strategy; its learning rate is a placeholder to change."""
         data = self.grid["data"]
         section: dict[str, Any] = {"enabled": True, "schedule": self.schedule, "slices": copy.deepcopy(self.slices)}
-        if self.plan is not None and self.plan.num_slices == 1:
-            section["slices"] = 1
+        if self.equal_slices:
+            section["slices"] = self.equal_slices
         if self.chunks_per_stage > 1:
             section["chunks_per_stage"] = self.chunks_per_stage
         section["partition"] = list(self.partition)
@@ -186,7 +194,9 @@ class Strategy(BaseModel):
             zero |= {"reduce_bucket_size": _BUCKET, "contiguous_gradients": self.offload_optimizer}
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        tensor = self.grid["model"]
         return {
+            **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation,

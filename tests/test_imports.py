@@ -24,7 +24,7 @@ RINGS = {
     "simulator": 0, "timeline": 0,
     "attention": 1, "dict_batch": 1, "losses": 1,
     "runtime": 2, "run": 2,
-    "models": 3, "bench": 3,
+    "models": 3, "integrations": 3, "bench": 3,
     "": 3, "cli": 3, "__main__": 3, "commands": 3, "doctor": 3,
 }  # fmt: skip
 # In a folder, what is listed may import only what is listed after it. What is not listed is there for all of these.
@@ -43,13 +43,16 @@ THIRD_PARTIES = {
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
     "torch.distributed": 2, "deepspeed": 2, "xxhash": 2,
     "megatron": 3, "jinja2": 3, "transformers": 3, "safetensors": 3, "peft": 3,
+    "accelerate": 3, "trl": 3, "huggingface_hub": 3,
 }  # fmt: skip
 DEFERRED_ONLY = (
     "argcomplete", "matplotlib", "plotly", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex",
-    "transformers", "safetensors", "peft",
+    "transformers", "safetensors", "peft", "accelerate", "trl", "huggingface_hub",
 )  # fmt: skip
 # Packages that are there for optional third parties: they import these freely.
-EXTRAS = {"models.megatron": ("megatron",), "models.hugging_face": ("transformers", "safetensors", "peft")}
+EXTRAS = {"models.megatron": ("megatron",),
+          "models.hugging_face": ("transformers", "safetensors", "peft", "huggingface_hub"),
+          "integrations.trainer": ("transformers", "accelerate", "trl")}  # fmt: skip
 COMPAT_ONLY = ("packaging", "importlib.metadata", "apex", "pkg_resources")  # what looks at versions
 FORBIDDEN = {"models": ("runtime",)}  # beyond the rings
 

@@ -50,7 +50,7 @@ def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
 class Case:
     """Describe one competitor, at every accumulation in `accumulations` (empty: at all of the run).
 
-    `given_chunks` and `options`: a config's settings of its own schedule other than the name; lists are tuples here.
+    `given_chunks` and `options`: a config's settings of its own schedule other than the name.
     """
 
     system: str
@@ -77,7 +77,7 @@ class Case:
     @property
     def schedule_options(self) -> dict[str, Any]:
         """Return our engine's `terapipe.schedule_options`."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in self.options}
+        return dict(self.options)
 
     @property
     def cut(self) -> str:

@@ -270,8 +270,7 @@ def _configured(ds_config: dict[str, Any], systems: tuple[str, ...] | None) -> l
     slices: Any = section.slices
     if not isinstance(slices, int):
         slices = PLAN if slices == "auto" else tuple(slices)
-    options = tuple((key, tuple(v) if isinstance(v, list) else v) for key, v in section.schedule_options.items())
-    case = Case("terapipe", section.schedule, slices, options=options)
+    case = Case("terapipe", section.schedule, slices, options=tuple(section.schedule_options.items()))
     if section.chunks_per_stage != case.chunks_per_stage:
         case = dataclasses.replace(case, given_chunks=section.chunks_per_stage)
     return [case]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -211,7 +212,7 @@ def _show(value: Any) -> str:
 
 
 MAX_FORWARDS, MAX_STAGES, MAX_DEVICES = 1_000_000, 10_000, 65_536
-_DETAILS = "policy=A or policy=B for dapple, slots=4,5,3 for zbv"
+_DETAILS = "policy=A or policy=B for dapple, max_live_slices=N, none or default for seq1f1b-interleaved-zb and zbv"
 
 
 def _read_options(texts: list[str]) -> dict[str, Any]:
@@ -219,12 +220,12 @@ def _read_options(texts: list[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
-        if name not in ("policy", "slots") or not value:
+        if name not in ("policy", "max_live_slices") or not value:
             raise CommandError(f"--option {text!r}: give {_DETAILS}")
         if name in options:
             raise CommandError(f"--option {name} is given twice: give it once")
-        numbers = value.split(",")
-        options[name] = [int(n) for n in numbers] if all(n.isdecimal() and len(n) < 10 for n in numbers) else value
+        is_number = value.isdecimal() and len(value) < 10
+        options[name] = int(value) if is_number else None if value == "none" else value
     return options
 
 
@@ -279,26 +280,35 @@ class ScheduleOptions(Options):
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
 
 
+_LINE_EVERY_S = 10.0
+
+
 class Progress:
-    """Show a bar on stderr while a search runs, redrawn when it moves; show none where stderr is no terminal."""
+    """Show a bar on stderr while a search runs, redrawn when it moves; where stderr is no terminal, a line per 10 s."""
 
     def __init__(self, hint: str = "") -> None:
         self._hint, self._shown = hint, ""
+        self._is_terminal, self._line_at = sys.stderr.isatty(), time.monotonic() + _LINE_EVERY_S
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._shown:
+        if self._shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     @property
-    def callback(self) -> Callable[[str, int, int], None] | None:
+    def callback(self) -> Callable[[str, int, int], None]:
         """Return the function that a search calls with the name of its step, the amount done, and the total."""
-        return self._show if sys.stderr.isatty() else None
+        return self._show
 
     def _show(self, what: str, done: int, of: int) -> None:
         share = min(done / of, 1.0) if of else 1.0
+        if not self._is_terminal:
+            if time.monotonic() >= self._line_at:
+                self._line_at = time.monotonic() + _LINE_EVERY_S
+                print(f"terapipe: {what}, {share:.0%} of this step{self._hint}", file=sys.stderr, flush=True)
+            return
         text = f"{'#' * round(20 * share):20} {share:4.0%} {what}{self._hint}"
         if text != self._shown:
             print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

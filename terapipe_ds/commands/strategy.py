@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import math
 import os
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, option, write_json
+from pydantic import BeforeValidator
+
+from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
@@ -33,14 +39,26 @@ EXAMPLES = """\
   terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
 """
 _SHOWN = 10  # strategies in the table
-_ROOM = 4e9  # bytes that a device should have left: nothing counts the bytes of CUDA, NCCL and the allocator
-_FIXED = ("stages", "tensor_parallel", "data_parallel", "chunks_per_stage")
+_FIXED = (
+    *("stages", "tensor_parallel", "data_parallel", "sequence_parallel", "chunks_per_stage"),
+    *("offload_activations", "offload_optimizer"),
+)
+_SWITCHES = {"yes": True, "no": False}
+
+
+def _as_switch(text: object) -> object:
+    if text not in _SWITCHES:
+        raise ValueError("yes or no")
+    return _SWITCHES[str(text)]
+
+
+Offload = Annotated[bool, BeforeValidator(_as_switch)]
 
 
 class StrategyOptions(CostOptions):
     """Choose the cluster, the size of a step, and the output files."""
 
-    devices: int = option("so many in all", "N", group="cluster", required=True, ge=1, le=MAX_DEVICES)
+    devices: int = option("so many in all", "N", 0, group="cluster", ge=1, le=MAX_DEVICES)
     devices_per_node: int = option(
         "default: what nodes of the device card have", "N", 0, group="cluster", ge=1, le=MAX_DEVICES
     )
@@ -57,6 +75,17 @@ class StrategyOptions(CostOptions):
         group="cluster",
         gt=0,
     )
+    sequence_parallel: int = option(
+        "ranks that divide the tokens of each slice (searched)", "N", 1, group="model and devices", ge=1
+    )
+    offload_activations: Offload | None = option(
+        "keep what slices save on the host (searched)", "yes|no", group="training"
+    )
+    offload_optimizer: Offload | None = option(
+        "DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no", group="training"
+    )
+    time_limit: float | None = option("print the best strategy so far after S seconds", "S", group="search", gt=0)
+    against: Text | None = option("compare the best strategy with the one in this file", "FILE", group="output")
     strategy_out: Output | None = option("write the strategy, for terapipe.strategy", "FILE", group="output")
 
 
@@ -81,8 +110,16 @@ def run(arguments: argparse.Namespace) -> None:
 
     options = StrategyOptions.read(arguments)
     question = _question(options)
-    with Progress("  (Ctrl-C: the best so far)") as progress:
-        strategies = rank_strategies(question.model, question.cluster, progress=progress.callback, **question.words)
+    other = _other(options, question)
+    end_s = time.monotonic() + (options.time_limit or math.inf)
+    with Progress("  (Ctrl-C: the best so far)") as progress, _terminated_as_interrupted():
+        strategies = rank_strategies(
+            question.model,
+            question.cluster,
+            progress=progress.callback,
+            stop=lambda: time.monotonic() >= end_s,
+            **question.words,
+        )
     best = strategies[0]
     if not best.is_complete:
         print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
@@ -92,7 +129,25 @@ def run(arguments: argparse.Namespace) -> None:
 
         draw_strategy(best, question.model, question.cluster, options.picture)
     if not (options.as_json and write_json(_as_json(strategies, options), options.as_json)):
-        print("\n".join(_lines(strategies, question, options)))
+        print("\n".join([*_lines(strategies, question, options), *_against_lines(best, other, options)]))
+
+
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM end a search as Ctrl-C does: with the best strategy so far."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, interrupt)
+    except ValueError:  # only the main thread has signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 # --- the question
@@ -109,11 +164,13 @@ def _question(options: StrategyOptions) -> _Question:
     if options.model and options.profiles:
         raise CommandError("--model and --profile: a profile says which model it is; give one of them")
     missing = [] if options.model or options.profiles else [NO_COSTS]
-    if not options.device and not missing:
+    if not options.device and (options.model or options.profiles):
         more = ": its memory and links between nodes are not in a profile" if options.profiles else ""
         missing.append(f"--device is missing: give a device card, for example h100{more}")
     if not options.global_batch:
         missing.append("--global-batch is missing: give the number of sequences of a step, of all replicas together")
+    if not options.devices:
+        missing.append("--devices is missing: give the number of all devices")
     if missing:
         raise CommandError("; ".join(missing))
     words = {name: options.given[name] for name in _FIXED if name in options.given} | {
@@ -174,7 +231,9 @@ def _write(best: Strategy, options: StrategyOptions) -> None:
 
 def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
-        return strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+        found = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+        found["sequence_length"] = strategy.plans[0].sequence_length
+        return found | ({"slices": strategy.equal_slices} if strategy.equal_slices else {})
 
     best = strategies[0]
     return json.dumps(
@@ -196,16 +255,15 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
     source = "measured" if options.profiles else "counted"
     yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
     yield ""
-    yield from _best_lines(best, batch * length)
-    if options.memory_limit_gb is None and (room := cluster.card.memory_bytes - max(best.memory_bytes)) < _ROOM:
-        yield f"              the fullest device has {room / 1e9:.1f} GB left for the driver, NCCL and gaps in memory;"
-        yield "              --memory-limit-gb leaves more"
+    yield from _best_lines(best, question, options)
     yield ""
     yield from _ranking_lines(strategies[:_SHOWN])
     yield ""
     sizes = best.grid
     if sizes["model"] > 1:
         yield f"  {sizes['model']} tensor ranks: build the layers with so many, on terapipe_ds.topology_of(strategy)"
+    if "sequence" in sizes:
+        yield "  sequence ranks: build the module on terapipe_ds.topology_of(strategy)"
     yield "  start:  " + _launch(best, options)
     if options.out:
         yield f"  config: {options.out} (set optimizer and learning rate)"
@@ -219,63 +277,126 @@ def _launch(best: Strategy, options: StrategyOptions) -> str:
     return best.launch_command("hostfile", config=os.path.basename(options.out) if options.out else "ds.json")
 
 
-def _best_lines(best: Strategy, tokens: int) -> Iterator[str]:
-    sizes, again = best.grid, best.recompute
+def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:
+    sizes, again, words = best.grid, best.recompute, question.words
+    tokens = words["global_batch_size"] * words["sequence_length"]
     chunks = f", {best.chunks_per_stage} parts per stage" if best.chunks_per_stage > 1 else ""
     near = "the replicas of a stage" if best.axes[0] == "pipe" else "the stages of a pipeline"
     side = f", {near} side by side" if sizes["pipe"] > 1 and sizes["data"] > 1 else ""
-    degrees = zip(("stage", "replica", "tensor rank"), sizes.values(), strict=True)
-    parts = [str(stop - start) for start, stop in itertools.pairwise(best.partition)]
-    memory = [f"{number / 1e9:.2f}" for number in best.memory_bytes]
-    below = f"; this is {best.gap:.1%} more" if best.gap > 1e-9 else ""
-    lines = {
-        "step": f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s",
-        "": f"no strategy that is searched takes less than {best.lower_bound_s:.4g} s (proven){below}",
-        "devices": " x ".join(many(size, noun) for noun, size in degrees),
-        "placement": f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}",
-        "batch": f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica",
-        "ZeRO": str(best.zero_stage),
-        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
-        "schedule": best.schedule + chunks,
-        "slices": _slices(best) + (" tokens" if len(best.slices) > 1 else ""),
-        "layers": f"{_runs(parts)} (embedding and head count as one each)",
-        "memory": f"{_runs(memory)} GB per device, by stage",
-    }
-    yield from (f"  {name:11} {text}" for name, text in lines.items())
+    inner = best.dims[2], f"{best.inner_axis} rank"
+    degrees = ((sizes["pipe"], "stage"), (sizes["data"], "replica"), inner)
+    parts = [stop - start for start, stop in itertools.pairwise(best.partition)]
+    offloaded = [
+        name
+        for name, is_on in (("activations", best.offload_activations), ("optimizer", best.offload_optimizer))
+        if is_on
+    ]
+    lines = [
+        ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
+        ("", f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}"),
+        *zip(("rate", "", ""), _rate_lines(best, question), strict=False),
+        ("devices", " x ".join(many(size, noun) for size, noun in degrees)),
+        ("placement", f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}"),
+        ("batch", f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica"),
+        ("ZeRO", str(best.zero_stage)),
+        ("recompute", again if isinstance(again, str) else f"stages {_spans(again)}"),
+        *(
+            [("offload", f"{' and '.join(offloaded)}, {best.host_memory_bytes / 1e9:,.0f} GB on a node's host")]
+            if offloaded
+            else []
+        ),
+        ("schedule", best.schedule + chunks),
+        ("slices", _slices(best) + (" tokens" if len(best.slices) > 1 else "")),
+        ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
+        *zip(("memory", ""), _memory_lines(best, question.cluster, options), strict=False),
+    ]
+    yield from (f"  {name:11} {text}" for name, text in lines)
+
+
+def _rate_lines(best: Strategy, question: _Question) -> list[str]:
+    """Return model FLOP/s, MFU and tokens/s of a device, beside published ones."""
+    from terapipe_ds.costs.utilisation import Utilisation
+
+    words, cluster = question.words, question.cluster
+    per_device = words["global_batch_size"] * words["sequence_length"] / best.predicted_s / cluster.num_devices
+    if not best.mfu:
+        return [f"{per_device:,.0f} tokens/s per device"]
+    return Utilisation(per_device, best.model_flops_per_s, best.mfu).lines(cluster.card)
+
+
+def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) -> list[str]:
+    """Return the peaks by stage beside the limit, and the kinds of bytes on the fullest stage."""
+    from terapipe_ds.planner.strategy import USABLE
+
+    card = cluster.card.memory_bytes
+    limit = USABLE * card if options.memory_limit_gb is None else 1e9 * options.memory_limit_gb
+    peaks = _runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
+    share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
+    fullest = best.memory_bytes.index(max(best.memory_bytes))
+    kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
+    shown = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
+    return [
+        f"{peaks} GiB by stage; limit {limit / 2**30:.4g} GiB, {share}",
+        *([f"stage {fullest}: {shown}"] if shown else []),
+    ]
 
 
 def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
-    """Return the table: the time of each strategy, and its differences from the best one."""
-    best = _choices(strategies[0])
-    rows = [("", "step", "ratio", "memory", "what differs from the best")]
-    for place, strategy in enumerate(strategies, 1):
-        changes = [f"{name} {value}" for name, value in _choices(strategy).items() if value != best[name]]
+    """Return the table: a column for the time, for the memory, and for each choice in which strategies differ."""
+    choices = [_choices(strategy) for strategy in strategies]
+    columns = [name for name in choices[0] if len({of[name] for of in choices}) > 1]
+    rows = [["", "step", "ratio", "GiB", *columns]]
+    for place, (strategy, of) in enumerate(zip(strategies, choices, strict=True), 1):
         ratio = strategy.predicted_s / strategies[0].predicted_s
-        memory = f"{max(strategy.memory_bytes) / 1e9:.2f} GB"
-        rows.append((str(place), f"{strategy.predicted_s:.4g} s", f"{ratio:.3f}x", memory, "; ".join(changes)))
+        memory = f"{max(strategy.memory_bytes) / 2**30:.2f}"
+        rows.append(
+            [str(place), f"{strategy.predicted_s:.4g} s", f"{ratio:.3f}x", memory, *(of[name] for name in columns)]
+        )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for *numbers, changed in rows:
-        cells = [number.rjust(width) for number, width in zip(numbers, widths, strict=False)]
-        lines.append("  " + "  ".join((*cells, changed)).rstrip())
-    return lines
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def _choices(strategy: Strategy) -> dict[str, str]:
-    """Return the choices by name, in few words; layers come last, and only count where nothing else differs."""
+    """Return the choices by the name of their column."""
     sizes, again = strategy.grid, strategy.recompute
+    offloaded = "a" * strategy.offload_activations + "o" * strategy.offload_optimizer
     return {
-        "stages": str(sizes["pipe"]),
-        "replicas": str(sizes["data"]),
-        "tensor ranks": str(sizes["model"]),
-        "axes": ", ".join(strategy.axes),
-        "micro-batches": f"{strategy.accumulation} of {strategy.micro_batch_size}",
+        "PP": str(sizes["pipe"]),
+        "DP": str(sizes["data"]),
+        "TP": str(sizes["model"]),
+        "SP": str(sizes.get("sequence", 1)),
+        "first axis": strategy.axes[0],
+        "batch": f"{strategy.accumulation}x{strategy.micro_batch_size}",
         "ZeRO": str(strategy.zero_stage),
         "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "offload": offloaded or "-",
         "schedule": strategy.schedule,
-        "parts per stage": str(strategy.chunks_per_stage),
-        "slices": _slices(strategy) if len(set(strategy.slices)) == 1 else str(len(strategy.slices)),
+        "parts": str(strategy.chunks_per_stage),
+        "slices": str(len(strategy.slices)),
     }
+
+
+def _other(options: StrategyOptions, question: _Question) -> Strategy | None:
+    """Return the strategy of --against with its predicted time and memory, before a long search begins."""
+    from terapipe_ds.config.strategy_file import read_strategy
+    from terapipe_ds.planner.strategy import price_strategy
+
+    if options.against is None:
+        return None
+    try:
+        return price_strategy(read_strategy(options.against), question.model, question.cluster)
+    except ValueError as error:
+        raise CommandError(f"--against {options.against}: {error}") from None
+
+
+def _against_lines(best: Strategy, other: Strategy | None, options: StrategyOptions) -> Iterator[str]:
+    if other is None:
+        return
+    yield ""
+    yield f"  the best strategy against {options.against}"
+    yield from _ranking_lines([best, other])
 
 
 def _slices(strategy: Strategy) -> str:
@@ -290,6 +411,15 @@ def _runs(values: Sequence[object]) -> str:
     """Return values with equal neighbours written once: `12, 3 x 11`."""
     counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+
+
+def _part_runs(layers: Sequence[int]) -> str:
+    """Return the layers of the parts, with equal neighbours written once: `one part of 3 layers, then 13 of 2`."""
+    counts = [(size, len(list(group))) for size, group in itertools.groupby(layers)]
+    words = [f"{'one' if count == 1 else count} of {size}" for size, count in counts]
+    size, count = counts[0]
+    words[0] = f"{'one part' if count == 1 else f'{count} parts'} of {many(size, 'layer')}"
+    return ", then ".join(words)
 
 
 def _spans(numbers: Sequence[int]) -> str:

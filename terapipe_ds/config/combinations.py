@@ -57,7 +57,7 @@ def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
     if section.get("compile") is not True:
         return
     name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
-    if name in SPLIT_SCHEDULES or _splits_in_file(name):
+    if splits_backwards(name):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
         fix = 'give "auto", or a schedule that does not split backwards (seq1f1b), or set compile to false'
         yield f"{shown} with schedule = {show_value(name)}: {why}; {fix}"
@@ -66,10 +66,10 @@ def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
         yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"
 
 
-def _splits_in_file(name: str) -> bool:
-    """Return whether the schedule in a file has a W; a file that cannot be read has its own message."""
+def splits_backwards(name: str) -> bool:
+    """Return whether a schedule, or one in a file, has a W; a file that cannot be read has its own message."""
     if not name.endswith(".csv"):
-        return False
+        return name in SPLIT_SCHEDULES
     try:
         orders = load(name).orders
     except ScheduleError:

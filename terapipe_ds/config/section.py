@@ -80,8 +80,10 @@ class TeraPipeConfig(StrictModel):
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"
     )
-    schedule_options: dict[str, str | list[int]] = Field(
-        {}, description='an object: for dapple {"policy": "A"} or "B", for zbv {"slots": [4, 5, 3]}, for others {}'
+    schedule_options: dict[str, str | int | None] = Field(
+        {},
+        description='an object: for dapple {"policy": "A"} or "B", for seq1f1b-interleaved-zb and zbv '
+        '{"max_live_slices": N}, null or "default", for others {}',
     )
     slices: Annotated[Literal["auto"] | Positive | Lengths | LengthsOfEach, BeforeValidator(lists_to_tuples)] = Field(
         "auto",
@@ -96,8 +98,8 @@ class TeraPipeConfig(StrictModel):
         "off", description='"off", an index of a tuple of inputs >= 0, or the name of an entry of a dict of inputs'
     )
     granularity_tokens: Positive = Field(64, description="an integer >= 1")
-    loss_reduction: Literal["mean_valid", "mean", "sum"] = Field(
-        "mean_valid", description="one of mean_valid, mean, sum"
+    loss_reduction: Literal["mean_valid", "mean", "sum", "mean_of_step"] = Field(
+        "mean_valid", description="one of mean_valid, mean, sum, mean_of_step"
     )
     ignore_index: Int64 = Field(-100, description="a 64-bit integer")
     planner: PlannerConfig = Field(

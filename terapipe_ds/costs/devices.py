@@ -12,6 +12,7 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
+from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, parse_json
 from terapipe_ds.messages import look_up, show_value
 
@@ -88,10 +89,27 @@ class DeviceCard:
 
 
 def device_card(name: str) -> DeviceCard:
-    """Return the card of that name or alias, or raise DeviceError with the nearest name and all names."""
+    """Return the card of that name or alias, or in a file of that name; DeviceError has the nearest name and all names.
+
+    A file ends with .json, and has one card as `data/devices.json` has them.
+    """
+    if isinstance(name, str) and name.endswith(".json"):
+        return _card_of_file(name)
     cards = device_cards()
     by_name = {alias: card for card in cards.values() for alias in (card.name, *card.aliases)}
     return look_up(name, by_name, "device", cards, DeviceError)
+
+
+def _card_of_file(path: str) -> DeviceCard:
+    try:
+        document = parse_json(read_bytes(path))
+    except (OSError, JsonError) as error:
+        problem = error.strerror if isinstance(error, OSError) else str(error)
+        raise DeviceError(f"{path}: {problem}; give the JSON of a device card (docs/strategy.md)") from None
+    try:
+        return _CARDS.validate_json(json.dumps([document]))[0]
+    except ValidationError as error:
+        raise DeviceError(f"{path}: {describe_error(error, 'device')}; docs/strategy.md has an example") from None
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models of Li et al.,
 "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al. (2020, arXiv
 2005.14165). `llama-*` are the models of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024,
-arXiv 2407.21783).
+arXiv 2407.21783); `qwen3-*` of the Qwen team (2025, arXiv 2505.09388), `mistral-7b` of Mistral AI's config.json (v0.3).
 """
 
 from __future__ import annotations
@@ -80,6 +80,15 @@ class ModelSize:
         layers = self.num_layers * self.layer_parameters()
         return self.embedding_parameters() + layers + self.head_parameters()
 
+    def training_flops(self, length: int) -> float:
+        """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
+        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        mlp = (3 if self.gated_mlp else 2) * self.ffn_size
+        matrices = self.num_layers * self.hidden_size * (2 * query + 2 * key_value + mlp)
+        matrices += self.vocab_size * self.hidden_size
+        attention = 4 * query * length * (length + 1) / 2
+        return 3.0 * (2 * matrices * length + self.num_layers * attention)
+
     def norm_parameters(self) -> int:
         """Count the parameters of one norm."""
         return self.hidden_size * (2 if self.bias else 1)
@@ -130,6 +139,10 @@ _SIZES = (
     ModelSize("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000, 4096),
     ModelSize("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256, 8192, rope_base=500000.0),
     ModelSize("llama-3-70b", 80, 8192, 64, 8, 128, 28672, 128256, 8192, rope_base=500000.0),
+    ModelSize("llama-3-405b", 126, 16384, 128, 8, 128, 53248, 128256, 8192, rope_base=500000.0),
+    ModelSize("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, 40960, rope_base=1000000.0),
+    ModelSize("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, 40960, rope_base=1000000.0),
+    ModelSize("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768, 32768, rope_base=1000000.0),
 )
 
 MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}

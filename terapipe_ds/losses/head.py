@@ -18,7 +18,9 @@ class VocabularyRanks(Protocol):
     """Declare the joint work of ranks that divide the vocabulary, and perhaps the tokens of a slice as well."""
 
     size: int
-    rank: int
+
+    def span(self, share: int) -> tuple[int, int]:
+        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
 
     def largest(self, of_tokens: Tensor) -> None:
         """Put the maximum over the ranks into `of_tokens`."""
@@ -37,7 +39,7 @@ class VocabularyRanks(Protocol):
 class Head:
     """Hold an output matrix: logits are softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
 
-    Without `softcap` logits are scale * (hidden @ weight.T + bias). `ranks` hold equal shares of the rows of `weight`.
+    Without `softcap` logits are scale * (hidden @ weight.T + bias). `ranks` hold shares of the rows of `weight`.
     """
 
     weight: Tensor  # [V, H]
@@ -49,7 +51,8 @@ class Head:
     @property
     def vocabulary(self) -> int:
         """Return the number of logits of a token, over all ranks."""
-        return self.weight.shape[0] * (1 if self.ranks is None else self.ranks.size)
+        share = self.weight.shape[0]
+        return share if self.ranks is None else self.ranks.span(share)[1]
 
 
 def hands_on_hidden() -> bool:

@@ -12,10 +12,10 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   out           its input is the attention's output, counted there
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
-  loss          the log-probabilities in fp32 at least, V, and the labels; a fused loss (`terapipe_ds.losses`) keeps the
-                final norm's output, labels and their weights, and has the logits of a chunk of tokens while it runs
-  W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
-                untied output matrix (a tied one has its gradient in B), whatever the slice kept before
+  loss          the log-probabilities in fp32 at least, V, and the labels; a loss without logits the labels alone
+  W             from B to W where backwards are split, or to the product that several slices share: input and output
+                gradient of qkv, out, up, down, and of an untied output matrix (a tied one has its gradient in B),
+                whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
 
 On top of the kept tensors, while a slice runs (peaks in its backward, in which kept tensors go as gradients come):
@@ -47,12 +47,16 @@ from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
+from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
+
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens"
+"""Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
 
@@ -80,9 +84,10 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
-    loss_bytes_per_token: float = 0  # of logits of a fused loss, before the B of the layers, for
-    loss_tokens: float = 0  # at most so many tokens of the slice,
-    loss_beside_bytes_per_token: float = 0  # beside these bytes for each of its tokens
+    joined_bytes_per_token: float = 0  # of a B that is not split, until the slices that join it have run
+    joined_tokens: float = 0  # slices join until they have so many, and share their product for weight gradients
+    loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
+    loss_chunk_tokens: float = 0  # the most that run at once
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -114,7 +119,8 @@ class Setup:
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
     gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
-    fused_norm: bool = True  # RMSNorm in one kernel; False: on a CPU
+    fused_norm: bool = True  # RMSNorm in one kernel
+    on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
@@ -143,7 +149,9 @@ class Setup:
 
     def count_parts(self) -> tuple[PartMemory, ...]:
         """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
-        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self._layers))
+        kinds = [(part_id == 0, part_id == self.num_stages - 1, n) for part_id, n in enumerate(self._layers)]
+        parts = {kind: self._part(part_id, kind[2]) for part_id, kind in enumerate(kinds)}
+        return tuple(parts[kind] for kind in kinds)
 
     def _part(self, part_id: int, layers: int) -> PartMemory:
         size, rows, item = self.size, self.micro_batch, self._item
@@ -160,11 +168,13 @@ class Setup:
         keys_values = 2 * heads // math.gcd(heads, self.sequence_ranks) * size.head_dim  # of all tokens of a slice
         query = size.num_heads // self.tensor_parallel // self.sequence_ranks * size.head_dim
         whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
+        vocabulary = -(-size.vocab_size // self.tensor_parallel)
         # kept whatever runs: parameters, states, and gradients that the optimizer keeps
         parameters = self._parameters(part_id, layers)
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
+        waiting = share * self._kept_for_weights(is_last, layers)
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
@@ -175,11 +185,11 @@ class Setup:
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
-            loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
-            loss_tokens=self._chunk_tokens / share,
-            # the gradient of the hidden states, and messages
-            loss_beside_bytes_per_token=share * message * (1 if is_first else 3) if is_last else 0,
-            weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
+            weight_bytes_per_token=waiting,
+            joined_bytes_per_token=0 if self.activation_checkpointing else waiting,
+            joined_tokens=JOINED_ROWS / share,
+            loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
         )
 
@@ -239,7 +249,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 
@@ -262,7 +272,7 @@ class Setup:
 
     @cached_property
     def _head_saved(self) -> int:
-        if self.fused_loss:
+        if self.fused_loss:  # no logits, but the weights of the tokens
             return self._norm_saved + _INDEX_BYTES + self._wide
         return self._norm_saved + self.size.vocab_size * self._wide // self.tensor_parallel + _INDEX_BYTES
 
@@ -278,12 +288,9 @@ class Setup:
 
     @property
     def _logit_bytes(self) -> int:
-        """Return the bytes of a token's logits in a fused loss: in fp32 at least, and in the dtype of products."""
-        return (self._wide + self._item * (self._item < self._wide)) * self.size.vocab_size // self.tensor_parallel
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return loss_chunk_tokens(-(-self.size.vocab_size // self.tensor_parallel), on_cpu=not self.fused_norm)
+        """Return the bytes per token of a chunk's logits: as computed, and in fp32 at least, where that differs."""
+        per_number = self._wide + (self._item if self._item < self._wide else 0)
+        return self.size.vocab_size * per_number // self.tensor_parallel
 
     @cached_property
     def _layer_working(self) -> int:

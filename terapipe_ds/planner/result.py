@@ -15,7 +15,7 @@ from terapipe_ds.simulator import Replay
 
 PREFERENCE = (
     *("seq1f1b", "1f1b", "seq1f1b-zb", "zb-h1", "terapipe", "gpipe"),
-    *("seq1f1b-interleaved", "interleaved", "zbv", "chimera-seq", "chimera", "search"),
+    *("seq1f1b-interleaved", "interleaved", "seq1f1b-interleaved-zb", "zbv", "chimera-seq", "chimera", "search"),
 )
 """Which schedule wins where time and memory are the same."""
 

@@ -1,18 +1,17 @@
 """Generate the schedules whose stages hold several chunks, by placement; `placement` draws the layout of the parts.
 
 The tables show unit time slots (F, B and W take one each) of 2 stages: the looped ones with 2 chunks, for 2
-micro-batches of one slice and for one of 3 slices; the V for 2 micro-batches of one slice; the bidirectional ones for 2
-micro-batches of 2 slices.
+micro-batches of one slice and for one of 3 slices; the bidirectional ones for 2 micro-batches of 2 slices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, islice
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, groupby, islice
 
 from terapipe_ds.plan import split_evenly
-from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
-from terapipe_ds.schedule.greedy import SPLIT, UNSPLIT, Slots, list_schedule, num_slots
+from terapipe_ds.schedule.action import Kind, PlacedUnit, Unit
+from terapipe_ds.schedule.greedy import UNSPLIT, length, list_schedule, room_at_places
 from terapipe_ds.schedule.one_f_one_b import (
     backwards,
     forwards,
@@ -22,7 +21,7 @@ from terapipe_ds.schedule.one_f_one_b import (
     slices_of,
     with_leads,
 )
-from terapipe_ds.schedule.placement import bidirectional, v_shape
+from terapipe_ds.schedule.placement import bidirectional
 
 # -- a loop: a unit goes round the stages v times
 
@@ -36,7 +35,7 @@ def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
     """
     if num_chunks == 1:
         return on_chunk_0(one_f_one_b(num_stages, num_slices))
-    whole = _with_leads(num_stages, (1,) * len(num_slices), num_chunks)
+    whole = loop_with_leads(num_stages, (1,) * len(num_slices), num_chunks)
     return [
         [(kind, m, s, chunk) for kind, m, _, chunk in order for s in slices_of(kind, num_slices[m])] for order in whole
     ]
@@ -51,7 +50,7 @@ def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks
     """
     if num_chunks == 1:
         return on_chunk_0(seq1f1b(num_stages, num_slices))
-    return _with_leads(num_stages, num_slices, num_chunks)
+    return loop_with_leads(num_stages, num_slices, num_chunks)
 
 
 def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[PlacedUnit]:
@@ -60,22 +59,40 @@ def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: in
     A group has at least K units, so that its first unit is back from the last stage when stage 0 has run the last one;
     all orders are the same, so that stages cannot wait for one another.
     """
-    groups = _groups(forwards(num_slices), num_stages)
-    return [(*unit, chunk) for group in groups for chunk in range(num_chunks) for unit in group]
+    return _rounds(_groups(forwards(num_slices), num_stages), range(num_chunks))
 
 
-def _with_leads(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[list[PlacedUnit]]:
-    """Return orders in which all stages run the forwards in one order and the backwards in one order.
+def _rounds(groups: list[list[Unit]], chunks: Sequence[int]) -> list[PlacedUnit]:
+    return [(*unit, chunk) for group in groups for chunk in chunks for unit in group]
+
+
+def loop_with_leads(
+    num_stages: int, num_slices: tuple[int, ...], num_chunks: int, aligned: bool = False
+) -> list[list[PlacedUnit]]:
+    """Return orders on a loop in which all stages run the forwards in one order and the backwards in one order.
 
     They differ in their lead: stage i stays 2(K - 1 - i) forwards ahead of the last stage, Megatron's warm-up, one for
     the way down and one for the way back. Groups of K units or more keep that lead from waiting for itself: the next
     chunk's forward on stage 0 comes K or more places after the one that it needs from the last stage. Where there are
     fewer than K units they are one group, whose forwards of all chunks but the last come before every backward.
     """
-    groups = _groups(backwards(num_slices), num_stages)
-    back = [(*unit, chunk) for group in groups for chunk in reversed(range(num_chunks)) for unit in group]
-    leads = [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)]
-    return with_leads(looped_forwards(num_stages, num_slices, num_chunks), back, leads)
+    grouped = _aligned_groups if aligned else _groups
+    ahead = _rounds(grouped(forwards(num_slices), num_stages), range(num_chunks))
+    back = _rounds(grouped(backwards(num_slices), num_stages), range(num_chunks)[::-1])
+    return with_leads(ahead, back, [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)])
+
+
+def _aligned_groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
+    """Return `_groups` of each micro-batch, or of as few together as have K units."""
+    together: list[list[Unit]] = [[]]
+    for _, slices in groupby(units, key=lambda unit: unit[1]):
+        if len(together[-1]) >= num_stages:
+            together.append([])
+        together[-1] += slices
+    if len(together) > 1 and len(together[-1]) < num_stages:
+        rest = together.pop()
+        together[-1] += rest
+    return [group for several in together for group in _groups(several, num_stages)]
 
 
 def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
@@ -85,34 +102,6 @@ def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
 
 
 # -- a V: the parts go down the stages and back up, so that stage k holds parts k and 2K - 1 - k
-
-
-# stage 0  F0.0c0 F1.0c0 .      F0.0c1 B0.0c1 W0.0c1 F1.0c1 B1.0c1 B0.0c0 W0.0c0 W1.0c1 B1.0c0 W1.0c0
-# stage 1  .      F0.0c0 F0.0c1 F1.0c0 F1.0c1 B0.0c1 B0.0c0 W0.0c0 B1.0c1 B1.0c0 W0.0c1 W1.0c0 W1.0c1
-def zbv(num_stages: int, num_slices: tuple[int, ...], slots: object = None) -> list[list[PlacedUnit]]:
-    """Run zero bubble on a V, by slices (ZB-V of Qi et al., arXiv 2401.10241, section 6, and arXiv 2405.15362).
-
-    Stage k holds at most 2K - k + s - 2 slices of its chunk 0 and k + s of its chunk 1 between their F and their W, s
-    of the micro-batch that has most: 2(K + s - 1) in all, where each is half as large as a slice of `seq1f1b`,
-    which holds K + s - 1 of them. Orders come from list scheduling with these limits, and are short whether W is a
-    half or three tenths of a backward. `slots`, the times of F, B and W in whole numbers, as (4, 5, 3), selects orders
-    that are short at these times.
-
-    Raises `ScheduleError` where `slots` is anything else.
-    """
-    times: Sequence[Slots] = SPLIT
-    if slots is not None:
-        lengths = tuple(slots) if isinstance(slots, list | tuple) else ()
-        if len(lengths) != 3 or not all(type(length) is int and length > 0 for length in lengths):
-            raise ScheduleError(f"slots is {slots!r}: give what F, B and W take as three whole numbers, as (4, 5, 3)")
-        times = [lengths]
-    placement = v_shape(num_stages)
-    most = max(num_slices)
-    limits = {
-        (stage_id, chunk): (2 * num_stages - 1 - part_id if chunk == 0 else 2 * num_stages - part_id) + most - 1
-        for (stage_id, chunk), part_id in placement.items()
-    }
-    return list_schedule(placement, num_slices, limits, times=times)
 
 
 def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
@@ -184,14 +173,15 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
     placement = bidirectional(num_stages)
     limits = {place: 2 * (num_stages - part_id) + most - 1 for place, part_id in placement.items()}
     ways = directions(num_stages, len(num_slices))
-    by_slices = list_schedule(placement, num_slices, limits, times=UNSPLIT, directions=ways)
+    by_slices = list_schedule(placement, num_slices, [room_at_places(limits)], times=UNSPLIT, directions=ways)
     whole = chimera(num_stages, num_slices)
-    fits = all(_peak(whole[stage_id], chunk) <= limit for (stage_id, chunk), limit in limits.items())
-    (times,) = UNSPLIT
-    return whole if fits and num_slots(whole, placement, times) < num_slots(by_slices, placement, times) else by_slices
+    if any(
+        peak_of(unit for unit in whole[stage] if unit[3] == chunk) > most for (stage, chunk), most in limits.items()
+    ):
+        return by_slices
+    return min(by_slices, whole, key=lambda orders: length(orders, placement, num_slices, UNSPLIT))
 
 
-def _peak(order: list[PlacedUnit], chunk_id: int) -> int:
-    """Return the peak number of live slices of one chunk."""
-    live = (1 if kind is Kind.FORWARD else -1 for kind, _, _, chunk in order if chunk == chunk_id)
-    return max(accumulate(live, initial=0))
+def peak_of(order: Iterable[PlacedUnit]) -> int:
+    """Return the peak number of live slices of an order without W."""
+    return max(accumulate((1 if unit[0] is Kind.FORWARD else -1 for unit in order), initial=0))

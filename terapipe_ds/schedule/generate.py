@@ -19,7 +19,6 @@ from terapipe_ds.schedule.chunked import (
     looped_forwards,
     seq1f1b_interleaved,
     v_forwards,
-    zbv,
 )
 from terapipe_ds.schedule.one_f_one_b import (
     backwards,
@@ -33,6 +32,7 @@ from terapipe_ds.schedule.one_f_one_b import (
 )
 from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
 from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.split_chunks import TAKE_LIMITS, seq1f1b_interleaved_zb, zbv
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1 B0.0 B1.1 B1.0
@@ -66,6 +66,7 @@ GENERATORS: dict[str, Callable[..., list[list[Unit]]]] = {
 CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
     "interleaved": interleaved,
     "seq1f1b-interleaved": seq1f1b_interleaved,
+    "seq1f1b-interleaved-zb": seq1f1b_interleaved_zb,
     "zbv": zbv,
     "chimera": chimera,
     "chimera-seq": chimera_seq,
@@ -76,10 +77,10 @@ SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
 """The names that `build` knows."""
 _KNOWN = ", ".join(SCHEDULE_NAMES)
 
-OPTIONS = {"dapple": ("policy",), "zbv": ("slots",)}
+OPTIONS = {"dapple": ("policy",), **dict.fromkeys(TAKE_LIMITS, ("max_live_slices",))}
 """What a schedule takes besides counts: the keywords of its generator."""
 
-SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "zbv")
+SPLIT_SCHEDULES = ("zb-h1", "seq1f1b-zb", "seq1f1b-interleaved-zb", "zbv")
 """Those whose backwards are split in B and W, and whose times need `weight_s`."""
 
 
@@ -96,10 +97,11 @@ def build(
     """Return a schedule for K stages, m micro-batches and `num_slices` slices (one int, or one per micro-batch).
 
     `chunks_per_stage` is v, the number of parts of each stage. `zbv`, `chimera` and `chimera-seq` take 1 and 2, and
-    always have 2; `interleaved` and `seq1f1b-interleaved` take any, and are `1f1b` and `seq1f1b` with 1; all others
-    take 1 only. With `forward_only` (evaluation) every stage runs all forwards: micro-batches and slices in order,
-    parts in the order in which their inputs come. `dapple` has the option `policy`, "A" or "B"; `zbv` has `slots`,
-    the times of F, B and W for its list scheduling.
+    always have 2; `interleaved` and `seq1f1b-interleaved` take any, and are `1f1b` and `seq1f1b` with 1, and so does
+    `seq1f1b-interleaved-zb`; all others take 1 only. With `forward_only` (evaluation) every stage runs all forwards:
+    micro-batches and slices in order, parts in the order in which their inputs come. `dapple` has the option `policy`,
+    "A" or "B"; `seq1f1b-interleaved-zb` and `zbv` have `max_live_slices`, a number of live slices of a stage over all
+    its chunks, None for no limit, or "default" for as many as min(m, K) micro-batches have.
 
     Raises `ScheduleError` on an unknown name, and on counts or options that the schedule does not take.
     """

@@ -9,12 +9,12 @@ slots.
 brings backwards sooner; a W only where nothing else can run. There are three rules for several B: the one that waits
 longest (then the one of the later part); always the earlier part, which makes room for the next F; or always the later
 part. The best rule depends on the shape, so all are played and the shortest order wins. Where backwards are split, the
-share of W is unknown here: a layer leaves half of its backward to W, or a third. So the clock runs at several such
-times, and the order that is shortest over all of them wins.
+share of W and the growth of attention along the sequence are unknown here. So the clock runs at several such times, and
+the order that is shortest over all of them wins.
 
-An F that would make a place hold more live slices than its limit cannot run. The play never gets stuck as long as
-each limit is at least the slices of every micro-batch: where F stand at their limits, the oldest micro-batch is whole
-on each of those parts, hence on the last one, and there its B can run.
+An F runs only where there is room (`room_at_places`, `room_on_stages`). The play never gets stuck as long as a place,
+or all places of a stage, have room for every micro-batch: where F have no room, the oldest micro-batch is whole on each
+of those parts, hence on the last one, and there its B can run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import accumulate, product
 from typing import Generic, NamedTuple, TypeVar
 
 from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, SliceKey
@@ -30,15 +30,37 @@ from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
 
 Unit = TypeVar("Unit", int, SliceKey)
-Slots = tuple[int, int, int]
-"""What F, B and W take; without W where the last one is 0."""
 
-UNSPLIT: tuple[Slots, ...] = ((1, 2, 0),)
-SPLIT: tuple[Slots, ...] = ((5, 5, 5), (5, 6, 4), (5, 7, 3))
-"""A backward takes two forwards; of it W is a half, two fifths or three tenths."""
+
+class Times(NamedTuple):
+    """Hold what F, B and W take; without W where that is 0.
+
+    `growth`: by how much more of its mean the F and the whole backward of a last slice take than those of a first one.
+    """
+
+    forward: int
+    backward: int
+    weight: int
+    growth: float = 0.0
+
+    def slots(self, num_slices: Sequence[int]) -> dict[tuple[int, SliceKey], int]:
+        """Return the slots of each kind of computation of each slice, in whole numbers: equal times stay equal."""
+        slots = {}
+        for m, count in enumerate(num_slices):
+            for s in range(count):
+                share = 100 * (1 + self.growth * ((2 * s + 1) / count - 1) / 2)
+                slots[FORWARD, (m, s)] = round(self.forward * share)
+                slots[BACKWARD, (m, s)] = round((self.backward + self.weight) * share) - 100 * self.weight
+                slots[WEIGHT, (m, s)] = 100 * self.weight
+        return slots
+
+
+UNSPLIT = (Times(1, 2, 0),)
+SPLIT = (Times(5, 5, 5), Times(5, 7, 3, 0.6), Times(5, 8, 2, 0.6))
+"""A backward takes two forwards. W is a half of it; or less, where attention grows along the sequence."""
 
 _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
-_MANY_UNITS = 1500  # above this only one clock runs: planning builds orders for many numbers of slices
+_MANY_UNITS = 4000  # above this only one clock runs: planning builds orders for many numbers of slices
 
 
 # --- the clock
@@ -138,6 +160,33 @@ def play(
 
 # --- orders without costs
 
+HasRoom = Callable[[Sequence[Lane[SliceKey]], Lane[SliceKey], SliceKey], bool]
+"""Says of the places of a stage whether one of them may run the F of a unit."""
+
+
+def room_at_places(limits: Mapping[tuple[int, int], int]) -> HasRoom:
+    """Return a rule that limits the live slices of each place."""
+    return lambda places, lane, unit: lane.live < limits[lane.stage_id, lane.chunk_id]
+
+
+def room_on_stages(limit: int, num_slices: Sequence[int], num_chunks: int) -> HasRoom:
+    """Return a rule that limits the live slices of all places of a stage together.
+
+    The F of younger micro-batches leave room for the whole oldest one that still has F on the stage.
+    """
+    owners = [m for m, count in enumerate(num_slices) for _ in range(count)]
+    ends = list(accumulate(num_slices))
+    most = limit - num_chunks * max(num_slices)
+
+    def has_room(places: Sequence[Lane[SliceKey]], lane: Lane[SliceKey], unit: SliceKey) -> bool:
+        if sum(place.live for place in places) >= limit:
+            return False
+        oldest = owners[min(place.done[FORWARD] for place in places)]
+        return unit[0] == oldest or sum(max(0, place.done[FORWARD] - ends[oldest]) for place in places) < most
+
+    return has_room
+
+
 _Ready = tuple[float, Lane[SliceKey]]
 _RULES: tuple[Callable[[_Ready], tuple[float, ...]], ...] = (
     lambda ready: (ready[0], -ready[1].part_id),
@@ -150,35 +199,39 @@ _RULES: tuple[Callable[[_Ready], tuple[float, ...]], ...] = (
 def list_schedule(
     placement: Placement,
     num_slices: Sequence[int],
-    limits: Mapping[tuple[int, int], int],
+    rooms: Sequence[HasRoom],
     *,
-    times: Sequence[Slots],
+    times: Sequence[Times],
+    weights: Sequence[int] = (),
     directions: Sequence[int] | None = None,
 ) -> list[list[PlacedUnit]]:
-    """Return the orders of the stages of a placement: from several plays the shortest one over all `times`.
+    """Return the orders of the stages of a placement: from plays with each of `rooms` the shortest over all `times`.
 
-    `limits` has for each place the maximum of live slices. `directions` has for each micro-batch the chunk that it
-    passes on every stage, where every part has a place of each direction; without it a micro-batch passes all places.
+    `weights` says how much each of `times` counts there; without it all count the same. `directions` has for each
+    micro-batch the chunk that it passes on every stage, where every part has a place of each direction; without it a
+    micro-batch passes all places.
     """
     units = sum(num_slices) * len(placement) * _num_kinds(times[0])
     clocks, rules = (times, _RULES) if units <= _MANY_UNITS else ([times[len(times) // 2]], _RULES[:2])
     plays = [
-        _play_slots(_lanes(placement, num_slices, directions), slots, limits, rule)
-        for slots, rule in product(clocks, rules)
+        _play_slots(_lanes(placement, num_slices, directions), clock, clock.slots(num_slices), has_room, rule)
+        for has_room, clock, rule in product(rooms, clocks, rules)
     ]
-
-    def length(orders: list[list[PlacedUnit]]) -> float:
-        return sum(num_slots(orders, placement, slots) / sum(slots) for slots in times)
-
-    return min(plays, key=length)
+    return min(plays, key=lambda orders: length(orders, placement, num_slices, times, weights))
 
 
-def _num_kinds(slots: Slots) -> int:
-    return 2 + (slots[WEIGHT] > 0)
+def _num_kinds(times: Times) -> int:
+    return 2 + (times.weight > 0)
 
 
-def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots) -> float:
-    """Return the length of orders in slots."""
+def length(
+    orders: list[list[PlacedUnit]],
+    placement: Placement,
+    num_slices: Sequence[int],
+    times: Sequence[Times],
+    weights: Sequence[int] = (),
+) -> float:
+    """Return the length of orders over their work, added up over `times` with their `weights` (all 1 without)."""
     parts = [[(*unit[:3], placement[stage_id, unit[3]]) for unit in order] for stage_id, order in enumerate(orders)]
     numbers = {unit: number for number, unit in enumerate(unit for order in parts for unit in order)}
     steps = {Kind.FORWARD: -1, Kind.BACKWARD: 1}  # to the part whose result a computation takes
@@ -186,18 +239,24 @@ def num_slots(orders: list[list[PlacedUnit]], placement: Placement, slots: Slots
         numbers.get((kind, m, s, part + steps[kind]), len(numbers)) if kind in steps else len(numbers)
         for kind, m, s, part in numbers
     ]
-    seconds = [float(slots[_KINDS.index(unit[0])]) for unit in numbers]
     orders_of_numbers = [[numbers[unit] for unit in order] for order in parts]
-    return end_of_orders(orders_of_numbers, inputs, seconds, seconds, [-1] * len(numbers))
+    total = 0.0
+    for of_kinds, weight in zip(times, weights or [1] * len(times), strict=True):
+        slots = of_kinds.slots(num_slices)
+        seconds = [float(slots[_KINDS.index(kind), (m, s)]) for kind, m, s, _ in numbers]
+        end = end_of_orders(orders_of_numbers, inputs, seconds, seconds, [-1] * len(numbers))
+        total += weight * end / sum(seconds)
+    return total
 
 
 def _play_slots(
     lanes: list[list[Lane[SliceKey]]],
-    slots: Slots,
-    limits: Mapping[tuple[int, int], int],
+    times: Times,
+    slots: Mapping[tuple[int, SliceKey], int],
+    has_room: HasRoom,
     rule: Callable[[_Ready], tuple[float, ...]],
 ) -> list[list[PlacedUnit]]:
-    """Return the computations that each stage ran with unit slots."""
+    """Return the computations that each stage ran with these slots."""
 
     def choose(places: list[Lane[SliceKey]], now: float) -> Choice[SliceKey] | None:
         came = [(found[0], lane, found[1]) for lane in places if (found := lane.next_backward()) and found[0] <= now]
@@ -205,19 +264,19 @@ def _play_slots(
             _, lane, unit = min(came, key=lambda ready: rule(ready[:2]))
             return Choice(BACKWARD, lane, unit)
         for lane in reversed(places):  # the later parts first
-            has_room = lane.live < limits[lane.stage_id, lane.chunk_id]
-            if has_room and (ahead := lane.next_forward(now)) is not None:
+            if (ahead := lane.next_forward(now)) is not None and has_room(places, lane, ahead):
                 return Choice(FORWARD, lane, ahead)
-        pending = [lane for lane in places if slots[WEIGHT] and lane.pending_weights]
+        pending = [lane for lane in places if times.weight and lane.pending_weights]
         if not pending:
             return None
         lane = min(pending, key=lambda lane: lane.next_weight)
         return Choice(WEIGHT, lane, lane.next_weight)
 
     def run(choice: Choice[SliceKey], now: float) -> tuple[float, float]:
-        return now + slots[choice.kind], now + slots[choice.kind]
+        end = now + slots[choice.kind, choice.unit]
+        return end, end
 
-    orders = play(lanes, choose, run, _num_kinds(slots))
+    orders = play(lanes, choose, run, _num_kinds(times))
     if orders is None:
         raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
     return [[(_KINDS[kind], *unit, lane.chunk_id) for kind, lane, unit in order] for order in orders]

@@ -145,25 +145,25 @@ def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]
     return [with_weights(order, limit) for order in seq1f1b(num_stages, num_slices)]
 
 
-def with_weights(order: list[Unit], limit: int) -> list[Unit]:
+def with_weights(order: list[AnyUnit], limit: int) -> list[AnyUnit]:
     """Return `order` (F and B) with a W for each B, first in first out.
 
     Before a forward the oldest ones run, until fewer than `limit` units are between F and W; after the last forward
     one runs after each B; the remaining ones run at the end.
     """
-    merged: list[Unit] = []
-    pending: deque[Unit] = deque()
+    merged: list[Any] = []
+    pending: deque[Any] = deque()
     live = 0
-    ahead = sum(kind is Kind.FORWARD for kind, _, _ in order)
-    for kind, m, s in order:
-        if kind is Kind.FORWARD:
+    ahead = sum(unit[0] is Kind.FORWARD for unit in order)
+    for unit in order:
+        if unit[0] is Kind.FORWARD:
             while live >= limit and pending:
                 merged.append(pending.popleft())
                 live -= 1
             live, ahead = live + 1, ahead - 1
-        merged.append((kind, m, s))
-        if kind is Kind.BACKWARD:
-            pending.append((Kind.WEIGHT, m, s))
+        merged.append(unit)
+        if unit[0] is Kind.BACKWARD:
+            pending.append((Kind.WEIGHT, *unit[1:]))
             if ahead == 0:
                 merged.append(pending.popleft())
                 live -= 1

@@ -13,7 +13,7 @@ from terapipe_ds.schedule.action import ScheduleError
 Placement = dict[tuple[int, int], int]
 """(stage_id, chunk_id) -> part_id."""
 
-LOOPED = ("interleaved", "seq1f1b-interleaved")
+LOOPED = ("interleaved", "seq1f1b-interleaved", "seq1f1b-interleaved-zb")
 V_SHAPED = ("zbv",)
 BIDIRECTIONAL = ("chimera", "chimera-seq")
 SEARCH = "search"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.schedule.split_chunks import TAKE_LIMITS
 from terapipe_ds.simulator.peak_memory import Memory
 from terapipe_ds.simulator.replay import Replay
 
@@ -51,10 +52,10 @@ class ScheduleShape(NamedTuple):
         """Return the number of micro-batches after which no stage holds more, and whether that is proven.
 
         A stage has at most K micro-batches live under `1f1b`, 2 K - 1 under `dapple`, and K + s - 1 slices under
-        `seq1f1b`. Tensors that a stage has sent, or keeps for its W, stay for one or two micro-batches more.
+        `seq1f1b`. Tensors that a stage has sent, or keeps for weight gradients, stay for up to three more.
         """
         stages, slices, chunks = self.num_stages, self.num_slices, self.chunks_per_stage
-        by_slices = -(-stages // slices) + 3
+        by_slices = -(-stages // slices) + 4
         proven = {
             "1f1b": stages + 1,
             "dapple": 2 * stages,
@@ -64,6 +65,8 @@ class ScheduleShape(NamedTuple):
         }
         if self.schedule in proven:
             return proven[self.schedule], True
+        if self.schedule in TAKE_LIMITS:
+            return stages + 3, False
         live = (chunks + 1) * stages * (slices if self.schedule == "interleaved" else 1) + 3 * slices
         return -(-live // slices) + 1, False
 

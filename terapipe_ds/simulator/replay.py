@@ -92,6 +92,7 @@ class Replay:
             self._refuse()
         self._find_nodes()
         self._find_links()
+        self._peaks: dict[Any, int] = {}  # bytes by stage, plan and memory
 
     @staticmethod
     @functools.lru_cache(maxsize=8)
@@ -115,7 +116,26 @@ class Replay:
 
     def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
         """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
-        return tuple(map(max, self._bytes_of_stages(plan_per_micro_batch(plan, self.schedule.num_slices), memory)))
+        plans = plan_per_micro_batch(plan, self.schedule.num_slices)
+        spans = [one.spans() for one in plans]
+        # while a search moves layers between two stages, the bytes of all others stay
+        keys = [(k, plans, key) if (key := self._key_of(k, memory)) else None for k in range(self.schedule.num_stages)]
+        for stage_id, key in enumerate(keys):
+            if key is None or key not in self._peaks:
+                numbers = bytes_of_stage(self.schedule, stage_id, spans, memory, self._outstanding)
+                self._peaks[key if key is not None else stage_id] = max(numbers)
+        return tuple(self._peaks[stage_id if key is None else key] for stage_id, key in enumerate(keys))
+
+    def _key_of(self, stage_id: int, memory: Memory) -> Any:
+        """Return what decides a stage's bytes beside its order; None where the memory does not say."""
+        key_of = getattr(memory, "key_of", None)
+        return None if key_of is None else key_of(self._parts_of[stage_id])
+
+    @functools.cached_property
+    def _parts_of(self) -> list[list[int]]:
+        placement = sorted(self.schedule.placement.items())
+        stages = range(self.schedule.num_stages)
+        return [[part for (stage, _), part in placement if stage == stage_id] for stage_id in stages]
 
     def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
         """Return, per stage, the bytes under each memory at the peak of the first one."""

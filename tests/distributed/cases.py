@@ -110,7 +110,10 @@ def case_key(case: Case) -> tuple[Any, ...]:
 
 # -- the dimensions ------------------------------------------------------------------------------------------
 
-SCHEDULES = "gpipe 1f1b terapipe seq1f1b zb-h1 seq1f1b-zb interleaved seq1f1b-interleaved zbv chimera chimera-seq"
+SCHEDULES = (
+    "gpipe 1f1b terapipe seq1f1b zb-h1 seq1f1b-zb interleaved seq1f1b-interleaved seq1f1b-interleaved-zb zbv chimera "
+    "chimera-seq"
+)
 DIMENSIONS: dict[str, Sequence[Any]] = {
     "parallel": ((1, 1), (2, 1), (3, 1), (2, 2)),  # stages, data parallel
     "micro_batches": (1, 2, 4),

@@ -42,6 +42,7 @@ from tests.distributed.engines import (
 from tests.distributed.harness import rank_pool
 
 LOOP = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}
+LOOP_ZB = {"schedule": "seq1f1b-interleaved-zb", "chunks_per_stage": 2}
 ZBV = {"schedule": "zbv"}
 BOTH_WAYS = {"schedule": "chimera-seq"}
 LAYOUTS = {"loop": LOOP, "v": ZBV, "both_ways": BOTH_WAYS}
@@ -67,13 +68,14 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
     [
         ({"schedule": "interleaved", "chunks_per_stage": 2}, 5),
         ({"schedule": "seq1f1b-interleaved", "chunks_per_stage": 3}, 2),
+        (LOOP_ZB, 2),
         ({"schedule": "zbv"}, 2),
         ({"schedule": "chimera"}, 6),
         ({"schedule": "chimera-seq"}, 1),
     ],
     ids=lambda value: value["schedule"] if isinstance(value, dict) else str(value),
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(3)
 def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
     assert not violations(errors)
@@ -401,10 +403,11 @@ def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[s
     [
         # the first of two stages runs three micro-batches before its first backward, the second one one
         ({"schedule": "dapple", "schedule_options": {"policy": "B"}}, 4, [("B0.1", 6), ("B0.1", 2)]),
-        # where a W takes five times as long as a B it comes later (19 by default), and that B earlier (8)
-        ({**ZBV, "schedule_options": {"slots": [2, 1, 5]}}, 2, [("W1.0c1", 21), ("B0.0c1", 7)]),
+        # with room for one micro-batch its W run before the next F (which is at 2 and 4 by default)
+        ({**ZBV, "schedule_options": {"max_live_slices": 4}}, 2, [("F1.0c0", 7), ("F1.0c0", 9)]),
+        ({**LOOP_ZB, "schedule_options": {"max_live_slices": 4}}, 2, [("F1.0c0", 9), ("F1.0c0", 12)]),
     ],
-    ids=["dapple", "zbv"],
+    ids=["dapple", "zbv", "loop"],
 )
 def test_options_of_a_schedule(changes: dict[str, Any], num_micro_batches: int, places: list[tuple[str, int]]) -> None:
     ranks = rank_pool(2).run(job_options, changes=changes, num_micro_batches=num_micro_batches)
@@ -473,7 +476,11 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
     ("changes", "names", "num_parts"),
     [
         (ZBV, {"zbv"}, 4),
-        ({"schedule": "auto", "chunks_per_stage": 2, "slices": 3}, {"interleaved", "seq1f1b-interleaved"}, 4),
+        (
+            {"schedule": "auto", "chunks_per_stage": 2, "slices": 3},
+            {LOOP["schedule"], LOOP_ZB["schedule"], "interleaved"},
+            4,
+        ),
         pytest.param(BOTH_WAYS, {"chimera-seq"}, 2, marks=pytest.mark.full),
     ],
 )

@@ -212,13 +212,13 @@ def test_parts_are_not_stages(capsys: pytest.CaptureFixture[str], tmp_path: Path
 
 
 def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
-    few = (*SMALL, "--max-slices", "2", "--memory-limit-gb", "14")
+    few = (*SMALL, "--max-slices", "2", "--memory-limit-gb", "12.6")
     found = as_json(capsys, *few)
     ranking = {one["schedule"]: one for one in found["ranking"]}
     best = found["ranking"][0]
     assert ranking.keys() - {"search"} == set(SCHEDULE_NAMES) - {"dapple"} and best["schedule"] == found["schedule"]
     assert ranking["chimera"].keys() == {"schedule", "chunks_per_stage", "need_bytes"}  # both copies of 2 x 6 layers
-    assert ranking["chimera"]["need_bytes"] > 14e9
+    assert ranking["chimera"]["need_bytes"] > 12.6e9
     for one in [each for each in found["ranking"] if each["schedule"] != "search"][:4]:
         chunks, plan = one["chunks_per_stage"], SlicePlan(tuple(one["plan"]))
         schedule = build(one["schedule"], 4, 2, plan.num_slices, chunks_per_stage=chunks)
@@ -254,7 +254,11 @@ def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path)
 def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = str(tmp_path / "step.svg")
     three = as_json(capsys, *SMALL, "--max-slices", "2", "--chunks-per-stage", "3", "--picture", picture)
-    assert {one["schedule"] for one in three["ranking"]} == {"interleaved", "seq1f1b-interleaved"}
+    assert {one["schedule"] for one in three["ranking"]} == {
+        "interleaved",
+        "seq1f1b-interleaved",
+        "seq1f1b-interleaved-zb",
+    }
     assert TeraPipeConfig.from_deepspeed({"terapipe": three["terapipe"]}).chunks_per_stage == 3
     named = as_json(capsys, *SMALL, "--max-slices", "2", "--schedule", "zbv", "--picture", picture)
     assert named["terapipe"]["chunks_per_stage"] == 2 and "ranking" not in named

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.commands.options import Progress
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.devices import FILE
 from terapipe_ds.planner.strategy import Cluster, Strategy, rank_strategies
 from tests.unit.planner.layers.test_measured import profile
 from tests.unit.test_cli import refused as refused_command
@@ -54,23 +57,26 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     lines = text.splitlines()
     assert lines[0] == "mini in float16 on 2 x 2 x NVIDIA V100 SXM2 16 GB"
     assert f"  step        {best.predicted_s:.4g} s predicted, {8 * 1024 / best.predicted_s:,.0f} tokens/s" in lines
+    assert f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}" in text
+    assert f"MFU {best.mfu:.1%}, {8 * 1024 / best.predicted_s / 4:,.0f} tokens/s per device" in text
+    assert "limit 14.4 GiB, 0.9 of the card's 16" in text
     assert best.launch_command("hostfile") in text
     assert sum(line[:4].strip().isdigit() for line in lines[2:]) == min(10, len(strategies))
 
 
-def test_the_table_says_what_differs_from_the_best(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_has_a_column_for_each_choice_that_differs(capsys: pytest.CaptureFixture[str]) -> None:
     strategies = rank_strategies("mini", Cluster("v100", 2, 2), **QUESTION)[:10]
-    text, best = shown(capsys, "strategy", *SMALL, *LENGTH), strategies[0]
-    header = next(i for i, line in enumerate(text.splitlines()) if "what differs" in line)
-    for row, strategy in zip(text.splitlines()[header + 1 :], strategies, strict=False):
-        for name, axis in (("stages", "pipe"), ("replicas", "data"), ("tensor ranks", "model")):
-            size = strategy.grid[axis]
-            assert (f" {name} {size}" in row) == (size != best.grid[axis])
-        is_other_batch = (strategy.accumulation, strategy.micro_batch_size) != (
-            best.accumulation,
-            best.micro_batch_size,
-        )
-        assert (f"micro-batches {strategy.accumulation} of {strategy.micro_batch_size}" in row) == is_other_batch
+    lines = shown(capsys, "strategy", *SMALL, *LENGTH).splitlines()
+    header = next(i for i, line in enumerate(lines) if "ratio" in line)
+    names = lines[header].replace("first axis", "first_axis").split()
+    sizes = {"PP": "pipe", "DP": "data", "TP": "model", "SP": "sequence"}
+    for name, axis in sizes.items():
+        assert (name in names) == (len({strategy.grid.get(axis, 1) for strategy in strategies}) > 1)
+    for row, strategy in zip(lines[header + 1 :], strategies, strict=False):
+        cells = row.split()
+        assert cells[1:3] == [f"{strategy.predicted_s:.4g}", "s"]
+        for name, axis in sizes.items():  # the header has no place number, and a time has its unit
+            assert name not in names or cells[names.index(name) + 2] == str(strategy.grid.get(axis, 1))
 
 
 def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -115,7 +121,7 @@ def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     length = profile().key.sequence_length
     cluster = ("--device", "v100", "--devices", "2", "--devices-per-node", "2", "--global-batch", "4")
     document = as_json(capsys, "--profile", str(one), *cluster)
-    assert sum(document["strategy"]["slices"]) == length
+    assert document["strategy"]["sequence_length"] == length
     assert "--device is missing" in refused(capsys, "--profile", str(one), *cluster[2:])
     assert "give one of them" in refused(capsys, "--profile", str(one), "--model", "mini", *cluster)
     profile().save(two)
@@ -128,7 +134,7 @@ def test_a_config_json_has_its_own_length(capsys: pytest.CaptureFixture[str], tm
     sizes = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "vocab_size": 1000}
     (tmp_path / "config.json").write_text(json.dumps(sizes | {"max_position_embeddings": 512}))
     document = as_json(capsys, "--model", str(tmp_path), *SMALL[2:])
-    assert sum(document["strategy"]["slices"]) == 512
+    assert document["strategy"]["sequence_length"] == 512
     assert "No such file or directory; give" in refused(capsys, "--model", str(tmp_path / "none.json"), *SMALL[2:])
 
 
@@ -161,9 +167,59 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
     assert "finalists" in calls
 
 
+def test_a_time_limit_and_sigterm_end_a_search_with_the_best_so_far(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert main(["strategy", *SMALL, *LENGTH, "--time-limit", "0.000001", "--json"]) == 2
+    assert "give it more time" in capsys.readouterr().err
+    before = signal.getsignal(signal.SIGTERM)
+
+    def terminated(self: object, what: str, done: int, of: int) -> None:
+        if what == "finalists":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(Progress, "_show", terminated)
+    assert main(["strategy", *SMALL, *LENGTH, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategy"]["is_complete"] is False
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_progress_on_a_pipe_is_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("terapipe_ds.commands.options._LINE_EVERY_S", 0.0)
+    with Progress() as progress:
+        progress.callback("cuts", 1, 4)
+    assert capsys.readouterr().err == "terapipe: cuts, 25% of this step\n"
+
+
+def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    strategies = rank_strategies("mini", Cluster("v100", 2, 2), **QUESTION)
+    best, other = strategies[0], strategies[1]
+    path.write_text(other.model_copy(update={"predicted_s": 1.0}).to_json())
+    lines = shown(capsys, "strategy", *SMALL, *LENGTH, "--against", str(path)).splitlines()
+    assert f"{other.predicted_s / best.predicted_s:.3f}x" in lines[-1] and f"{other.predicted_s:.4g} s" in lines[-1]
+    words = ("--devices", "2", *SMALL[6:], *LENGTH, "--against", str(path))
+    assert "is for 4 devices, the cluster has 2" in refused(capsys, *SMALL[:4], *words)
+
+
+def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, known = tmp_path / "card.json", json.loads(FILE.read_text())["devices"][0]
+    path.write_text(json.dumps(known | {"name": "mine", "aliases": [], "memory_bytes": 2**34}))
+    words = ("--model", "mini", "--device", str(path), *SMALL[4:], *LENGTH)
+    of_file, shipped = as_json(capsys, *words), as_json(capsys, *SMALL, *LENGTH)
+    assert of_file["strategy"]["predicted_s"] == shipped["strategy"]["predicted_s"]
+    path.write_text(json.dumps(known | {"memory_bytes": -1}))
+    assert "memory_bytes" in refused(capsys, *words)
+    assert "No such file" in refused(capsys, "--model", "mini", "--device", "none.json", *SMALL[4:], *LENGTH)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (("--offload-activations", "maybe"), "yes or no"),
+        (("--sequence-parallel", "3"), "give 2, the nearest that works"),
         (("--micro-batches", "2"), "unrecognized arguments: --micro-batches 2"),
         (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
         (("--stages", "3"), "give 2, the nearest that works"),
@@ -182,7 +238,8 @@ def test_all_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--global-batch is missing" in refused(capsys, *SMALL[:-2])
     text = refused(capsys, "--model", "mini", "--devices", "2")
     assert "--device is missing" in text and "--global-batch is missing" in text
-    assert "arguments are required: --devices" in refused(capsys, *SMALL[:4])
+    text = refused(capsys)
+    assert all(f"{name} is missing" in text for name in ("--devices", "--global-batch")) and "--model" in text
 
 
 def test_plan_with_devices_still_works(capsys: pytest.CaptureFixture[str]) -> None:

@@ -75,12 +75,13 @@ def commands(document: Path) -> Iterator[tuple[list[str], str]]:
     In a block that begins with a program, each line is a command.
     """
     for block in blocks(document):
-        if block.text.startswith("$ "):
-            line, _, output = block.text.removeprefix("$ ").partition("\n")
+        text = block.text.replace("\\\n", " ")
+        if text.startswith("$ "):
+            line, _, output = text.removeprefix("$ ").partition("\n")
             yield shlex.split(line), output
             continue
-        lines = block.text.replace("\\\n", " ").strip().splitlines()
-        first = without_variables(lines[0].split())
+        lines = [line for line in text.strip().splitlines() if not line.startswith("#")]
+        first = without_variables(lines[0].split()) if lines else []
         if not block.language and first and first[0] in PROGRAMS:
             for line in filter(None, lines):
                 words = shlex.split(line, comments=True)
@@ -344,13 +345,26 @@ def test_sources_mention_documents_that_exist() -> None:
 
 
 @in_each_document
+def test_code_blocks_fit_the_page(document: Path) -> None:
+    lines = [line for block in blocks(document) for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > 96] == []
+
+
+@in_each_document
+def test_links_have_titles(document: Path) -> None:
+    """A link's text says what is there; a name of a file does not."""
+    texts = re.findall(r"(?<!!)\[([^\]]+)\]\((?!https?:)[^)]+\.md[^)]*\)", document.read_text(encoding="utf-8"))
+    assert [text for text in texts if re.fullmatch(r"`?[\w./-]+\.md`?", text)] == []
+
+
+@in_each_document
 def test_install_lines_name_the_repository(document: Path) -> None:
     """No index has the package, so that every line takes it from a clone or from the one address of the README."""
     text = document.read_text(encoding="utf-8")
     lines = re.findall(r"pip install [\"']?(?:terapipe_ds|\.(?=[\s\[\"']))[^`\n]*", text)
     own = r"pip install (\"terapipe_ds(\[[\w,]+\])? @ git\+\$REPOSITORY\"|'?\.(\[[\w,]+\])?'?)"
     assert [line for line in lines if not re.match(own, line)] == []
-    assert text.count("REPOSITORY=") == (document == ROOT / "README.md")
+    assert text.count("REPOSITORY=") == (document in (ROOT / "README.md", ROOT / "docs/index.md"))
 
 
 def test_the_install_line_installs(tmp_path: Path) -> None:

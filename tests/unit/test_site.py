@@ -63,7 +63,7 @@ def test_links_that_leave_the_documents_lead_to_their_pages(site: ModuleType) ->
     assert turned == "[a](project/README.md#x) [b](../examples/a.py) [c](plan.md)"
     assert site.with_project_links("[a](../../patches/README.md)", "tutorials/a.md") == "[a](../project/patches.md)"
     page = site.project_page("README.md")
-    assert "](../bench.md#" in page and "](../pictures/" in page and "](CONTRIBUTING.md)" in page
+    assert "](../performance.md#" in page and "](../pictures/" in page and "](CONTRIBUTING.md)" in page
 
 
 def test_the_public_names_are_in_the_reference() -> None:

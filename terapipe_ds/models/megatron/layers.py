@@ -18,6 +18,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core import tensor_parallel
+from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -201,6 +202,10 @@ class MegatronLayer(nn.Module):
         with blueprint.drawn(1 + index):
             self.layer = build_module(spec, config=config, layer_number=1 + index, pg_collection=blueprint.groups)
         _begin_at_slices(self.layer, blueprint.groups.tp)
+        for module in self.layer.modules() if config.fp8 else ():
+            # weights kept in fp8 would have to be made anew when a step, a checkpoint or a measurement changes them
+            if hasattr(module, "disable_parameter_transpose_cache"):
+                module.disable_parameter_transpose_cache = True
         if getattr(self.layer, "recompute_mlp", False):
             self.layer.mlp.register_forward_hook(_copy_bias)
         self.recompute = config.recompute_granularity == "full" and config.recompute_method == "uniform"
@@ -220,7 +225,9 @@ class MegatronLayer(nn.Module):
             # under sequence parallelism a rank holds its share of the tokens, and attends to all of the slice
             shared_by = self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
             positions = self.blueprint.rotary(hidden.shape[0] * shared_by, offset=first_position())
-        with self.blueprint.random_numbers():
+        config = self.blueprint.config
+        in_fp8 = get_fp8_context(config, self.layer.layer_number - 1) if config.fp8 else contextlib.nullcontext()
+        with self.blueprint.random_numbers(), in_fp8:
             hidden, _ = self.layer(hidden_states=hidden, attention_mask=None, rotary_pos_emb=positions)
         return hidden
 

@@ -23,6 +23,8 @@ from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import mark_split_parameters, universal_checkpoint_info
 
+_BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
+
 
 class MegatronGPT(PipelineModule):
     """A GPT of megatron-core layers, cut into stages by DeepSpeed and into token slices by terapipe_ds.
@@ -66,7 +68,7 @@ class MegatronGPT(PipelineModule):
         stand_in_for_transformer_engine()
         # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
-        self._replicas_compared = False
+        self._replicas_compared, self.autotp_size = False, config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss):
             _take_logits(loss_fn, blueprint)
@@ -123,8 +125,18 @@ class MegatronGPT(PipelineModule):
 
     @property
     def slice_length_multiple(self) -> int:
-        """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks."""
-        return self.blueprint.groups.tp.size() if self.blueprint.config.sequence_parallel else 1
+        """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks.
+
+        In fp8 each rank's tokens are whole blocks.
+        """
+        config = self.blueprint.config
+        return (self.blueprint.groups.tp.size() if config.sequence_parallel else 1) * (_BLOCK if config.fp8 else 1)
+
+    @property
+    def split_backwards_problem(self) -> str | None:
+        """Return why no schedule may split backwards, None where one may."""
+        kernels = "in fp8 Transformer Engine computes weight gradients together with those of the inputs"
+        return kernels if self.blueprint.config.fp8 else None
 
     @property
     def rng_trackers(self) -> list[Any]:

@@ -14,7 +14,7 @@ import torch
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention
 
-from terapipe_ds.models.megatron.kernels import on_cpu
+from terapipe_ds.models.megatron.kernels import on_cpu, uses_transformer_engine
 
 
 class MegatronConfigError(ValueError):
@@ -36,7 +36,9 @@ _ANYWHERE = {
     "it needs tokens of other slices, or their positions": "mtp_num_layers mtp_standalone mrope_section",
     "the largest score is a maximum over the whole sequence, which fused attention does not give":
         "qk_clip log_max_attention_logit",
-    "scaling factors follow the largest value of one forward pass, so that slices change the result": "fp8 fp4",
+    "scaling factors follow the largest value of one forward pass, so that slices change the result": "fp4",
+    "attention in slices runs in the precision of its inputs": "fp8_dot_product_attention fp8_multi_head_attention",
+    "DeepSpeed's optimizers have no parameters in fp8": "fp8_param",
     "a CUDA graph has one slice length and one prefix": "enable_cuda_graph external_cuda_graph cuda_graph_impl",
     "Transformer Engine's user buffers have one fixed length": "tp_comm_overlap",
     "DeepSpeed's grid has no expert axis: all experts are on every tensor-parallel rank":
@@ -115,6 +117,28 @@ def _problems(config: TransformerConfig) -> Iterator[str]:
                     yield f"{name}={value!r}: {reason}. Set it to {default!r}"
     yield from (text for applies, text in _COMBINATIONS if applies(config))
     yield from _problems_of_attention(config)
+    if config.fp8:
+        yield from _problems_of_fp8(config)
+
+
+def _problems_of_fp8(config: TransformerConfig) -> Iterator[str]:
+    """Yield what changes numbers in fp8 if a sequence comes in slices.
+
+    A factor of "mxfp8" or "blockwise" belongs to 32 or 128 numbers of a token, or of one feature over as many tokens in
+    a row. So slices of a multiple of 128 tokens have the blocks of the whole sequence, with the same numbers in fp8.
+    Only the order changes in which the products of slices add to a weight gradient.
+    """
+    named = f"fp8={config.fp8!r}"
+    if not uses_transformer_engine(config):
+        yield f"{named}: it needs Transformer Engine's layers on a GPU, and this run has none. Set it to None"
+        return
+    if config.fp8_recipe not in ("mxfp8", "blockwise"):
+        recipe = f"{named} with fp8_recipe={getattr(config.fp8_recipe, 'value', config.fp8_recipe)!r}"
+        why = "scaling factors follow the largest value of one forward pass, so that slices change the result"
+        yield f"{recipe}: {why}. Set fp8_recipe to 'mxfp8' or 'blockwise', or fp8 to None"
+    if config.num_moe_experts:
+        why = "blocks are made of the tokens that come to an expert in one forward pass"
+        yield f"{named} with num_moe_experts: {why}, so that slices change the result. Set fp8 to None"
 
 
 def _problems_of_attention(config: TransformerConfig) -> Iterator[str]:

@@ -119,6 +119,7 @@ class CountedLayers(Layers):
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (it goes with the planner that made it)
     def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: bool) -> tuple[PartMemory, ...]:
+        on_cpu = self._cluster.card.name == "cpu-core"
         setup = Setup(
             self.size,
             len(counts),
@@ -130,7 +131,8 @@ class CountedLayers(Layers):
             activation_checkpointing=recompute,
             layers_per_part=counts,
             sequence_ranks=setting.sequence,
-            fused_norm=self._cluster.card.name != "cpu-core",  # plain operations there
+            fused_norm=not on_cpu,  # plain operations there
+            on_cpu=on_cpu,
             keeps_attention=setting.keeps_attention,
             fused_loss=True,
             offload_optimizer=setting.offload_optimizer,

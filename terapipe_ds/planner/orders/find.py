@@ -164,9 +164,14 @@ class _Search:
         """Take the named schedules that keep the limits and return their seconds."""
         nodes, seconds = self.nodes, {}
         slices = [plan.num_slices for plan in nodes.plans]
-        in_a_v = ("zbv",) if nodes.is_split else ()
-        for name in names if nodes.num_parts == nodes.num_stages else in_a_v:
-            schedule = build(name, nodes.num_stages, len(slices), slices)
+        candidates: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
+        if nodes.num_parts > nodes.num_stages:  # a V, by default or with what the limit has room for
+            limited = {"max_live_slices": max(2 * max(slices), min(self.limits))}
+            candidates = [("zbv", {}), ("zbv", limited)] if nodes.is_split else []
+        for name, options in candidates:
+            if name in seconds:
+                continue
+            schedule = build(name, nodes.num_stages, len(slices), slices, **options)
             orders = nodes.of_schedule(schedule)
             if self._keeps(schedule, orders):
                 self.used += 1

@@ -1,7 +1,7 @@
 """Compare all schedules side by side, each over the cut of the layers that it needs.
 
 plain           K parts, one per stage        gpipe, 1f1b, terapipe, seq1f1b, zb-h1, seq1f1b-zb
-loop, V         v K parts, v per stage        interleaved, seq1f1b-interleaved; zbv where v is 2
+loop, V         v K parts, v per stage        interleaved, seq1f1b-interleaved, seq1f1b-interleaved-zb; zbv where v is 2
 bidirectional   K parts, two places for each  chimera, chimera-seq; K even
 """
 

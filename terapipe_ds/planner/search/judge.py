@@ -24,7 +24,7 @@ Progress = Callable[[str, int, int], None]
 
 # Work is counted in replayed computations, never in time, so that a search yields the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
-_BUILD_LISTED = {"zbv": 120, "chimera-seq": 70}  # the same for orders that are played stage by stage (`list_schedule`)
+_BUILD_LISTED = {"zbv": 200, "chimera-seq": 70}  # the same for orders that are played stage by stage (`list_schedule`)
 _WALK = 6  # to add up its bytes
 _CALL = 400  # of a call, on top of its computations
 

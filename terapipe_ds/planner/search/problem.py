@@ -32,7 +32,10 @@ _AUTO = {"terapipe": 0.2, "seq1f1b": 0.5, "1f1b": 0.3}
 _AUTO_OF_ONE = {"seq1f1b": 1.0}  # with one micro-batch all schedules are the same
 _AUTO_SPLIT = {"seq1f1b-zb": 0.5, "zb-h1": 0.2}  # on top, where costs have `weight_s`
 # Where stages hold several chunks, "auto" tries these instead, if they can have that number of chunks and parts.
-_AUTO_CHUNKED = {"seq1f1b-interleaved": 0.6, "interleaved": 0.4, "zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4}
+_AUTO_CHUNKED = {
+    **{"seq1f1b-interleaved-zb": 0.6, "seq1f1b-interleaved": 0.6, "interleaved": 0.4},
+    **{"zbv": 0.6, "chimera-seq": 0.6, "chimera": 0.4},
+}
 
 _PLANS_OF_ORDERS = 3  # of the named schedules; the search for an order starts from them
 BUDGET = 10_000_000  # computations replayed; some 3 s on one core, more for very long sequences

@@ -72,6 +72,9 @@ def plan_slices(
     parts = cache_parts(costs, num_parts, sequence_length, granularity_tokens)
     shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
+    live, chunks = options.get("max_live_slices"), num_parts // num_stages
+    if isinstance(live, int):  # a stage holds every slice of a micro-batch at once
+        max_slices = live // chunks if max_slices is None else min(max_slices, live // chunks)
     problem = Problem(pipeline, max_slices, progress=progress, placement=placement)
     # one schedule, all of them, or a searched order
     if schedule == SEARCH:

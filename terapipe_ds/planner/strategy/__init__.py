@@ -21,14 +21,23 @@ from __future__ import annotations
 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
-from terapipe_ds.planner.strategy.question import plan_strategy, rank_strategies, simulate_strategy, size_of
+from terapipe_ds.planner.strategy.candidate import USABLE
+from terapipe_ds.planner.strategy.question import (
+    plan_strategy,
+    price_strategy,
+    rank_strategies,
+    simulate_strategy,
+    size_of,
+)
 from terapipe_ds.strategy import Strategy
 
 __all__ = [
+    "USABLE",
     "Cluster",
     "LayerChain",
     "Strategy",
     "plan_strategy",
+    "price_strategy",
     "rank_strategies",
     "simulate_strategy",
     "size_of",

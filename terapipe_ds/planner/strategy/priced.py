@@ -12,7 +12,7 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
-from terapipe_ds.planner.layers.parts import Floats, spans_of
+from terapipe_ds.planner.layers.parts import Floats, Span, spans_of
 from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
@@ -79,6 +79,11 @@ class Priced(Bounded):
         nothing = np.zeros_like(work)
         return [bounds for _, bounds in best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)]
 
+    def even_s(self, num_slices: int) -> float:
+        """Return about the seconds with equal stages, in `num_slices` equal slices."""
+        rounds = self.num_micro_batches + (self.num_stages - 1) / num_slices
+        return rounds * float(self._work(num_slices, False).sum()) / self.num_stages
+
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = self.may_recompute(shape.schedule)
@@ -95,13 +100,20 @@ class Priced(Bounded):
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
         there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
         peak = rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
-        peak = peak + rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        running = rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
+        peak = peak + np.maximum(running, loss)
         if stage_id > 0:
             peak = peak + min(most, _MESSAGES) / num_slices * rates["sent"]
         whole = rates["whole"] if num_slices == 1 else rates["store"]
         gradients = 0.0 if num_slices == 1 else rates["store_grad"]
         stores = math.ceil((there if num_slices == 1 else live) / num_slices)
         return np.asarray(peak + stores * whole + gradients)
+
+    @functools.cached_property
+    def _chunk_tokens(self) -> float:
+        count = self.layers.num_layers
+        return self.layers.memory_of_spans(self.candidate.setting, [Span(0, count)])[0].loss_chunk_tokens
 
     def may_recompute(self, schedule: str) -> bool:
         """Return whether stages may recompute; else the seconds of W would be unknown where backwards are split."""
@@ -190,15 +202,28 @@ class Priced(Bounded):
         hosts = self.host_bytes(replays(min(self.num_micro_batches, shape.filling)), bounds, plan, memory, owners)
         if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
             return None
-        # then the seconds, to the end of each stage's reduction and step
         timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
-        done_s = list(timed.ends_s)
-        if self._has_tied_copy(owners):  # its two stages wait for each other
-            done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
-        seconds = float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
+        seconds = self._step_s(list(timed.ends_s), bounds, owners)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
         how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage, hosts
         return Score(seconds, self.candidate, bounds, recompute, *how)
+
+    def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:
+        """Return the seconds to the end of each stage's reduction and step, which follow its last computation."""
+        if self._has_tied_copy(owners):  # its two stages wait for each other
+            done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
+        return float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
+
+    def price(
+        self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[bool]
+    ) -> tuple[float, tuple[int, ...]]:
+        """Return the seconds and the peak bytes by stage of a cut whose stages recompute as they are told."""
+        owners = owners_of(schedule, self.num_stages, chunks_per_stage)
+        shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
+        memory, costs = self.memory(bounds, recompute, owners), self.parts(bounds, recompute, owners)
+        replays = functools.partial(replay_of, shape)
+        found = replay_few(shape, self.num_micro_batches, replays, plan, costs, memory, most=MOST_WHOLE)
+        return self._step_s(list(found.ends_s), bounds, owners), found.peak_bytes
 
     def host_bytes(
         self, replay: Replay, bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]

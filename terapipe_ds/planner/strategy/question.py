@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
-from terapipe_ds.costs.model_sizes import ModelSize, model_size
+from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError, model_size
 from terapipe_ds.costs.profile import Profile, ProfileError, is_profile
+from terapipe_ds.costs.utilisation import Utilisation
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
@@ -93,7 +95,8 @@ def rank_strategies(
     search = Search(space, progress, stop)
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
-    return [_strategy(score, search, name) for score in scores]
+    kinds = search.price(scores[0].candidate).peak_by_kind(scores[0])  # of the best alone: others take as long
+    return [_strategy(score, search, name, {} if place else kinds) for place, score in enumerate(scores)]
 
 
 def simulate_strategy(
@@ -108,13 +111,8 @@ def simulate_strategy(
     Raises:
         PlannerError: as `rank_strategies` does for a model that it cannot read.
     """
-    length, stages, chunks = strategy.plans[0].sequence_length, strategy.grid["pipe"], strategy.chunks_per_stage
-    levers = Levers(strategy.offload_activations, strategy.offload_optimizer)
-    counts = strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage
-    candidate = Candidate(strategy.layout, *counts, levers)
-    priced = Priced(layers_of(model, cluster, length, strategy.dtype), cluster, length, candidate)
-    again = strategy.recompute
-    recompute = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in range(stages)]
+    stages, chunks = strategy.grid["pipe"], strategy.chunks_per_stage
+    priced, recompute = _priced(strategy, model, cluster), _recomputing(strategy)
     number = num_micro_batches or strategy.accumulation
     plans = [strategy.plans[m % strategy.accumulation] for m in range(number)]
     schedule = build(
@@ -122,6 +120,42 @@ def simulate_strategy(
     )
     of_parts = tuple(strategy.partition), recompute, owners_of(strategy.schedule, stages, chunks)
     return simulate(schedule, plans, priced.parts(*of_parts), memory=priced.memory(*of_parts))
+
+
+def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy:
+    """Return a strategy with the seconds and bytes that the planner predicts for it on this cluster.
+
+    Raises:
+        PlannerError: it is for another number of devices or layers, or has a plan for each micro-batch.
+    """
+    priced, plan = _priced(strategy, model, cluster), strategy.plan
+    devices, layers = math.prod(strategy.dims), priced.layers.num_layers
+    if devices != cluster.num_devices:
+        raise PlannerError(
+            f"the strategy is for {devices} devices, the cluster has {cluster.num_devices}: give as many"
+        )
+    if strategy.partition[-1] != layers:
+        raise PlannerError(
+            f"the strategy is for {strategy.partition[-1]} layers, the model has {layers}: give its model"
+        )
+    if plan is None:
+        raise PlannerError("the strategy has other slices for each micro-batch: give one list of lengths")
+    shape = tuple(strategy.partition), strategy.schedule, plan, strategy.chunks_per_stage
+    seconds, peaks = priced.price(*shape, _recomputing(strategy))
+    return strategy.model_copy(update={"predicted_s": seconds, "memory_bytes": list(peaks), "lower_bound_s": 0.0})
+
+
+def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
+    levers = Levers(strategy.offload_activations, strategy.offload_optimizer)
+    counts = strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage
+    length = strategy.plans[0].sequence_length
+    layers = layers_of(model, cluster, length, strategy.dtype)
+    return Priced(layers, cluster, length, Candidate(strategy.layout, *counts, levers))
+
+
+def _recomputing(strategy: Strategy) -> list[bool]:
+    again, stages = strategy.recompute, range(strategy.grid["pipe"])
+    return [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in stages]
 
 
 def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
@@ -144,7 +178,10 @@ def size_of(model: object) -> ModelSize:
     if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
         path = os.fspath(model)
         model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
-    size = model_size(model) if isinstance(model, str) else model
+    try:
+        size = model_size(model) if isinstance(model, str) else model
+    except ModelSizeError as error:
+        raise ModelSizeError(f"{error}; or the path of any decoder's config.json") from None
     if not isinstance(size, ModelSize):
         allowed = "the name of a model size, a path to a config.json or a profile, profiles, or a LayerChain"
         raise PlannerError(f"model = {show_value(model)}: give {allowed}")
@@ -180,7 +217,16 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
     return schedule
 
 
-def _strategy(score: Score, search: Search, name: str) -> Strategy:
+def _rates(score: Score, space: Space) -> dict[str, Any]:
+    """Return model FLOP/s and MFU; nothing for layers whose FLOPs nobody counts."""
+    if not isinstance(layers := space.layers, CountedLayers):
+        return {}
+    cluster, step = space.cluster, (space.global_batch_size, space.sequence_length)
+    rates = Utilisation.of(layers.size, cluster.card, layers.dtype, step, score.seconds, cluster.num_devices)
+    return {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
+
+
+def _strategy(score: Score, search: Search, name: str, kinds: dict[str, list[int]]) -> Strategy:
     candidate, again = score.candidate, score.recompute
     stages = [stage_id for stage_id, recomputes in enumerate(again) if recomputes]
     return Strategy(
@@ -202,6 +248,7 @@ def _strategy(score: Score, search: Search, name: str) -> Strategy:
         model=str(name),
         is_complete=search.is_complete,
         **dataclasses.asdict(candidate.levers),
-        memory_by_kind=search.price(candidate).peak_by_kind(score),
+        memory_by_kind=kinds,
         host_memory_bytes=score.host_bytes,
+        **_rates(score, search.space),
     )

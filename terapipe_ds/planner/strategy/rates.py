@@ -59,7 +59,7 @@ def granule_of(length: int) -> int:
     return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
 
 
-@functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
+@functools.lru_cache(maxsize=64)  # some 100 MB
 def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
     """Return the shares of a part's memory for every span, as sums over one-layer parts.
 
@@ -100,8 +100,8 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
     matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
     sent = np.array([part.working_sent_bytes_per_token * length for part in singles] + [0.0])
     matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
-    chunks = (part.loss_bytes_per_token * min(length, part.loss_tokens) for part in singles)
-    matrices["fixed"] = _largest([part.working_bytes + chunk for part, chunk in zip(singles, chunks, strict=True)])
+    matrices["loss"] = _largest([part.loss_bytes_per_token for part in singles])
+    matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
     return matrices
 
 

@@ -6,6 +6,8 @@ import math
 from typing import NamedTuple
 
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
+from terapipe_ds.schedule.split_chunks import TAKE_LIMITS
 from terapipe_ds.simulator.few import FILL_DRAIN
 
 
@@ -33,6 +35,8 @@ class Shape(NamedTuple):
     def live_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
         """Return the most live slices of a long batch, in slices of a whole stage."""
         deep = num_stages if self.schedule in SPLIT_SCHEDULES else num_stages - stage_id
+        if self.schedule in TAKE_LIMITS:  # as many whole micro-batches as unsliced 1F1B on its fullest stage
+            return num_stages * num_slices
         if self.chunks > 1:
             groups = num_slices if self.schedule == "interleaved" else 1
             return ((self.chunks + 1) * num_stages * groups + 3 * num_slices) / self.chunks
@@ -47,8 +51,8 @@ SLICED = (Shape("seq1f1b"), Shape("terapipe"))
 
 _MORE_UNSLICED = (Shape("zb-h1"), Shape("interleaved", 2), Shape("zbv", 2), Shape("interleaved", 4))
 _MORE_SLICED = (
-    *(Shape("seq1f1b-zb"), Shape("seq1f1b-interleaved", 2), Shape("zbv", 2)),
-    Shape("seq1f1b-interleaved", 4),
+    *(Shape("seq1f1b-zb"), Shape("seq1f1b-interleaved", 2), Shape("zbv", 2), Shape("seq1f1b-interleaved-zb", 2)),
+    *(Shape("seq1f1b-interleaved", 4), Shape("seq1f1b-interleaved-zb", 4)),
 )
 _MOST = 60_000  # computations of a batch; with more units the pipeline hardly waits
 _MOST_LISTED = 12_000  # for a schedule whose order is searched unit by unit
@@ -68,7 +72,7 @@ def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple
 
 def usual_chunks(schedule: str | None, chunks: int | None) -> int:
     """Return the parts per stage under the fixed choices: the user's number, or the schedule's usual ones."""
-    return chunks or (2 if schedule in ("interleaved", "seq1f1b-interleaved", "zbv") else 1)
+    return chunks or (2 if schedule in (*LOOPED, *V_SHAPED) else 1)
 
 
 def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:

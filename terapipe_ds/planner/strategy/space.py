@@ -12,7 +12,7 @@ from typing import Any
 from terapipe_ds.messages import show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
-from terapipe_ds.planner.layers.parts import Layers
+from terapipe_ds.planner.layers.parts import Layers, Span
 from terapipe_ds.planner.strategy.candidate import USABLE, Candidate, Levers
 from terapipe_ds.planner.strategy.shapes import usual_chunks
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
@@ -84,6 +84,49 @@ class Space:
             for name, value in zip(Levers.names(), fixed, strict=True)
         ]
         return [Levers(*values) for values in itertools.product(*known)]
+
+    def least_need(self) -> tuple[float, Candidate | None]:
+        """Return bytes that no device gets by with, whatever the strategy, and its candidate, without a search.
+
+        A stage has at least the mean of all: parameters, states, and one micro-batch's keys, values and kept tensors.
+        """
+        least: tuple[float, Candidate | None] = (math.inf, None)
+        seen: set[object] = set()
+        for candidate in self.candidates():
+            grid, levers = candidate.grid, candidate.levers
+            key = grid.pipe, grid.data, grid.model, grid.sequence, levers, candidate.zero_stage
+            if key in seen:  # the first has the fewest sequences
+                continue
+            seen.add(key)
+            least = min(least, (self.mean_need(candidate), candidate), key=lambda one: one[0])
+        return least
+
+    def mean_need(self, candidate: Candidate) -> float:
+        """Return bytes that the fullest stage of a candidate has at least, whatever the cut."""
+        (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
+        kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
+        kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
+        return (whole.static_bytes + self.sequence_length * kept) / candidate.grid.pipe
+
+    def check_need(self) -> None:
+        """Raise MemoryLimitError where no strategy can fit, with the number of devices that would do."""
+        need, candidate = self.least_need()
+        if need <= self.limit_bytes or candidate is None:
+            return
+        problem = self.memory_error(math.ceil(need), candidate)
+        for times in (2, 4, 8, 16, 32, 64, 128):
+            cluster = dataclasses.replace(self.cluster, nodes=times * self.cluster.nodes)
+            free = dict.fromkeys((*_AXES, "schedule", "chunks_per_stage"))
+            larger = dataclasses.replace(
+                self,
+                cluster=cluster,
+                choices=dataclasses.replace(self.choices, **free),
+                global_batch_size=times * 2**10,
+            )
+            if larger.least_need()[0] <= self.limit_bytes:
+                devices = f"; from about {cluster.num_devices} of these devices on it can fit"
+                raise MemoryLimitError(str(problem) + devices, problem.need_bytes, problem.stage_id)
+        raise problem
 
     def _zeros(self, data: int) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed divides the states of bfloat16 whatever the stage."""

@@ -1,7 +1,8 @@
 """Weight the losses of slices, so that their sum equals the result of `loss_fn` on the whole sequence.
 
 The weights are the numbers of valid labels (`mean_valid`) or of tokens (`mean`), or all one (`sum`), or the results of
-`loss_fn.slice_weight(labels)`.
+`loss_fn.slice_weight(labels)`. With `mean_of_step` `loss_fn` is a mean over valid labels as well, and the weights then
+count the labels of all micro-batches and data-parallel ranks alike.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def slice_weights(
 
     Args:
         labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
-        loss_reduction: how `loss_fn` reduces: `mean_valid` | `mean` | `sum`.
+        loss_reduction: how `loss_fn` reduces: `mean_valid` or `mean_of_step` | `mean` | `sum`.
         slice_weight: `loss_fn.slice_weight`, called with the labels of one slice; replaces `loss_reduction`. A slice's
             factor is its weight over the sum of all, which is right if `loss_fn` is a sum divided by that weight.
     """
@@ -80,6 +81,16 @@ def slice_counts(
 def counts_any(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> bool:
     """Return whether any label counts, whatever the reduction."""
     return sum(slice_counts(labels, plan, config.ignore_index, getattr(loss_fn, "slice_weight", None))) > 0.0
+
+
+def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: Any) -> float:
+    """Return how much the labels of a micro-batch count, all together."""
+    if labels is None or isinstance(labels, UncutLabels):
+        raise SliceLossError(
+            'terapipe.loss_reduction = "mean_of_step": labels without a sequence cannot be counted; set it to "mean"'
+        )
+    weight = getattr(loss_fn, "slice_weight", None)
+    return sum(slice_counts(labels, SlicePlan((labels.length,)), config.ignore_index, weight))
 
 
 class _ExactZero(torch.autograd.Function):

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
+import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
@@ -16,11 +18,12 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import SliceLossError, weights_of
+from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
+from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
@@ -88,7 +91,9 @@ class IncomingBatches:
         # every stage computes the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
-        micro_batches = [self._in_flight(d, shape, plan) for d, shape, plan in zip(drawn, shapes, plans, strict=True)]
+        scales = self._scales(drawn)
+        of_each = zip(drawn, shapes, plans, scales, strict=True)
+        micro_batches = [self._in_flight(*each) for each in of_each]
         self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         # the prediction holds for a step that runs as planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
@@ -103,7 +108,28 @@ class IncomingBatches:
         if problem is not None:
             raise TeraPipeConfigError(problem)
 
-    def _in_flight(self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan) -> MicroBatchInFlight:
+    def _scales(self, drawn: Sequence[DrawnMicroBatch]) -> list[float]:
+        """Return the factor of each micro-batch's mean loss: 1.0, unless the labels of a step weigh alike.
+
+        DeepSpeed takes the mean over micro-batches and replicas, so its divisor is in the factor. A collective over the
+        replicas of a stage with labels.
+        """
+        engine, replicas = self._engine, self._engine.grid.get_data_parallel_world_size()
+        if self._config.loss_reduction != "mean_of_step" or not all(each.labels is not None for each in drawn):
+            return [1.0] * len(drawn)
+        counts = [counts_of(each.labels, self._config, engine.module.loss_fn) for each in drawn]
+        divisors = engine.step_label_counts
+        if divisors is None:
+            total = torch.tensor(sum(counts), dtype=torch.float64, device=engine.device)
+            if replicas > 1:
+                torch_dist.all_reduce(total, group=engine.grid.get_data_parallel_group())
+            divisors = [float(total)] * len(drawn)
+        shares = zip(counts, divisors, strict=True)
+        return [count * len(drawn) * replicas / (divisor or 1.0) for count, divisor in shares]
+
+    def _in_flight(
+        self, drawn: DrawnMicroBatch, shape: MicroBatchShape, plan: SlicePlan, scale: float
+    ) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
         size, rank = self._sequence.size, self._sequence.rank
@@ -114,6 +140,7 @@ class IncomingBatches:
                 "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
                 "has no value; stock loss functions give NaN here)"
             )
+        weights = tuple(weight * scale for weight in weights) if scale != 1.0 else weights
         own = tuple(weight * size for weight in weights[rank::size])  # a mean over ranks must be a sum
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
 
@@ -124,7 +151,8 @@ class OpenBatch:
     def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
         self._stage, self._parts, self._intercept = stage, parts, intercept
         self._batch: BatchInFlight | None = None
-        self.is_observed = False  # the actions of the batch are traced or timed, or their operations counted
+        self.is_observed = False  # the actions of the batch are named, traced or timed, or their operations counted
+        self._names_ranges = False
         self._modes_run: set[bool] = set()  # a training (True) or an evaluation has run under the closer guard
 
     @property
@@ -142,26 +170,28 @@ class OpenBatch:
 
     @contextmanager
     def observed(self, action: Action) -> Iterator[None]:
-        """Trace, count or time `action`, if any observer needs it."""
+        """Name, trace, count or time `action`, if any observer needs it."""
         stage = self._stage
         counting = nullcontext() if stage.flops is None else stage.flops.around(action)
         timing = stage.own_time.around(action) if stage.own_time.is_on else nullcontext()
-        with stage.tracer.measure(action), counting, timing:
+        naming = named_range(action) if self._names_ranges else nullcontext()
+        with naming, stage.tracer.measure(action), counting, timing:
             yield
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         # each collaborator drops the previous batch and gets this one
-        self._set(batch)
         stage.deepspeed.open_batch()
+        self._set(batch)
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
         stage.own_time.open_batch(batch.training)
         listens = getattr(stage.tracer, "listens", True)
-        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens
+        self._names_ranges = names_ranges()
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens or self._names_ranges
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -199,7 +229,14 @@ class OpenBatch:
 
     def _set(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
-        self._stage.weights.open_batch(() if batch is None else batch.split)
+        if batch is None:
+            self._stage.weights.open_batch()
+        else:
+            groups = batch.weight_groups(self._stage.sequence.size)
+            # layers that run a second time would keep many times what a slice keeps
+            if self._stage.deepspeed.checkpoints:
+                groups = [group for group in groups if group <= batch.split]
+            self._stage.weights.open_batch(batch.split, groups)
         self._stage.results.begin(batch)
         if self._stage.offload is not None:
             self._stage.offload.open_batch(batch)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
+from deepspeed.runtime.utils import clip_grad_norm_
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
@@ -67,6 +68,8 @@ class TeraPipeEngine(ModelEndsEngine):
 
     reads_terapipe_section = True  # `compat.unread_section` reads it
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
+    # by micro-batch of the next batch, the labels that its loss is divided by under "mean_of_step"; None: counted here
+    step_label_counts: Sequence[float] | None = None
     _written: WrittenParameters | None = None  # in the first training batch, as the next one
     _outside: OutsideLayers | None = None
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
@@ -145,6 +148,10 @@ class TeraPipeEngine(ModelEndsEngine):
         """Compile as DeepSpeed does, if sequences are whole. Raises TeraPipeConfigError if they are cut."""
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
+
+    def autotp_size(self) -> int:
+        """Return 1: modules divide their layers over tensor-parallel ranks, and DeepSpeed must not do it again."""
+        return 1
 
     def slice_plan(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens; the engine keeps them per length.
@@ -352,9 +359,9 @@ class TeraPipeEngine(ModelEndsEngine):
     steps_per_print = steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once."""
+        """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once. Keep the norm."""
         with tied_copies_left_out(self.module):
-            super().clip_fp32_gradients()
+            self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
 
     # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
     #

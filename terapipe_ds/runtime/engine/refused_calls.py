@@ -12,6 +12,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.config.combinations import splits_backwards
+from terapipe_ds.messages import show_value
 
 
 def check_checkpointing(in_stock_order: bool) -> None:
@@ -39,6 +41,15 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
             "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
             'returns the list, and the others None. Or set reduce_output="avg"'
         )
+
+
+def problem_of_split(module: object, schedule: str) -> str | None:
+    """Return why the schedule may not split backwards, by the module's attribute of that name; None if it may."""
+    reason: str | None = getattr(module, "split_backwards_problem", None)
+    if reason is None or not splits_backwards(schedule):
+        return None
+    fix = 'give "auto", or a schedule that does not split backwards (seq1f1b)'
+    return f"terapipe.schedule = {show_value(schedule)}: {reason}, so that nothing is left for W; {fix}"
 
 
 def problem_of_device_waits(receives_on_device: bool) -> str | None:

@@ -24,7 +24,7 @@ def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortes
     return (
         f"{what} = {list(lengths)}: slices of {', '.join(dict.fromkeys(bad[:4]))} tokens are no multiples of "
         f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
-        "many ranks). Give multiples of it, or switch sequence parallelism off."
+        "many ranks, and fp8 divides them into blocks). Give multiples of it, or switch the two off."
     )
 
 

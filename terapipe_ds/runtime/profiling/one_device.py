@@ -139,5 +139,6 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
         is_last=is_last,
         loss_fn=job.loss_fn,
         weights=weights,
+        rows=int(job.inputs.shape[0]),
         of_hidden=LossOfHidden.of(module, weights) if is_last else None,
     )

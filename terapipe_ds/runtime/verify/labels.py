@@ -86,7 +86,7 @@ class LabelProbe:
         is_trained = torch.stack(ranks.exchange(is_trained)).any(0)
         # which kinds have a weight
         is_counted = torch.ones(num_kinds, dtype=torch.bool)
-        if weight is not None or config.loss_reduction == "mean_valid":
+        if weight is not None or config.loss_reduction in ("mean_valid", "mean_of_step"):
             counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config.ignore_index, weight)
             is_counted = torch.tensor(counts) > 0.0
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))

@@ -56,7 +56,7 @@ def test_defaults_are_those_of_the_documentation() -> None:
 
 def test_every_key() -> None:
     section = {
-        "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"slots": [4, 5, 3]},
+        "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"max_live_slices": 16},
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
         "offload_activations": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
@@ -271,6 +271,7 @@ def test_chunks_of_a_file_are_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "chunks", "good"),
     [
+        ("seq1f1b-interleaved-zb", 4, True),
         ("interleaved", 3, True), ("seq1f1b-interleaved", 1, True), ("zbv", 1, True), ("zbv", 2, True),
         ("chimera", 2, True), ("zbv", 3, False), ("seq1f1b", 2, False), ("chimera-seq", 4, False), ("auto", 2, True),
     ],
@@ -287,7 +288,8 @@ def test_chunks_that_a_schedule_takes(name: str, chunks: int, good: bool) -> Non
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("dapple", {}), ("zbv", {"slots": [4, 5, 3]}),
+        ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("dapple", {}), ("zbv", {"max_live_slices": 9}),
+        ("zbv", {"max_live_slices": "default"}), ("seq1f1b-interleaved-zb", {"max_live_slices": None}),
         ("auto", {}), ("seq1f1b", {}),
     ],
 )  # fmt: skip
@@ -306,9 +308,11 @@ def test_options_that_a_schedule_takes(name: str, options: dict[str, Any]) -> No
         ("dapple", {"warm_up": "B"}, "takes no option 'warm_up': leave it out; it takes policy"),
         ("dapple", {"forward_only": "B"}, "takes no option 'forward_only'"),
         ("seq1f1b", {"policy": "B"}, "takes no option 'policy': leave it out"),
-        ("zbv", {"slots": [4, 5]}, "slots is [4, 5]: give what F, B and W take"),
+        ("zbv", {"slots": "4"}, "takes no option 'slots': leave it out; it takes max_live_slices"),
+        ("zbv", {"max_live_slices": 1}, "max_live_slices is 1: a stage holds a whole micro-batch at once, 2 x 1 sl"),
+        ("zbv", {"max_live_slices": "all"}, "max_live_slices is 'all': give a number of slices, None for no limit"),
         ("auto", {"policy": "B"}, "with the name of one schedule, not with 'auto'"),
-        ("dapple", {"policy": 2}, "must be an object"),
+        ("dapple", {"policy": [2]}, "must be an object"),
         ("dapple", {1: "B"}, "must be an object"),
     ],
 )
@@ -326,7 +330,7 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("zero_optimization.cpu_offload_param", True, False),
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("compile.deepcompile", True, False),
-    ("tensor_parallel.autotp_size", 2, 1),
+    ("tensor_parallel", {"autotp_size": 2, "preset_model": "llama"}, {"autotp_size": 2}),
     ("expert_parallel.enabled", True, False),
     ("hybrid_engine.enabled", True, False),
     ("data_efficiency.data_routing.random_ltd.enabled", True, False),

@@ -210,7 +210,7 @@ def test_windows_count_the_token_itself_and_are_where_megatron_has_them(
 
 
 def test_all_problems_at_once() -> None:
-    with pytest.raises(MegatronConfigError, match=r"(?s)mtp_num_layers.*fp8.*tp_comm_overlap"):
+    with pytest.raises(MegatronConfigError, match=r"(?s)mtp_num_layers.*tp_comm_overlap.*fp8"):
         check_config(config(mtp_num_layers=1, fp8="hybrid", tp_comm_overlap=True))
 
 

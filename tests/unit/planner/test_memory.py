@@ -114,8 +114,8 @@ def test_the_last_part_saves_what_the_model_says(family: dict[str, Any], dtype: 
 
     with push_slice(middle_slice(store, layers, x)):
         kept = saved_bytes(run, (p for layer in layers for p in layer.parameters()), received=x)
-    options: dict[str, Any] = {"dtype": dtype, "micro_batch": ROWS, "fused_norm": False, "fused_loss": False}
-    model = MemoryModel.of_model(size, num_stages=2, layers_per_part=(0, 1), **options)
+    options: dict[str, Any] = {"dtype": dtype, "micro_batch": ROWS, "fused_norm": False}
+    model = MemoryModel.of_model(size, num_stages=2, layers_per_part=(0, 1), fused_loss=False, **options)
     assert model.slice_bytes(1, TOKENS, TOKENS) == pytest.approx(kept, rel=0.02)
 
 
@@ -295,6 +295,8 @@ PARTS = st.builds(PartMemory, *[RATES] * 7, st.integers(0, 300), st.none() | RAT
         dataclasses.replace,
         st.just(part),
         working_sent_bytes_per_token=st.integers(0, int(part.slice_bytes_per_token)),
+        joined_bytes_per_token=RATES,
+        joined_tokens=st.integers(0, 20),
     )
 )
 

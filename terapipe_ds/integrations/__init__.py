@@ -1,0 +1,1 @@
+"""Let training scripts of other libraries run over pipeline stages."""

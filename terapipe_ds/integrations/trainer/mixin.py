@@ -1,0 +1,303 @@
+"""Put the pipeline under `transformers.Trainer` and the trainers that are made of it.
+
+    class Mine(PipelineTrainerMixin, SomeTrainer): ...
+
+The Trainer's own loop draws the micro-batches of a step, calls callbacks, logs, evaluates and saves. The mixin replaces
+the places where the loop touches the model: forwards, the optimizer's parameters, gathering, saving.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Trainer
+
+from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
+from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, as_replica, count_replicas
+from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
+from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
+from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
+from terapipe_ds.models.hugging_face.refusals import SOURCE, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+
+
+class PipelineTrainerMixin(Trainer):
+    """Train over the stages that the DeepSpeed JSON names, in token slices. Put it before a Trainer's class.
+
+    `"pipeline": {"stages": N}` ("auto": all ranks) and an enabled `terapipe` section in `TrainingArguments(deepspeed=)`
+    switch it on; otherwise it does nothing. Losses, metrics, callbacks, schedules and saved files are those of the
+    Trainer. `trainer.model` keeps no weights.
+
+    Raises:
+        ModelRefusedError: on all ranks, for arguments and classes that stages cannot serve.
+    """
+
+    _stages: Stages | None = None
+    _reduce_logits: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = outer_arguments(args, kwargs)
+        config = enabled_config(given.get("args"))
+        if config is None:
+            super().__init__(*args, **kwargs)
+            return
+        check_arguments(type(self), PipelineTrainerMixin, given)
+        self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
+        if isinstance(given.get("model"), str | os.PathLike):
+            args, kwargs = (), self._with_skeleton(given)
+        super().__init__(*args, **kwargs)
+        with refused_on_all_ranks():
+            check_trainer(self, PipelineTrainerMixin)
+
+    def _with_skeleton(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with a skeleton in place of a name: each stage will read its own weights."""
+        options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
+        with refused_on_all_ranks():
+            if is_sft(type(self)):
+                options = {"dtype": "float32"} | options  # as TRL reads a model
+            model = skeleton(given["model"], **options)
+            if is_sft(type(self)) and given.get("processing_class") is None:
+                given["processing_class"] = AutoTokenizer.from_pretrained(getattr(model, SOURCE))
+        return given | {"model": model}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Build the stages of the model that Trainer has by now, and an accelerator that counts replicas."""
+        stages = self._stages
+        if stages is None:
+            super().create_accelerator_and_postprocess()
+            return
+        # keys of the section that follow from the arguments
+        if getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing:
+            stages.section.setdefault("recompute", "full")
+        if getattr(self, "padding_free", False):  # TRL's collator then joins texts in rows
+            stages.section.setdefault("documents", "position_ids")
+        # what the loss of the Trainer's class is
+        smoothing, sft = self.args.label_smoothing_factor, is_sft(type(self))
+        is_dft = sft and self.args.loss_type == "dft"
+        loss = TokenLoss(0.0 if is_dft else smoothing, is_dft, keeps_sums=sft) if sft or smoothing else None
+        stages.build_module(self.model, loss, self.args.seed)
+        leave_no_weights(self.model)
+        # from here on Trainer and Accelerator count replicas
+        count_replicas(self.args, stages)
+        self._renew_config()
+        super().create_accelerator_and_postprocess()
+        PipelineAccelerator.adopt(self.accelerator, stages, self._start_engine)
+
+    def _renew_config(self) -> None:
+        """Give DeepSpeed's config its open values again: each training run fills them anew."""
+        assert self._stages is not None
+        plugin, filled = self.args.deepspeed_plugin, self._stages.new_config(self.args)
+        self.args.hf_deepspeed_config = plugin.hf_ds_config = filled
+        plugin.deepspeed_config = filled.config
+
+    # -- the engine, its optimizer and schedulers ---------------------------------------------------------------------
+
+    def _start_engine(self, optimizer: Any = None) -> None:
+        """Build the engine if there is none yet, with `optimizer` or the one that the arguments name."""
+        assert self._stages is not None
+        if self._stages.engine is not None:
+            return
+        accepts_counts = self.model_accepts_loss_kwargs
+        self._stages.section.setdefault("loss_reduction", "mean_of_step" if accepts_counts else "mean_valid")
+        # the number of steps only matters to a scheduler, which is made later
+        filled = self._stages.new_config(self.args)
+        filled.trainer_config_finalize(self.args, self.model, 1)
+        if "optimizer" in filled.config:
+            optimizer = None
+        elif not isinstance(optimizer, torch.optim.Optimizer):
+            optimizer = self.create_optimizer()
+        self._stages.start(filled.config, optimizer)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stages is not None:
+            self._renew_config()
+            self._waiting.clear()
+        return super()._inner_training_loop(*args, **kwargs)
+
+    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return the model itself: the accelerator then prepares it, which gives the engine."""
+        return super()._wrap_model(model, *args, **kwargs) if self._stages is None else self.model
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
+        stages = self._stages
+        if stages is None:
+            return super().create_optimizer(*args, **kwargs)
+        if stages.engine is not None:  # another training run goes on with its state
+            self.optimizer = DeepSpeedOptimizerWrapper(stages.engine.optimizer)
+            return self.optimizer
+        stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        with _replaced(self, "model", _OfStage(stages.module, self.model)):
+            return super().create_optimizer()
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names in the whole model."""
+        names = super().get_decay_parameter_names(model.whole if isinstance(model, _OfStage) else model)
+        return [name.removeprefix(IN_PEFT) for name in names] if isinstance(model, _OfStage) else names
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        if self._stages is None:
+            return super()._get_dataloader(*args, **kwargs)
+        with as_replica(self.args, self._stages):
+            return super()._get_dataloader(*args, **kwargs)
+
+    def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
+        """Count the operations of a batch once per replica, on its first stage."""
+        is_counted = self._stages is None or self._stages.is_first
+        return super().floating_point_ops(inputs) if is_counted else 0
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
+        if self._stages is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        batches, counts = zip(*self._waiting, strict=True)
+        self._waiting.clear()
+        self.model.train()
+        label_counts = None if counts[0] is None else [float(count) for count in counts]
+        loss, sums = self._stages.train(batches, label_counts)
+        for index, batch in enumerate(batches):
+            self._note_metrics("train", batch, sums, index)
+        return loss.to(self.args.device)
+
+    def _note_metrics(self, mode: str, batch: Mapping[str, Any], sums: Sums, index: int) -> None:
+        """Add what TRL logs of a micro-batch, from the sums of the stage that computed its loss."""
+        if not is_sft(type(self)):
+            return
+        own = torch.tensor(sums.get(index, [0.0, 0.0, 0.0]), dtype=torch.float64, device=self.args.device)
+        entropy, correct, valid = self.accelerator.gather(own[None]).sum(0).tolist()
+        self._metrics[mode]["entropy"].append(entropy / valid if valid else 0.0)
+        self._metrics[mode]["mean_token_accuracy"].append(correct / valid if valid else 0.0)
+        if mode == "train":
+            mask = batch.get("attention_mask")
+            tokens = batch["position_ids"].size(1) if mask is None else int(mask.sum())
+            tokens = torch.tensor([tokens], device=self.args.device)
+            self._total_train_tokens += int(self.accelerator.gather(tokens).sum())
+        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
+        if self._stages is None:
+            return super().evaluation_loop(*args, **kwargs)
+        if self._stages.engine is None:
+            start = time.time()
+            self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
+            self.model_preparation_time = round(time.time() - start, 4)
+        self._reduce_logits = self.preprocess_logits_for_metrics
+        with _replaced(self, "preprocess_logits_for_metrics", None):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, logits and labels of a batch, with the logits preprocessed."""
+        if self._stages is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
+        inputs = self._prepare_inputs(inputs)
+        labels = inputs.get("labels")
+
+        def reduce(logits: Tensor) -> Any:
+            return logits if self._reduce_logits is None else self._reduce_logits(logits, labels)
+
+        wanted = None if prediction_loss_only else reduce
+        count = None if labels is None else self._labels_of(inputs)
+        loss, logits, sums = self._stages.evaluate(inputs, count, labels is not None, wanted)
+        self._note_metrics("eval", inputs, sums, 0)
+        loss = None if loss is None else loss.to(self.args.device)
+        if prediction_loss_only:
+            return loss, None, None
+        return loss, _on_device(logits, self.args.device), labels
+
+    def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
+        """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
+        assert self._stages is not None
+        if not self.model_accepts_loss_kwargs:
+            return None
+        counts_of_all = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
+        if counts_of_all and not is_sft(type(self)):
+            return float(self._get_num_items_in_batch([inputs], self.args.device))
+        shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+        return float(shifted.ne(IGNORED).sum()) * self._stages.replicas
+
+    # -- files --------------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the weights of all stages, the config, the tokenizer and the arguments. All ranks call it."""
+        if self._stages is None:
+            super().save_model(output_dir, _internal_call)
+            return
+        self._start_engine()
+        engine, module = self._stages.engine, self._stages.module
+        assert engine is not None
+        # Trainer may have changed both configs since the module was built
+        model = getattr(self.model, "get_base_model", lambda: self.model)()
+        module.config = model.config
+        module.blueprint.outline.model.generation_config = model.generation_config
+        folder = self.args.output_dir if output_dir is None else output_dir
+        save_pretrained(engine, folder)
+        if self.args.should_save:
+            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if processing is not None:
+                processing.save_pretrained(folder)
+            with as_rank(self.args):  # a pickle names the class that the user made
+                torch.save(self.args, os.path.join(folder, "training_args.bin"))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self._stages is None:
+            super()._save_rng_state(output_dir)
+            return
+        with as_rank(self.args):
+            super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if self._stages is None:
+            super()._load_rng_state(checkpoint)
+            return
+        with as_rank(self.args):
+            super()._load_rng_state(checkpoint)
+
+
+class PipelineTrainer(PipelineTrainerMixin, Trainer):
+    """Be `transformers.Trainer` over pipeline stages."""
+
+
+class _OfStage:
+    """Show Trainer the parameters of a stage under their names in the whole model."""
+
+    def __init__(self, module: HuggingFaceModule, whole: nn.Module) -> None:
+        self._module, self.whole = module, whole
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        names = self._module.checkpoint_names()
+        return ((names.get(name, name), parameter) for name, parameter in self._module.named_parameters())
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+def _on_device(values: Any, device: torch.device) -> Any:
+    if isinstance(values, Tensor):
+        return values.to(device)
+    return type(values)(_on_device(each, device) for each in values) if isinstance(values, tuple | list) else values

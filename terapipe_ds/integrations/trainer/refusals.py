@@ -1,0 +1,181 @@
+"""Refuse by name the arguments and classes of Trainers that pipeline stages cannot serve."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from transformers import Trainer, TrainingArguments
+
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
+
+_WHOLE = "needs the whole model on one rank"
+# Attributes of the arguments that are set, and why stages cannot serve them.
+_REFUSED_ARGS = {
+    "neftune_noise_alpha": "NEFTune draws noise for whole sequences in a hook on the embedding: leave it out",
+    "use_liger_kernel": "Liger replaces the model's forward, which stages do not call: leave it out",
+    "torch_compile": 'set "compile": true in the terapipe section, which compiles the layers of each stage',
+    "auto_find_batch_size": "an error of memory on one stage would leave the others waiting: give the size",
+    "fp16_full_eval": "the engine evaluates in the precision that it trains in: set fp16 or bf16 in DeepSpeed's config",
+    "bf16_full_eval": "the engine evaluates in the precision that it trains in: set fp16 or bf16 in DeepSpeed's config",
+    "predict_with_generate": f"generation {_WHOLE}: save the model, load it and generate",
+    "eval_use_gather_object": "objects would be gathered from all stages, which have the same data: leave it out",
+    "activation_offloading": 'set "offload_activations": true in the terapipe section',
+    "parallelism_config": "DeepSpeed's config describes the ranks: leave it out",
+    "torch_empty_cache_steps": "the engine owns its memory within a step: leave it out",
+    "debug": f"it {_WHOLE}: leave it out, and set check_finite in the terapipe section",
+}
+_REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")
+_REFUSED_GIVEN = {
+    "compute_loss_func": "stages compute the loss of the Trainer's class in slices: pass a loss_fn to "
+    "terapipe_ds.from_pretrained and train without Trainer",
+    "model_init": "stages are cut once: pass model=",
+    "quantization_config": "weights are not trained quantized: leave it out",
+}
+_NEW = (
+    "_with_skeleton",
+    "_start_engine",
+    "_renew_config",
+    "_note_metrics",
+    "_labels_of",
+)  # methods of the mixin that no Trainer has
+_PAIRS = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
+# What the mixin does itself, so that a class below it may only hand the call on.
+_REPLACED = ("compute_loss", "training_step", "prediction_step")
+
+
+def is_sft(kind: type) -> bool:
+    """Return whether the class is TRL's SFTTrainer, or made of it."""
+    return any((base.__module__, base.__name__) == ("trl.trainer.sft_trainer", "SFTTrainer") for base in kind.__mro__)
+
+
+def outer_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Trainer's arguments by name; every Trainer takes the model and its arguments first."""
+    return dict(zip(("model", "args"), args, strict=False)) | dict(kwargs)
+
+
+def check_arguments(kind: type, mixin: type, given: Mapping[str, Any]) -> None:
+    """Raise ModelRefusedError for arguments or a class of Trainer that stages cannot serve. A collective.
+
+    `mixin` is the class that gives the Trainer its stages.
+    """
+    args: TrainingArguments = given["args"]
+    if not torch_dist.is_initialized():
+        raise ModelRefusedError(
+            "the ranks are not connected: start the script with the deepspeed launcher or torchrun, and on CPUs set "
+            "TrainingArguments(use_cpu=True)"
+        )
+    with refused_on_all_ranks():
+        problems = [*_of_class(kind, mixin), *_of_args(args), *_of_given(given)]
+        if problems:
+            raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
+
+
+def _of_class(kind: type, mixin: type) -> list[str]:
+    problems = [
+        f"{base.__name__} compares whole sequences in its loss, and slices of pairs are not served"
+        for base in kind.__mro__
+        if base.__name__.endswith("Trainer") and base.__name__.removesuffix("Trainer") in _PAIRS
+    ]
+    overrides = [name for name, value in vars(mixin).items() if inspect.isfunction(value) and name not in _NEW]
+    missing = [name for name in overrides if not hasattr(Trainer, name)]
+    if missing:
+        problems.append(
+            f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
+        )
+    return problems
+
+
+def _of_args(args: TrainingArguments) -> list[str]:
+    problems = [f"{name}: {why}" for name, why in _REFUSED_ARGS.items() if getattr(args, name, None)]
+    if not args.average_tokens_across_devices:
+        problems.append("average_tokens_across_devices=False: the labels of a step weigh alike; leave it out")
+    if any(name in str(args.optim) for name in _REFUSED_OPTIMIZERS):
+        problems.append(f"optim={args.optim}: it {_WHOLE}; give adamw_torch or another one of torch")
+    if args.accelerator_config.dispatch_batches:
+        problems.append("dispatch_batches: rank 0 would divide batches among stages; leave it out")
+    options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
+    unserved = sorted(set(options) - {"use_reentrant"})
+    if unserved:
+        problems.append(f'gradient_checkpointing_kwargs {unserved}: set "recompute" in the terapipe section')
+    return problems
+
+
+def _of_given(given: Mapping[str, Any]) -> list[str]:
+    problems = [f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None]
+    if any(each is not None for each in given.get("optimizers") or ()):
+        problems.append(
+            "optimizers: they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an "
+            "optimizer in DeepSpeed's config"
+        )
+    return problems
+
+
+def check_trainer(trainer: Trainer, mixin: type) -> None:
+    """Raise ModelRefusedError for what shows only in a Trainer that is built."""
+    problems = [_problem_of_method(trainer, mixin, name) for name in _REPLACED]
+    if getattr(trainer, "aux_loss_enabled", False):
+        problems.append(
+            "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
+        )
+    if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
+        problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
+    told = [problem for problem in problems if problem]
+    if told:
+        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(told)}")
+
+
+def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
+    """Return why stages cannot replace a method: a class overrides it, and does not only call the one that it has.
+
+    The method runs once on a probe, with the last one in its place, which shows whether it hands the call on.
+    """
+    below = [base for base in type(trainer).__mro__ if base is not mixin and name in vars(base)]
+    stock = next(base for base in below if base is Trainer or is_sft_itself(base))
+    own = [base for base in below[: below.index(stock)] if not issubclass(base, mixin)]
+    if not own:
+        return None
+    ids = torch.tensor([[1, 2]])
+    inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+    seen: list[Mapping[str, Any]] = []
+    result = torch.zeros(()) if name != "prediction_step" else (torch.zeros(()), torch.zeros(()), torch.zeros(()))
+
+    def last(_: Trainer, model: Any, given: Mapping[str, Any], *__: Any, **___: Any) -> Any:
+        seen.append(given)
+        return result
+
+    further: tuple[Any, ...] = (True,) if name == "prediction_step" else ()
+    try:
+        call = functools.partial(getattr(own[0], name), trainer, trainer.model, inputs, *further)
+        returned = _with_method(stock, name, last, call)
+    except Exception as error:
+        return f"{own[0].__name__}.{name} is its own ({type(error).__name__}: {error})"
+    handed_on = len(seen) == 1 and seen[0].get("input_ids") is ids and _first(returned) is _first(result)
+    if handed_on:
+        return None
+    return (
+        f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
+        "loss_fn to terapipe_ds.from_pretrained and train without Trainer"
+    )
+
+
+def is_sft_itself(kind: type) -> bool:
+    """Return whether the class is TRL's SFTTrainer, and not made of it."""
+    return (kind.__module__, kind.__name__) == ("trl.trainer.sft_trainer", "SFTTrainer")
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _with_method(kind: type, name: str, method: Callable[..., Any], act: Callable[[], Any]) -> Any:
+    original = vars(kind)[name]
+    setattr(kind, name, method)
+    try:
+        return act()
+    finally:
+        setattr(kind, name, original)

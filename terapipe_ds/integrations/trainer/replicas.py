@@ -1,0 +1,113 @@
+"""Let accelerate and Trainer count replicas of the model, not ranks: the stages of a pipeline get the same data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils import DummyOptim, DummyScheduler
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accelerate.utils.operations import recursively_apply
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+from transformers import TrainingArguments
+
+from terapipe_ds.integrations.trainer.stages import Stages
+
+
+class PipelineAccelerator(Accelerator):
+    """Shard data over replicas, gather from them, and prepare the pipeline's engine in place of a model."""
+
+    stages: Stages
+    start: Callable[[Any], None]
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, stages: Stages, start: Callable[[Any], None]) -> None:
+        """Turn Trainer's accelerator into one of a pipeline. `start` builds the engine, given the optimizer."""
+        accelerator.__class__ = cls
+        accelerator.stages, accelerator.start = stages, start
+        if accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
+            accelerator.dataloader_config.dispatch_batches = False
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget what was prepared, but keep the engine, which another training run goes on with."""
+        self.deepspeed_engine_wrapped = None
+        return super().free_memory(*objects)
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of replicas."""
+        return self.stages.replicas
+
+    @property
+    def process_index(self) -> int:
+        """Return the replica that this rank is a stage of."""
+        return self.stages.replica
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all replicas, concatenated."""
+        return recursively_apply(self.stages.gathered, tensor, error_on_other_type=True)
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare loaders as Accelerate does; return the engine for a model, and its optimizer and scheduler."""
+        optimizers = [each for each in args if isinstance(each, Optimizer | DummyOptim)]
+        return tuple(self._prepared(each, next(iter(optimizers), None)) for each in args)
+
+    def _prepared(self, item: Any, optimizer: Any) -> Any:
+        if isinstance(item, DataLoader):
+            return self._prepare_one(item, first_pass=True)
+        if isinstance(item, nn.Module):
+            self.start(optimizer)
+            self.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(self.stages.engine)
+            self._models.append(self.stages.engine)
+            return self.stages.engine
+        if isinstance(item, Optimizer | DummyOptim):
+            assert self.stages.engine is not None
+            self._optimizers.append(DeepSpeedOptimizerWrapper(self.stages.engine.optimizer))
+            return self._optimizers[-1]
+        if isinstance(item, DummyScheduler):
+            config = self.state.deepspeed_plugin.hf_ds_config.config
+            if "scheduler" not in config:
+                return None  # Trainer makes its own, as without DeepSpeed
+            self._schedulers.append(DeepSpeedSchedulerWrapper(self.stages.own_scheduler(config), self._optimizers[-1]))
+            return self._schedulers[-1]
+        return item
+
+
+def count_replicas(args: TrainingArguments, stages: Stages) -> None:
+    """Let `args` count replicas as their processes.
+
+    `process_index` stays the rank, which decides who writes files; within `as_replica` it is the replica.
+    """
+    base: Any = type(args)
+    names = {
+        "world_size": property(lambda self: stages.replicas),
+        "process_index": property(lambda self: vars(self).get("_replica", base.process_index.fget(self))),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "counted_class": base,
+    }
+    args.__class__ = type(base.__name__, (base,), names)
+
+
+@contextlib.contextmanager
+def as_replica(args: TrainingArguments, stages: Stages) -> Iterator[None]:
+    """Let `args` give the replica as their process index, for samplers and loaders."""
+    vars(args)["_replica"] = stages.replica
+    try:
+        yield
+    finally:
+        del vars(args)["_replica"]
+
+
+@contextlib.contextmanager
+def as_rank(args: TrainingArguments) -> Iterator[None]:
+    """Let `args` count ranks again, whose random numbers differ."""
+    counted, args.__class__ = type(args), args.counted_class
+    try:
+        yield
+    finally:
+        args.__class__ = counted

@@ -1,0 +1,210 @@
+"""Build and run the pipeline behind a Trainer: DeepSpeed's config, the module of this rank's stage, and the engine."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as torch_dist
+from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from deepspeed.runtime import lr_schedules
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+from terapipe_ds.compat.unread_section import is_enabled
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.wrong_keys import refuse_misspelt_section
+from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
+from terapipe_ds.models.hugging_face import HuggingFaceModule, from_pretrained
+from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.register import lay_out, register
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+
+def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
+    """Return a copy of DeepSpeed's config that `args` name; None unless it has an enabled `terapipe` section."""
+    source = getattr(args, "deepspeed", None)
+    if source is None:  # `accelerate launch` names a config in its environment
+        source = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None)
+    if source is None:
+        return None
+    raw = HfDeepSpeedConfig(source).config
+    refuse_misspelt_section(raw)
+    return dict(raw) if is_enabled(raw) else None
+
+
+class Stages:
+    """Hold the pipeline of a Trainer.
+
+    Ranks with one `replica` are the stages of one pipeline and get the same data. All ranks call all methods.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        register()
+        deepspeed.init_distributed(dist_backend=torch_dist.get_backend(), verbose=False)
+        self._raw, world = raw, torch_dist.get_world_size()
+        self.section = dict(raw["terapipe"])
+        planned = TeraPipeConfig.from_deepspeed({"terapipe": self.section} | _named(raw, "strategy")).planned
+        count = raw.get("pipeline", {}).get("stages", "auto") if planned is None else planned.grid["pipe"]
+        count = world if count == "auto" else count
+        if not isinstance(count, int) or count < 1 or world % count:
+            raise TeraPipeConfigError(
+                f'pipeline.stages = {count!r}: give a number of stages that divides the {world} ranks, or "auto" for '
+                "as many stages as ranks"
+            )
+        self.replicas = world // count
+        self._topology = PipeDataParallelTopology(num_pp=count, num_dp=self.replicas)
+        place = self._topology.get_coord(torch_dist.get_rank())
+        self.replica: int = place.data
+        self.is_first: bool = place.pipe == 0
+        self.engine: TeraPipeEngine | None = None
+
+    def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:
+        """Cut the model into stages; this rank keeps the weights of its own stage."""
+        self._loss = loss
+        with torch.random.fork_rng([]):  # samplers draw as if no module had been built
+            # recomputation is a key of the section
+            options: dict[str, Any] = {"activation_checkpoint_interval": 0}
+            self.module: HuggingFaceModule = from_pretrained(
+                model, topology=self._topology, loss_fn=loss, seed=seed, **options
+            )
+
+    # -- DeepSpeed's config -------------------------------------------------------------------------------------------
+
+    def new_config(self, args: TrainingArguments) -> HfTrainerDeepSpeedConfig:
+        """Return the config with the values of `args` in place of "auto"; those of a training run are still open.
+
+        `args` count data-parallel ranks as their processes.
+        """
+        raw = copy.deepcopy(dict(self._raw))
+        # a size that the JSON leaves out is the one of the arguments, not DeepSpeed's default
+        for name in _SIZES:
+            raw.setdefault(name, "auto")
+        for name in ("bf16", "fp16"):
+            raw.setdefault(name, {"enabled": "auto"})
+        filled = HfTrainerDeepSpeedConfig(raw)
+        filled.trainer_config_process(args)
+        config = filled.config
+        if config["gradient_clipping"] == 0:  # no clipping, and the norm is still computed
+            config["gradient_clipping"] = math.inf
+        config["terapipe"] = self.section
+        config["steps_per_print"] = math.inf
+        config.setdefault("zero_optimization", {"stage": 0})
+        return filled
+
+    def start(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Build the engine. Without `optimizer` the config has one. Schedulers come with each training run."""
+        config = {key: value for key, value in config.items() if key != "scheduler"}
+        self.lay_out(config)
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
+        self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
+        if self._loss is not None:
+            self._loss.store = self.engine.slice_store
+
+    def lay_out(self, config: Mapping[str, Any]) -> None:
+        """Bring the layers to the stages that hold them, before an optimizer lists their parameters."""
+        if self.engine is None:
+            lay_out(self.module, {key: value for key, value in config.items() if key != "scheduler"})
+
+    def own_scheduler(self, config: Mapping[str, Any]) -> Any:
+        """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
+        assert self.engine is not None
+        name, options = config["scheduler"]["type"], config["scheduler"].get("params", {})
+        owner = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
+        self.engine.lr_scheduler = getattr(owner, name)(self.engine.optimizer, **options)
+        return self.engine.lr_scheduler
+
+    # -- batches ------------------------------------------------------------------------------------------------------
+
+    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None) -> tuple[Tensor, Sums]:
+        """Take one optimizer step on the micro-batches of this replica; return the loss, the same on all ranks.
+
+        `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels.
+        """
+        engine = self.engine
+        assert engine is not None
+        engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
+        engine.step_label_counts = label_counts
+        loss = engine.train_batch(iter(batches))
+        return loss.detach().float().reshape(()), self._sums()
+
+    def evaluate(
+        self, batch: Any, label_count: float | None, with_loss: bool, reduce_logits: Callable[[Tensor], Any] | None
+    ) -> tuple[Tensor | None, Any, Sums]:
+        """Evaluate a batch of this replica; return its loss, and what `reduce_logits` makes of its logits.
+
+        The last stage reduces the logits before they travel to the other stages.
+        """
+        engine = self.engine
+        assert engine is not None
+        engine.step_label_counts = None if label_count is None else [label_count]
+        reduction = "avg" if engine.monitor.enabled and with_loss else None
+        result, logits = engine.eval_batch(
+            iter([batch]),
+            return_logits=True,
+            compute_loss=with_loss,
+            reduce_output=reduction,
+            bcast_loss=False,
+            num_micro_batches=1,
+        )
+        found = None
+        if engine.is_last_stage():
+            loss = result[0] if isinstance(result, list) else result
+            logits = logits if with_loss else loss
+            reduced = None if reduce_logits is None else reduce_logits(logits)
+            found = loss.detach().float().cpu().reshape(()) if with_loss else None, _on_host(reduced)
+        loss, reduced = next(each for each in gather(found, self._pipe_group()) if each is not None)
+        return loss, reduced, self._sums()
+
+    def _sums(self) -> Sums:
+        if self._loss is None:
+            return {}
+        every = gather(self._loss.take_sums(), self._pipe_group())  # copies of the last part are on several stages
+        return {index: sums for of_stage in every for index, sums in of_stage.items()}
+
+    def _pipe_group(self) -> Any:
+        return self.module.mpu().get_pipe_parallel_group()
+
+    def gathered(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all replicas, one after the other."""
+        if self.replicas == 1:
+            return tensor
+        own = (tensor[None] if tensor.dim() == 0 else tensor).contiguous()
+        all_of_them = [torch.empty_like(own) for _ in range(self.replicas)]
+        torch_dist.all_gather(all_of_them, own, group=self.module.mpu().get_data_parallel_group())
+        return torch.cat(all_of_them)
+
+
+def leave_no_weights(model: nn.Module) -> None:
+    """Drop the weights of a model whose stages have them; a forward on it is an error from now on."""
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError(
+            "the model of this Trainer has no weights: they are on the pipeline's stages. Call trainer.evaluate() or "
+            "trainer.predict(), or save with trainer.save_model(folder) and load the folder"
+        )
+
+    model.to_empty(device="meta")
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel):
+            module.tie_weights()  # so that Trainer counts tied weights once
+            module.register_forward_pre_hook(refuse, with_kwargs=True)
+
+
+def _on_host(values: Any) -> Any:
+    if isinstance(values, Tensor):
+        return values.detach().cpu()
+    return type(values)(map(_on_host, values)) if isinstance(values, tuple | list) else values
+
+
+def _named(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
+    return {key: raw[key]} if key in raw else {}

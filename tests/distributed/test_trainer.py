@@ -1,0 +1,148 @@
+"""Test that Trainer over stages gives what Trainer gives in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
+
+from tests.distributed.harness import rank_pool
+from tests.distributed.trainer_classes import refusals_of_classes, without_section
+from tests.distributed.trainer_jobs import (
+    PipelineTrainer,
+    Trainer,
+    compare,
+    differences,
+    mean_of_step,
+    play_alone,
+    refusal,
+    sharded_by_rank,
+)
+
+EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
+SAVE = {"save_strategy": "steps", "save_steps": 4}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "exact": {"fp64": True},
+    "exact, with Adam of DeepSpeed's config": {
+        "fp64": True,
+        "args": {"weight_decay": 0.0},
+        "ds": {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto",
+                                                         "weight_decay": "auto", "torch_adam": True}},
+               "gradient_clipping": "auto", "train_batch_size": 6},
+    },
+    "clipped": {"args": {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "warmup_steps": 2}},
+    "evaluated and saved": {
+        "args": {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1,
+                 "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_on_start": True},
+        "metrics": "logits",
+        "phases": ["evaluate", "train", "predict", "save"],
+    },
+    "resumed": {"args": {**SAVE, "max_steps": 6}, "fp64": True, "phases": ["train", "resume"]},
+    "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
+    "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}},
+    "by length": {"args": {"train_sampling_strategy": "group_by_length"}},
+    "stream": {"args": {"max_steps": 5}, "iterable": True},
+    "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
+    "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
+    "recomputed": {"args": {"gradient_checkpointing": True}},
+    "zbv": {"section": {"schedule": "zbv"}, "fp64": True},
+    "interleaved": {"section": {"schedule": "interleaved", "chunks_per_stage": 2}, "fp64": True},
+    "planned": {"section": {"schedule": "auto", "slices": "auto", "verify": "first_batch"}},
+    "trained twice": {"phases": ["train", "train"], "fp64": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
+    setting = SETTINGS[name]
+    found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
+    limit = 1e-12 if setting.get("fp64") else 1e-6
+    assert found["weights"] <= (limit if setting.get("fp64") else 1e-4), found
+    for key in ("logs", "results", "best"):
+        assert found[key] <= 1e-6, (key, found)
+    assert found["predictions"] <= 1e-5
+    assert not found["events"] and not found["files"] and not found["missing"] and found["ranks"], found
+
+
+SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto",
+                                                 "warmup_num_steps": "auto", "total_num_steps": "auto"}}  # fmt: skip
+SIZES = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "scheduler": {"ds": {"scheduler": SCHEDULER, **SIZES}, "args": {"warmup_steps": 3}},
+    "bf16": {"ds": {"zero_optimization": {"stage": 1}, **SIZES}, "args": {"bf16": True}},
+}
+
+
+@pytest.mark.parametrize("name", UNDER_DEEPSPEED)
+def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
+    given = UNDER_DEEPSPEED[name]
+    stock = rank_pool(1).run(play_alone, given=given, folder=str(tmp_path / "one"), kind=Trainer)[0]
+    found = rank_pool(2).run(play_alone, given=given, folder=str(tmp_path / "two"), kind=PipelineTrainer)[0]
+    for log in (log for run in (stock, found) for log in run["logs"]):
+        log.pop("grad_norm", None)  # DeepSpeed alone does not keep it in fp32
+    limit = 1e-2 if name == "bf16" else 1e-6
+    differ = differences(stock, found)
+    assert differ["logs"] <= limit and differ["results"] <= limit, differ
+    assert name == "bf16" or differ["weights"] <= 1e-4
+
+
+def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
+    """One process accumulates over the micro-batches of both replicas."""
+    setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}
+    found = rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0]
+    assert found["weights"] <= 1e-4 and found["logs"] <= 1e-6 and not found["events"] and found["ranks"], found
+
+
+def test_labels_of_a_step_weigh_alike_without_trainer() -> None:
+    for errors in rank_pool(4).run(mean_of_step):
+        assert max(errors) <= 1e-10
+
+
+def test_sabotage_is_seen(tmp_path: Path) -> None:
+    """A mean of means trains other weights, and stages with data of their own are an error."""
+    means = {"fp64": True, "section": {"loss_reduction": "mean_valid"}}
+    found = rank_pool(2).run(compare, given=means, folder=str(tmp_path / "means"))[0]
+    assert found["weights"] > 1e-3 and found["logs"] > 1e-4
+    for text in rank_pool(2).run(sharded_by_rank, folder=str(tmp_path / "shards")):
+        assert "the stages of a pipeline disagree on the token ids" in text
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "neftune_noise_alpha: NEFTune": {"args": {"neftune_noise_alpha": 5}},
+    "auto_find_batch_size: an error": {"args": {"auto_find_batch_size": True}},
+    "average_tokens_across_devices=False": {"args": {"average_tokens_across_devices": False}},
+    "torch_compile: set": {"args": {"torch_compile": True}},
+    "bf16_full_eval: the engine": {"args": {"bf16_full_eval": True}},
+    "pipeline.stages = 3": {"ds": {"pipeline": {"stages": 3}}},
+    "did you mean terapipe.slices": {"section": {"slicess": 2}},
+}
+
+
+def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
+    for text, setting in REFUSED.items():
+        for told in rank_pool(2).run(refusal, given=setting, folder=str(tmp_path)):
+            assert text in told
+
+
+def test_classes_that_only_delegate_are_taken(tmp_path: Path) -> None:
+    for delegating, own_loss, own_step, pairs in rank_pool(2).run(refusals_of_classes, folder=str(tmp_path)):
+        assert delegating == ""
+        assert "OwnLoss.compute_loss is its own, and stages run Trainer's in slices" in own_loss
+        assert "OwnStep.training_step is its own" in own_step
+        assert "DPOTrainer compares whole sequences in its loss" in pairs
+
+
+def test_without_a_section_the_mixin_does_nothing(tmp_path: Path) -> None:
+    assert rank_pool(2).run(without_section, folder=str(tmp_path)) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("given", ["compute_loss_func", "model_init", "optimizers"])
+def test_objects_are_refused_by_name(given: str, tmp_path: Path) -> None:
+    value = (print, None) if given == "optimizers" else print
+    for told in rank_pool(2).run(refusal, given={}, folder=str(tmp_path), **{given: value}):
+        assert f"pipeline stages cannot serve this PipelineTrainer: {given}: " in told

@@ -1,0 +1,356 @@
+"""Train with transformers' Trainer in one process, and over stages; compare. Runs inside the ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+from accelerate.state import AcceleratorState
+from torch.utils.data import IterableDataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+import terapipe_ds
+from terapipe_ds.integrations.trainer import PipelineTrainer
+from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator
+from terapipe_ds.integrations.trainer.stages import Stages
+from terapipe_ds.models.hugging_face.refusals import gathered
+from tests.distributed import engines
+from tests.unit.models.hugging_face.sliced_model import in_fp64
+
+ROWS, LENGTH, VOCABULARY = 22, 16, 48
+_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+_TIMES = ("runtime", "per_second", "preparation_time")
+_EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
+
+
+def model_of(setting: Mapping[str, Any], seed: int = 3) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
+    options = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **setting["model"]}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **options))
+    return model.double() if setting["fp64"] else model
+
+
+def rows_of(number: int = ROWS) -> list[dict[str, list[int]]]:
+    """Return texts of different lengths; some tokens of each are no labels."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for _ in range(number):
+        length = int(torch.randint(5, LENGTH + 1, (1,), generator=generator))
+        ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
+        prompt = int(torch.randint(0, length - 2, (1,), generator=generator))
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return rows
+
+
+def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    def padded(name: str, value: int) -> torch.Tensor:
+        return torch.tensor([row[name] + [value] * (LENGTH - len(row[name])) for row in rows])
+
+    ids = padded("input_ids", 0)
+    return {"input_ids": ids, "labels": padded("labels", -100), "attention_mask": (ids > 0).long()}
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[dict[str, list[int]]]:
+        return iter(rows_of())
+
+
+class Recorder(TrainerCallback):
+    """Write down each event with the step, and the keys of logs."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+
+
+def _noted(name: str) -> Callable[..., None]:
+    def note(self: Recorder, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.events.append((name, state.global_step, state.epoch, sorted(kwargs.get("logs", {}))))
+
+    return note
+
+
+for _name in _EVENTS:
+    setattr(Recorder, _name, _noted(_name))
+
+
+def metrics_of(prediction: Any) -> dict[str, float]:
+    """Return the share of labels that are the largest logit; predictions are these, or logits."""
+    top = prediction.predictions
+    top = top.argmax(-1) if top.ndim == 3 else top
+    counts = prediction.label_ids[:, 1:] != -100
+    return {"accuracy": float(((top[:, :-1] == prediction.label_ids[:, 1:]) & counts).sum() / counts.sum())}
+
+
+def largest(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def exact_loss(
+    logits: torch.Tensor, labels: torch.Tensor, vocab_size: int, num_items_in_batch: Any = None, **_: Any
+) -> torch.Tensor:
+    """Be the causal loss of transformers without its cast to fp32."""
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:].flatten()
+    total = F.cross_entropy(logits.flatten(0, 1), shifted, ignore_index=-100, reduction="sum")
+    return total / ((shifted != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def trainer_of(
+    kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, seed: int = 3, **of_trainer: Any
+) -> Trainer:
+    model = model_of(setting, seed)
+    if setting["fp64"] and kind is Trainer:
+        model.loss_function = exact_loss
+    options = {
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "learning_rate": 1e-2, "max_grad_norm": 0.0, "weight_decay": 0.1,
+        "adam_epsilon": 1e-4, **setting["args"],
+    }  # fmt: skip
+    args = TrainingArguments(folder, deepspeed=deepspeed, **options)
+    rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"])
+    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows_of(8), "data_collator": collate}
+    if setting["metrics"]:
+        given |= {"compute_metrics": metrics_of}
+    if setting["metrics"] == "largest":
+        given |= {"preprocess_logits_for_metrics": largest}
+    return kind(model=model, args=args, callbacks=[Recorder()], **given, **of_trainer)
+
+
+def play(
+    kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, make: Callable[..., Trainer]
+) -> dict[str, Any]:
+    """Run the phases of a setting; return what a user sees of them."""
+    AcceleratorState._reset_state(True)
+    trainer = make(kind, setting, folder, deepspeed)
+    found: dict[str, Any] = {"results": []}
+    for phase in setting["phases"]:
+        if phase == "resume":  # in a Trainer of another model, which must get the weights of the checkpoint
+            trainer = make(kind, setting, folder, deepspeed, seed=4)
+            found["results"].append(trainer.train(resume_from_checkpoint=True).metrics)
+        elif phase == "train":
+            found["results"].append(trainer.train().metrics)
+        elif phase == "predict":
+            predicted = trainer.predict(rows_of(5))
+            found["results"].append(predicted.metrics)
+            counts = predicted.label_ids != -100  # padding is a token like others here, and nobody reads its logits
+            found["predictions"] = np.where(counts[..., None], predicted.predictions, 0.0)
+        elif phase == "save":
+            trainer.save_model(f"{folder}/saved")
+        else:
+            found["results"].append(trainer.evaluate())
+    found["results"] = [_untimed(each) for each in found["results"]]
+    found["logs"] = [_untimed(each) for each in trainer.state.log_history]
+    recorder = next(each for each in trainer.callback_handler.callbacks if isinstance(each, Recorder))
+    found["events"] = [(*event[:3], [key for key in event[3] if not _is_time(key)]) for event in recorder.events]
+    found["best"] = trainer.state.best_metric
+    return found | {"trainer": trainer}
+
+
+def _is_time(key: str) -> bool:
+    return any(part in key for part in _TIMES)
+
+
+def _untimed(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not _is_time(key)}
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Let Trainer see a process that no launcher has started."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name in _LAUNCHER or name.startswith("ACCELERATE_")]:
+            del os.environ[name]
+        AcceleratorState._reset_state(True)
+        yield
+    AcceleratorState._reset_state(True)
+
+
+def setting_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "args": {}, "ds": {}, "section": {}, "model": {}, "fp64": False, "iterable": False, "metrics": "",
+        "phases": ["train"], "one": {}, "rows": ROWS,
+    }  # fmt: skip
+    return defaults | dict(given)
+
+
+def deepspeed_of(setting: Mapping[str, Any]) -> dict[str, Any]:
+    section = {"enabled": True, "slices": [7, 3, 6], "verify": "off", **setting["section"]}
+    return {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}, "terapipe": section, **setting["ds"]}
+
+
+Kinds = tuple[type[Trainer], type[Trainer]]
+
+
+def compare(
+    given: Mapping[str, Any],
+    folder: str,
+    kinds: Kinds = (Trainer, PipelineTrainer),
+    make: Callable[..., Trainer] = trainer_of,
+) -> dict[str, Any]:
+    """Return how the pipeline's run differs from the Trainer's in one process."""
+    setting = setting_of(given)
+    with in_fp64() if setting["fp64"] else contextlib.nullcontext():
+        return _compare(setting, folder, kinds, make)
+
+
+_start = Stages.start
+
+
+def _start_in_fp64(self: Stages, *args: Any) -> None:
+    _start(self, *args)
+    engines.reduce_in_fp64(self.engine)
+
+
+def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callable[..., Trainer]) -> dict[str, Any]:
+    expected = None
+    if torch_dist.get_rank() == 0:
+        with alone():
+            in_one = {**setting, "args": {**setting["args"], **setting["one"]}}
+            expected = play(kinds[0], in_one, f"{folder}/one", None, make)
+            model = expected.pop("trainer").model
+            expected["weights"] = {_plain(name): value.numpy() for name, value in model.state_dict().items()}
+    torch_dist.barrier()
+    with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
+        found = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
+    trainer = found.pop("trainer")
+    found["weights"] = weights_of(trainer._stages.module)
+    everyone = gathered((found["logs"], found["results"], found["events"]))
+    trainer._stages.engine.destroy()
+    if expected is None:
+        return {}
+    same = all(repr(each[:2]) == repr(everyone[0][:2]) for each in everyone)
+    for run in (expected, found):
+        run["of_steps"] = bool(setting["one"])
+    return differences(expected, found) | {"ranks": same, "files": files(folder)}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def weights_of(module: Any) -> dict[str, np.ndarray]:
+    """Return the weights of all stages by their names in the model."""
+    names = module.checkpoint_names().items()
+    own = {name: _array(module.get_parameter(local)) for local, name in names}
+    return {name: value for each in gathered(own) for name, value in each.items()}
+
+
+def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> dict[str, Any]:
+    """Run a setting under DeepSpeed, over the stages that there are, or without any."""
+    setting = setting_of(given)
+    found = play(kind, setting, folder, {key: value for key, value in deepspeed_of(setting).items()
+                                         if kind is PipelineTrainer or key not in ("terapipe", "pipeline")},
+                 trainer_of)  # fmt: skip
+    trainer = found.pop("trainer")
+    if kind is PipelineTrainer:
+        return found | {"weights": weights_of(trainer._stages.module)}
+    return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
+
+
+def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+    weights = [relative(found["weights"][name], value) for name, value in expected["weights"].items()
+               if name in found["weights"]]  # fmt: skip
+    return {
+        "weights": max(weights),
+        "missing": sorted(set(expected["weights"]) - set(found["weights"]) - {"lm_head.weight"}),  # which may be tied
+        "logs": _largest_difference(expected["logs"], found["logs"]),
+        "results": _largest_difference(expected["results"], found["results"]),
+        "predictions": relative(found.get("predictions", 0.0), expected.get("predictions", 0.0)),
+        "best": _largest_difference([{"": expected["best"]}], [{"": found["best"]}]),
+        "events": [pair for pair in zip(*map(_of_steps, (expected, found)), strict=True) if pair[0] != pair[1]],
+    }
+
+
+def _of_steps(run: Mapping[str, Any]) -> list[Any]:
+    """Return all events, or those of whole steps where the runs have other numbers of micro-batches."""
+    return [event for event in run["events"] if not run.get("of_steps") or event[0] != "on_substep_end"]
+
+
+def relative(value: Any, expected: Any) -> float:
+    expected = np.asarray(expected)
+    return float(np.abs(np.asarray(value) - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+
+
+def _largest_difference(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -> float:
+    """Return the largest relative difference of numbers; infinity where keys differ."""
+    if [sorted(each) for each in expected] != [sorted(each) for each in found]:
+        print("keys differ", expected, found)
+        return float("inf")
+    pairs = [(one[key], other[key]) for one, other in zip(expected, found, strict=True) for key in one]
+    return max([0.0, *(abs(a - b) / max(abs(a), 1e-6) for a, b in pairs if a is not None or b is not None)])
+
+
+def files(folder: str) -> list[str]:
+    """Return the files of JSON in the folders of the Trainer that are not the same in those of the pipeline's."""
+    one = Path(folder, "one")
+    other = Path(folder, "stages")
+    paths = [path.relative_to(one) for path in one.rglob("*config.json")] if one.is_dir() else []
+    different = [str(path) for path in paths if not (other / path).is_file()
+                 or (other / path).read_text() != (one / path).read_text()]  # fmt: skip
+    shutil.rmtree(one, ignore_errors=True)
+    return different
+
+
+def mean_of_step() -> list[float]:
+    """Return the errors of loss and weights of a step on two replicas, against a plain loop; labels weigh alike."""
+    with in_fp64():
+        model, whole = (model_of(setting_of({"fp64": True})) for _ in range(2))
+        batches = [collate(rows_of(8)[start : start + 2]) for start in range(0, 8, 2)]
+        total = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+        loss = sum(exact_loss(whole(batch["input_ids"], batch["attention_mask"]).logits, batch["labels"], 0, total)
+                   for batch in batches)  # fmt: skip
+        loss.backward()
+        with torch.no_grad():
+            for parameter in whole.parameters():
+                parameter -= 0.1 * parameter.grad
+        module = terapipe_ds.from_pretrained(model, num_stages=2)
+        section = engines.section(slices=[7, 3, 6], loss_reduction="mean_of_step", verify="first_batch")
+        sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+        with engines.started(module, section, initialize={"optimizer": sgd, "model_parameters": None},
+                             train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=2,
+                             train_batch_size=8, gradient_clipping=0) as engine:  # fmt: skip
+            own = batches[engine.grid.get_data_parallel_rank() :: 2]
+            value = float(engine.train_batch(iter(own)))
+            names = module.checkpoint_names()
+            expected = whole.state_dict()
+            errors = [relative(module.get_parameter(key).detach(), expected[name]) for key, name in names.items()]
+    return [abs(value - float(loss)) / float(loss), max(errors)]
+
+
+def refusal(given: Mapping[str, Any], folder: str, kind: type[Trainer] = PipelineTrainer, **of_trainer: Any) -> str:
+    """Return why a Trainer over stages refuses a setting, the same on all ranks; "" if it does not."""
+    AcceleratorState._reset_state(True)
+    try:
+        setting = setting_of(given)
+        trainer_of(kind, setting, folder, deepspeed_of(setting), **of_trainer)
+    except Exception as error:
+        texts = gathered(str(error))
+        return texts[0] if len(set(texts)) == 1 else f"differs: {texts}"
+    return ""
+
+
+def sharded_by_rank(folder: str) -> str:
+    """Return the error of a run whose stages get the shares of data that their ranks would get without stages."""
+    setting, world = setting_of({}), torch_dist.get_world_size()
+    with mock.patch.object(PipelineAccelerator, "num_processes", world):
+        with mock.patch.object(PipelineAccelerator, "process_index", torch_dist.get_rank()):
+            try:
+                play(PipelineTrainer, setting, folder, deepspeed_of(setting), trainer_of)
+            except Exception as error:
+                return str(error)
+    return ""

@@ -208,7 +208,7 @@ def peak_bytes() -> tuple[int, int, int]:
     fields = {"num_kv_heads": PEAK.heads, "head_dim": PEAK.hidden // PEAK.heads, "ffn_size": 192}
     size = ModelSize("peak", PEAK.layers, PEAK.hidden, PEAK.heads, vocab_size=VOCABULARY,
                      max_sequence_length=PEAK.sequence_length, **fields)  # fmt: skip
-    model = MemoryModel.of_model(size, num_stages=2, dtype="float32", micro_batch=1, fused_norm=False)
+    model = MemoryModel.of_model(size, num_stages=2, dtype="float32", micro_batch=1, fused_norm=False, on_cpu=True)
     plan = SlicePlan.equal(PEAK.sequence_length, SLICES)
     counted = Replay.of(build("seq1f1b", 2, 1, SLICES)).peak_bytes(plan, model)[engine.stage_id]
     return measured, counted, static

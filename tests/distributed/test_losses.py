@@ -220,5 +220,5 @@ def test_peak_of_the_last_stage() -> None:
     assert measured - static == pytest.approx(counted - static, rel=0.1)
     chunk, weight = loss_chunk_tokens(VOCABULARY, on_cpu=True) * VOCABULARY * 4, VOCABULARY * PEAK.hidden * 4
     of_tokens = (measured - static - chunk - weight) / PEAK.sequence_length
-    assert of_tokens <= 30 * PEAK.hidden * 4, "norms, attention, MLP and the hidden states"
+    assert of_tokens <= 32 * PEAK.hidden * 4, "norms, attention, MLP and the hidden states"
     assert measured - static < PEAK.sequence_length * VOCABULARY * 4 / 6

@@ -249,7 +249,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 

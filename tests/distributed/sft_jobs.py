@@ -16,29 +16,7 @@ from terapipe_ds.integrations.trainer import PipelineSFTTrainer
 from tests.distributed import trainer_jobs
 from tests.distributed.trainer_jobs import Recorder, model_of
 
-WORDS = [
-    "you",
-    "are",
-    "who",
-    "what",
-    "is",
-    "the",
-    "sky",
-    "blue",
-    "red",
-    "a",
-    "b",
-    "c",
-    "d",
-    "e",
-    "yes",
-    "no",
-    "and",
-    "then",
-    "we",
-    "go",
-    "home",
-]
+WORDS = [*"abcdefghijklmnopqrstuvwxyz"]
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s> "
     "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
@@ -76,12 +54,18 @@ def trainer_of(kind: type[SFTTrainer], setting: Mapping[str, Any], folder: str, 
     }  # fmt: skip
     args = SFTConfig(folder, deepspeed=deepspeed, **options)
     lora = setting.get("lora")
-    given = {"peft_config": LoraConfig(**lora)} if lora else {}
+    given: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
     data = {"train_dataset": chats(kind=setting.get("data", "messages")), "eval_dataset": chats(8)}
     if setting.get("data"):
         data["eval_dataset"] = chats(8, setting["data"])
-    return kind(model=model_of(setting, seed), args=args, processing_class=tokenizer(), callbacks=[Recorder()],
-                **data, **given)  # fmt: skip
+    model: Any = model_of(setting, seed)
+    if setting.get("is_by_name"):
+        model.save_pretrained(f"{folder}/model")
+        tokenizer().save_pretrained(f"{folder}/model")
+        model = f"{folder}/model"
+    else:
+        given["processing_class"] = tokenizer()
+    return kind(model=model, args=args, callbacks=[Recorder()], **data, **given)
 
 
 def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:

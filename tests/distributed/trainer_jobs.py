@@ -223,9 +223,7 @@ def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callab
     with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
         found = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
     trainer = found.pop("trainer")
-    module = trainer._stages.module
-    own = {name: module.get_parameter(local).detach().numpy() for local, name in module.checkpoint_names().items()}
-    found["weights"] = {name: value for each in gathered(own) for name, value in each.items()}
+    found["weights"] = weights_of(trainer._stages.module)
     everyone = gathered((found["logs"], found["results"], found["events"]))
     trainer._stages.engine.destroy()
     if expected is None:
@@ -234,6 +232,30 @@ def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callab
     for run in (expected, found):
         run["of_steps"] = bool(setting["one"])
     return differences(expected, found) | {"ranks": same, "files": files(folder)}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def weights_of(module: Any) -> dict[str, np.ndarray]:
+    """Return the weights of all stages by their names in the model."""
+    names = module.checkpoint_names().items()
+    own = {name: _array(module.get_parameter(local)) for local, name in names}
+    return {name: value for each in gathered(own) for name, value in each.items()}
+
+
+def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> dict[str, Any]:
+    """Run a setting under DeepSpeed, over the stages that there are, or without any."""
+    setting = setting_of(given)
+    found = play(kind, setting, folder, {key: value for key, value in deepspeed_of(setting).items()
+                                         if kind is PipelineTrainer or key not in ("terapipe", "pipeline")},
+                 trainer_of)  # fmt: skip
+    trainer = found.pop("trainer")
+    if kind is PipelineTrainer:
+        return found | {"weights": weights_of(trainer._stages.module)}
+    return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
 
 
 def _plain(name: str) -> str:
@@ -310,12 +332,12 @@ def mean_of_step() -> list[float]:
     return [abs(value - float(loss)) / float(loss), max(errors)]
 
 
-def refusal(given: Mapping[str, Any], folder: str, **of_trainer: Any) -> str:
+def refusal(given: Mapping[str, Any], folder: str, kind: type[Trainer] = PipelineTrainer, **of_trainer: Any) -> str:
     """Return why a Trainer over stages refuses a setting, the same on all ranks; "" if it does not."""
     AcceleratorState._reset_state(True)
     try:
         setting = setting_of(given)
-        trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting), **of_trainer)
+        trainer_of(kind, setting, folder, deepspeed_of(setting), **of_trainer)
     except Exception as error:
         texts = gathered(str(error))
         return texts[0] if len(set(texts)) == 1 else f"differs: {texts}"

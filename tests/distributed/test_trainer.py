@@ -55,7 +55,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+USUAL = ("exact", "evaluated and saved", "resumed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in SETTINGS]
+)
 def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
@@ -78,6 +83,7 @@ UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", UNDER_DEEPSPEED)
 def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
     given = UNDER_DEEPSPEED[name]
@@ -91,6 +97,7 @@ def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path
     assert name == "bf16" or differ["weights"] <= 1e-4
 
 
+@pytest.mark.full
 def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
     """One process accumulates over the micro-batches of both replicas."""
     setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}

@@ -40,12 +40,6 @@ class SplitBackwards(Protocol):
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
 
-    def splits_now(self) -> bool:
-        """Return whether the slice that runs now has a W of its own."""
-
-    def splits_now(self) -> bool:
-        """Return whether the slice that runs now has a W of its own."""
-
     def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
         """Return what takes `rows`, `inputs` and `gather` in a backward: the gradient is `rows^T gather(inputs)`."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from terapipe_ds.models.hugging_face import from_config as from_config
     from terapipe_ds.models.hugging_face import from_pretrained as from_pretrained
     from terapipe_ds.models.hugging_face import save_pretrained as save_pretrained
+    from terapipe_ds.models.hugging_face import skeleton as skeleton
     from terapipe_ds.plan import SlicePlan as SlicePlan
     from terapipe_ds.planner import plan_slices as plan_slices
     from terapipe_ds.planner.strategy import Cluster as Cluster
@@ -49,6 +50,7 @@ _EXPORTS = {
     "plan_strategy": "terapipe_ds.planner.strategy",
     "register": "terapipe_ds.runtime.register",
     "save_pretrained": "terapipe_ds.models.hugging_face",
+    "skeleton": "terapipe_ds.models.hugging_face",
     "simulate": "terapipe_ds.simulator",
     "topology_of": "terapipe_ds.runtime.layout.topology",
     "unregister": "terapipe_ds.runtime.register",

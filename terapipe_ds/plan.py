@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Annotated
 
@@ -132,6 +132,27 @@ class _File(BaseModel):
 
     version: Annotated[int, Field(ge=1, le=1)]  # `Literal[1]` would take true
     lengths: tuple[int, ...]
+
+
+JOINED_ROWS = 4096
+"""Rows of one product for weight gradients: with so many, a GPU adds to fp32 sums in the time of the product alone."""
+
+
+def weight_groups(lengths: Sequence[int], rows: float) -> list[list[int]]:
+    """Return the slices of a micro-batch whose weight gradients are one product each, in the order of backwards.
+
+    A group ends once it has `JOINED_ROWS` rows, so that the tensors that wait for a product do not grow with the
+    sequence. A slice of `lengths[i]` tokens has `rows` times as many rows.
+    """
+    groups: list[list[int]] = []
+    joined = float(JOINED_ROWS)
+    for slice_id in reversed(range(len(lengths))):
+        if joined >= JOINED_ROWS:
+            groups.append([])
+            joined = 0.0
+        groups[-1].append(slice_id)
+        joined += rows * lengths[slice_id]
+    return groups
 
 
 def split_evenly(total: int, count: int) -> tuple[int, ...]:

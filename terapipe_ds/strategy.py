@@ -194,7 +194,9 @@ class Strategy(BaseModel):
             zero |= {"reduce_bucket_size": _BUCKET, "contiguous_gradients": self.offload_optimizer}
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        tensor = self.grid["model"]
         return {
+            **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation,

@@ -173,10 +173,19 @@ def keep_memory() -> None:
     os.environ.update(MALLOC_MMAP_MAX_="0", MALLOC_TRIM_THRESHOLD_=str(2**40))
 
 
-def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", share_device: bool = False) -> None:
+def prepare_rank(
+    rank: int,
+    stages: int,
+    rendezvous: str,
+    device: str = "cpu",
+    share_device: bool = False,
+    binds: bool = True,
+    pin: bool = True,
+) -> None:
     """Pin this process to its core or device, with one thread, and meet the others. Call this before importing torch.
 
-    `share_device`: all are on the first device and talk over gloo, by way of the host.
+    `share_device`: all are on the first device and talk over gloo, by way of the host. With `binds` the group of all
+    ranks is bound to the device, as under DeepSpeed's launcher.
     """
     index = 0 if share_device else rank
     os.environ.update(
@@ -188,7 +197,7 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", s
         DEEPSPEED_LOG_LEVEL="error",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
-    if device == "cpu":
+    if device == "cpu" and pin:
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
     logging.getLogger("terapipe_ds").setLevel(logging.WARNING)  # plans are in the table
@@ -206,7 +215,9 @@ def prepare_rank(rank: int, stages: int, rendezvous: str, device: str = "cpu", s
         torch.cuda.set_device(index)
     share_gloo_thread()
     backend = "gloo" if over_gloo else "cpu:gloo,cuda:nccl"
-    torch_dist.init_process_group(backend, init_method=f"file://{rendezvous}", rank=rank, world_size=stages)
+    options: dict[str, Any] = {"device_id": torch.device(device, index)} if binds and not over_gloo else {}
+    meeting: dict[str, Any] = {"init_method": f"file://{rendezvous}", "rank": rank, "world_size": stages}
+    torch_dist.init_process_group(backend, **meeting, **options)
     deepspeed.init_distributed("gloo" if over_gloo else "nccl")
 
 

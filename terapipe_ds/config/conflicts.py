@@ -48,6 +48,10 @@ def _offloads(value: Any) -> bool:
     return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
 
 
+def _has_more_than_a_size(value: Any) -> bool:
+    return isinstance(value, dict) and bool(value.keys() - {"autotp_size"})
+
+
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
 CONFLICTS = (
@@ -60,8 +64,8 @@ CONFLICTS = (
              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
     Conflict("compile.deepcompile", is_on,
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    Conflict("tensor_parallel.autotp_size", _more_than(1), "AutoTP replaces layers without knowing of pipeline stages",
-             "remove it; tensor parallelism comes with the model (Megatron layers)"),
+    Conflict("tensor_parallel", _has_more_than_a_size,
+             "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

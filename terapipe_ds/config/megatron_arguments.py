@@ -86,7 +86,7 @@ LOST = {
     "--no-gradient-accumulation-fusion": "the engine adds weight gradients to the optimizer's sums itself",
     "--use-mcore-models": "always so",
     "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
-    "--fp8-format": "fp8 is refused: docs/megatron.md",
+    "--fp8-format": "set fp8 and fp8_recipe (mxfp8 or blockwise) of TransformerConfig: docs/megatron.md",
     "--use-checkpoint-args": "give the arguments of the model",
     "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
     "--distributed-backend": "DeepSpeed's accelerator decides",

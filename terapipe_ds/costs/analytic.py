@@ -19,6 +19,7 @@ from terapipe_ds.costs.devices import ITEM_BYTES, DeviceCard, LinkCard, device_c
 from terapipe_ds.costs.model_sizes import ModelSize, model_size
 from terapipe_ds.costs.wire_formats import bytes_of_token
 from terapipe_ds.messages import check_count
+from terapipe_ds.plan import JOINED_ROWS
 
 Array = npt.NDArray[np.float64]
 
@@ -29,6 +30,9 @@ EMBEDDING_KERNELS, HEAD_KERNELS = 2, 8
 ATTENTION_BACKWARD = 2.5
 # Mixed-precision Adam: gradient, master weight, two moments read, the last three and the weight written; fp32 alike.
 OPTIMIZER_BYTES_PER_PARAMETER = 28
+
+# A sum of gradients in fp32, read and written. In fp32 without ZeRO the gradient itself is the sum.
+SUM_BYTES = 8
 
 
 class AnalyticCostError(ValueError):
@@ -119,9 +123,45 @@ class AnalyticCosts:
         return self.num_layers * (layer + 2 * self._all_reduce_s(self._activation_bytes(i)))
 
     def _weight_s(self, i: Array) -> Array:
-        """Count the FLOPs of the weight gradients, as many as in the forward."""
-        head_s = self._head_s(i, accumulated=True) if self.has_head and not self.fused_loss else 0.0
-        return self.num_layers * self._matmul_s(i, accumulated=True) + head_s
+        """Time the weight gradients: FLOPs as in the forward, and their addition to the sums.
+
+        A slice has its share of the products and additions that it has together with others (`plan.weight_groups`). If
+        layers run a second time in the backward, it has its own.
+        """
+        most = JOINED_ROWS * self.sequence_parallel / self.micro_batch
+        joined = i if self.activation_checkpointing else np.maximum(i, most)
+        seconds = self.num_layers * self._matmul_s(joined, adds=True)
+        if self.has_head and not self.fused_loss:
+            seconds = seconds + self._head_s(joined, adds=True)
+        if self.has_embedding and self._has_sums:
+            seconds = seconds + self._table_s()
+        return np.asarray(seconds * i / joined)
+
+    @property
+    def _has_sums(self) -> bool:
+        """Return whether the optimizer sums gradients in fp32, beside narrower ones."""
+        return self._item < 4
+
+    def _table_s(self) -> Array:
+        """Time the gradient of an embedding's table: written, read, and added to the sum."""
+        numbers = self._vocabulary() * self.model.hidden_size
+        return self._roofline_s(0.0, np.asarray((2.0 * self._item + SUM_BYTES) * numbers), 2)
+
+    def _product_s(self, i: Array, weights: float, numbers: Array, kernels: int, adds: bool) -> Array:
+        """Time matrix products that move `numbers`; with `adds` their results are added to sums.
+
+        A product hides the addition if it has enough rows. One with fewer waits for the memory before or after.
+        """
+        flops = 2 * self._rows(i) * weights
+        efficiency = self.device.matmul_efficiency
+        if not adds:
+            return self._roofline_s(flops, self._item * numbers, kernels, efficiency)
+        is_hidden = self._rows(i) >= JOINED_ROWS
+        moved = self._item * (numbers - weights)
+        sums = np.asarray(SUM_BYTES * weights)
+        hidden_s = self._roofline_s(flops, moved + sums, kernels, efficiency)
+        apart_s = self._roofline_s(flops, moved, kernels, efficiency) + self._roofline_s(0.0, sums, 0)
+        return np.where(is_hidden, hidden_s, apart_s)
 
     def _ends_forward_s(self, i: Array) -> Array:
         seconds, activation_bytes = np.zeros_like(i), self._activation_bytes(i)
@@ -138,10 +178,12 @@ class AnalyticCosts:
         seconds, activation_bytes = np.zeros_like(i), self._activation_bytes(i)
         if self.has_embedding:
             seconds = seconds + self._roofline_s(0.0, 3 * activation_bytes, EMBEDDING_KERNELS)
+            if not self._has_sums:  # autograd adds it for each slice
+                seconds = seconds + self._table_s()
         if self.has_head:
             seconds = seconds + self._head_s(i) + self._loss_s(i) + self._all_reduce_s(activation_bytes)
         if self.has_head and self.fused_loss:  # logits, and both their gradients
-            products_s = self._head_s(i) + self._head_s(i, accumulated=True)
+            products_s = self._head_s(i) + self._head_s(i, adds=True)
             seconds = seconds + products_s + self._loss_s(i) + self._vocabulary_sums_s(i)
         return seconds
 
@@ -151,14 +193,14 @@ class AnalyticCosts:
         """Time a loss over a split vocabulary: maximum, sum and target's logit, one fp32 number per token each."""
         return 3 * self._all_reduce_s(4 * self._rows(i))
 
-    def _matmul_s(self, i: Array, accumulated: bool = False) -> Array:
-        """Time the matrix products of one layer, or of its weight gradients, which are read and written."""
+    def _matmul_s(self, i: Array, adds: bool = False) -> Array:
+        """Time the matrix products of one layer, or of its weight gradients, which are added to sums."""
         size, rows = self.model, self._rows(i)
         query = size.num_heads * size.head_dim / self.tensor_parallel
         widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
         weights = size.hidden_size * widths
-        numbers = weights + rows * (widths + 4 * size.hidden_size) + (weights if accumulated else 0)  # in and out
-        return self._roofline_s(2 * rows * weights, self._item * numbers, 5, self.device.matmul_efficiency)
+        numbers = weights + rows * (widths + 4 * size.hidden_size)  # in and out
+        return self._product_s(i, weights, numbers, 5, adds)
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
         """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
@@ -187,11 +229,10 @@ class AnalyticCosts:
         numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.head_dim
         return self._roofline_s(0.0, self._item * self._rows(i) * numbers, LAYER_KERNELS - 7)
 
-    def _head_s(self, i: Array, accumulated: bool = False) -> Array:
+    def _head_s(self, i: Array, adds: bool = False) -> Array:
         rows, hidden, vocabulary = self._rows(i), self.model.hidden_size, self._vocabulary()
         weights = hidden * vocabulary
-        numbers = weights + rows * (hidden + vocabulary) + (weights if accumulated else 0)
-        return self._roofline_s(2 * rows * weights, self._item * numbers, 1, self.device.matmul_efficiency)
+        return self._product_s(i, weights, weights + rows * (hidden + vocabulary), 1, adds)
 
     def _loss_s(self, i: Array) -> Array:
         """Time the final norm, and the softmax over the vocabulary in fp32: read, exponentiated, summed."""

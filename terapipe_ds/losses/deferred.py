@@ -108,7 +108,7 @@ class _Pass:
     def run(self, hidden: Tensor) -> Tensor:
         """Return the loss."""
         head, ranks = self._head, self._head.ranks
-        whole = hidden if ranks is None else ranks.gather(hidden)
+        whole, num_ranks = (hidden, 1) if ranks is None else (ranks.gather(hidden), ranks.size)
         flat = whole.reshape(-1, whole.shape[-1])
         if self._needs[0]:
             self.hidden_gradient = torch.empty_like(flat)
@@ -116,7 +116,7 @@ class _Pass:
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
         loss = torch.zeros_like(self._tokens.weights[:1]).sum()
-        for span in _spans(len(flat), head.vocabulary if ranks is None else len(matrix), flat.is_cpu):
+        for span in _spans(len(flat), -(-head.vocabulary // num_ranks), flat.is_cpu):
             losses, rows = self._chunk(F.linear(flat[span], matrix, bias), span)
             loss += losses @ self._tokens.weights[span]
             if rows is not None:
@@ -145,7 +145,7 @@ class _Pass:
         labels, size = tokens.labels[span].unsqueeze(-1), logits.shape[-1]
         is_here = torch.ones_like(labels, dtype=logits.dtype)
         if ranks is not None:
-            labels = labels - size * ranks.rank
+            labels = labels - ranks.span(size)[0]
             is_here = ((labels >= 0) & (labels < size)).to(logits.dtype)
             labels = labels.clamp(0, size - 1)
         of_label = (logits.gather(-1, labels) * is_here).squeeze(-1)

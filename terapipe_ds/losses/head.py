@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,7 +18,9 @@ class VocabularyRanks(Protocol):
     """Declare the joint work of ranks that divide the vocabulary, and perhaps the tokens of a slice as well."""
 
     size: int
-    rank: int
+
+    def span(self, share: int) -> tuple[int, int]:
+        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
 
     def largest(self, of_tokens: Tensor) -> None:
         """Put the maximum over the ranks into `of_tokens`."""
@@ -36,7 +39,7 @@ class VocabularyRanks(Protocol):
 class Head:
     """Hold an output matrix: logits are softcap * tanh(scale * (hidden @ weight.T + bias) / softcap).
 
-    Without `softcap` logits are scale * (hidden @ weight.T + bias). `ranks` hold equal shares of the rows of `weight`.
+    Without `softcap` logits are scale * (hidden @ weight.T + bias). `ranks` hold shares of the rows of `weight`.
     """
 
     weight: Tensor  # [V, H]
@@ -48,13 +51,23 @@ class Head:
     @property
     def vocabulary(self) -> int:
         """Return the number of logits of a token, over all ranks."""
-        return self.weight.shape[0] * (1 if self.ranks is None else self.ranks.size)
+        share = self.weight.shape[0]
+        return share if self.ranks is None else self.ranks.span(share)[1]
 
 
 def hands_on_hidden() -> bool:
-    """Return whether the last layer must return its input, because the loss that runs next takes it."""
+    """Return whether the last layer must return `hand_on(input)`, because the loss that runs next takes it."""
     active = active_slice()
     return active is not None and not active.wants_logits
+
+
+def hand_on(hidden: Tensor) -> Tensor:
+    """Return `hidden` with a graph, as logits have one: DeepSpeed begins a backward at a hook on the last output."""
+    if not torch.is_grad_enabled():
+        return hidden
+    # the layers before may be frozen, or on another stage
+    hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+    return hidden.view_as(hidden) if hidden.is_leaf else hidden
 
 
 def head_of(layer: nn.Module) -> Head | str:
@@ -71,7 +84,7 @@ class TiedLogits:
 
     def __call__(self, embedding: Any, hidden: Tensor) -> Tensor:
         """Return the logits; or `hidden`, if the loss takes it."""
-        return hidden if hands_on_hidden() else F.linear(hidden, embedding.weight)
+        return hand_on(hidden) if hands_on_hidden() else F.linear(hidden, embedding.weight)
 
     def output_head(self, embedding: Any) -> Head:
         """Return the embedding's weights as an output matrix."""
@@ -107,7 +120,7 @@ class _HandsOn:
         self._plain = plain
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden if hands_on_hidden() else self._plain(hidden)
+        return hand_on(hidden) if hands_on_hidden() else self._plain(hidden)
 
 
 def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head] | str:

@@ -25,7 +25,7 @@ from terapipe_ds.attention import sliced_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
-from terapipe_ds.losses import Head, LinearCrossEntropy, hands_on_hidden, head_of, tied_logits
+from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
     RowsOfTable,
     check_learned_positions,
@@ -189,12 +189,17 @@ class TokenEmbedding(nn.Module):
         self.weight = _normal(shape, config, config.generator(0), config.init_std)
         # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = config.dropout if config.positions == "rope" else 0.0
+        self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        """Let the engine make the gradient of the table, once for several slices."""
+        self._lookup = lambda tokens, weight: gradients.lookup(tokens, weight)  # a copy of the layer shares it
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
             check_position_ids(tokens, others, GPTConfigError)
-        return F.dropout(F.embedding(tokens, self.weight), self.dropout, self.training)
+        return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
 class PositionEmbedding(nn.Module):
@@ -329,7 +334,7 @@ class LMHead(nn.Module):
         return head_of(self.out)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if hands_on_hidden() else self.out(hidden)
+        return hand_on(hidden) if hands_on_hidden() else self.out(hidden)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

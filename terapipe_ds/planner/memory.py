@@ -1,7 +1,7 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is eighteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
 follows from its orders alone: `Replay.peak_bytes`.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import JOINED_ROWS, SlicePlan, weight_groups
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.model_memory import PartMemory, Setup
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
@@ -28,6 +28,7 @@ MEMORY_KINDS = {
         "slice_bytes_per_token",
         "staying_bytes_per_token",
         "weight_bytes_per_token",
+        "joined_bytes_per_token",
         "carried_bytes_per_slice",
     ),
     "messages": ("working_sent_bytes_per_token",),
@@ -132,6 +133,15 @@ class MemoryModel:
         rate = self.parts[part_id].weight_bytes_per_token
         return self.slice_bytes(part_id, tokens, prefix) if rate is None else math.ceil(rate * tokens)
 
+    def weight_groups(self, part_id: int, lengths: Sequence[int]) -> list[list[int]]:
+        """Return the slices whose weight gradients are one product each, in the order of backwards."""
+        tokens = self.parts[part_id].joined_tokens
+        return weight_groups(lengths, JOINED_ROWS / tokens) if tokens else [[i] for i in reversed(range(len(lengths)))]
+
+    def joined_bytes(self, part_id: int, tokens: int) -> int:
+        """Return the bytes that a slice whose backward is not split keeps from its B to the product of its group."""
+        return math.ceil(self.parts[part_id].joined_bytes_per_token * tokens)
+
     def sent_bytes(self, part_id: int, tokens: int) -> int:
         """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""
         return math.ceil(self.parts[part_id].working_sent_bytes_per_token * tokens)
@@ -164,6 +174,15 @@ def fill_drain_peak_bytes(
         parameters = memory.gradient_bytes(part_id)
         live = [total + more + parameters for total, more in zip(itertools.accumulate(slices), unheard, strict=True)]
         live[-1] += sent[-1] - slices[-1]  # gradients come while the slice's kept tensors go
+        # factors of weight gradients wait for the slices that join their products
+        for *group, closing in memory.weight_groups(part_id, plan.lengths):
+            waiting = 0
+            for slice_id in group:
+                own = memory.joined_bytes(part_id, plan.lengths[slice_id])
+                is_first = slice_id == plan.num_slices - 1
+                live[slice_id] += waiting + (own if is_first else max(0, own + sent[slice_id] - slices[slice_id]))
+                waiting += own
+            live[closing] += waiting
         # one slice keeps its keys and values itself; several keep them in the store
         if plan.num_slices == 1:
             whole = memory.whole_bytes(part_id, plan.sequence_length)

@@ -13,8 +13,9 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
   loss          the log-probabilities in fp32 at least, V, and the labels; a loss without logits the labels alone
-  W             where backwards are split, from B to W: input and output gradient of qkv, out, up, down, and of an
-                untied output matrix (a tied one has its gradient in B), whatever the slice kept before
+  W             from B to W where backwards are split, or to the product that several slices share: input and output
+                gradient of qkv, out, up, down, and of an untied output matrix (a tied one has its gradient in B),
+                whatever the slice kept before
   links         the output, kept until the gradient arrives, i h; the received input only where no layer keeps it
 
 On top of the kept tensors, while a slice runs (peaks in its backward, in which kept tensors go as gradients come):
@@ -46,12 +47,16 @@ from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
+from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
+
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens"
+"""Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
 
@@ -80,6 +85,8 @@ class PartMemory:
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
     staying_bytes_per_token: float = 0  # of `slice_bytes_per_token`: inputs and outputs of a part, never offloaded
+    joined_bytes_per_token: float = 0  # of a B that is not split, until the slices that join it have run
+    joined_tokens: float = 0  # slices join until they have so many, and share their product for weight gradients
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
 
@@ -168,6 +175,7 @@ class Setup:
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
+        waiting = share * self._kept_for_weights(is_last, layers)
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
@@ -178,7 +186,9 @@ class Setup:
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
-            weight_bytes_per_token=share * self._kept_for_weights(is_last, layers),
+            weight_bytes_per_token=waiting,
+            joined_bytes_per_token=0 if self.activation_checkpointing else waiting,
+            joined_tokens=JOINED_ROWS / share,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
@@ -241,7 +251,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 

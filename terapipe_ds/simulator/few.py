@@ -52,10 +52,10 @@ class ScheduleShape(NamedTuple):
         """Return the number of micro-batches after which no stage holds more, and whether that is proven.
 
         A stage has at most K micro-batches live under `1f1b`, 2 K - 1 under `dapple`, and K + s - 1 slices under
-        `seq1f1b`. Tensors that a stage has sent, or keeps for its W, stay for one or two micro-batches more.
+        `seq1f1b`. Tensors that a stage has sent, or keeps for weight gradients, stay for up to three more.
         """
         stages, slices, chunks = self.num_stages, self.num_slices, self.chunks_per_stage
-        by_slices = -(-stages // slices) + 3
+        by_slices = -(-stages // slices) + 4
         proven = {
             "1f1b": stages + 1,
             "dapple": 2 * stages,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate, groupby
 from typing import Protocol
 
@@ -15,6 +15,7 @@ Spans = Sequence[Sequence[tuple[int, int]]]
 ByteSteps = tuple[tuple[float, int], ...]
 """(from this time on, bytes), times ascending."""
 
+_Part = tuple[int, tuple[int, int]]  # a slice on a part
 _Held = tuple[str, int, int, int]
 """(method that says its bytes, part, micro-batch, slice; -1 for what the slices of a micro-batch share)."""
 
@@ -32,19 +33,21 @@ class Memory(Protocol):
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
     def sent_bytes(self, part_id: int, tokens: int) -> int: ...
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
+    def weight_groups(self, part_id: int, lengths: Sequence[int]) -> Sequence[Sequence[int]]: ...
+    def joined_bytes(self, part_id: int, tokens: int) -> int: ...
 
 
 def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
     """Return the bytes of a stage before its first computation, and then two numbers per computation of its order: the
     bytes while it runs, and the bytes once it has run.
 
-    A slice counts from its F to the end of its B; then the bytes for its W count, if it has one. The store of a
-    micro-batch counts from its first F to its last B on the part, the gradients of the store from its first B to its
-    last. For a micro-batch of one slice `whole_bytes` takes the place of both. Without backward a slice counts while
-    its F runs, and the store until the F of the last slice: an evaluation keeps nothing else. The gradients of a part's
-    parameters come while its first B runs, as the slice's kept bytes go, and stay. Messages count while the stage
-    cannot know of their arrival: at most `outstanding` of them on each link, its budget. In training the output of F
-    is among the kept bytes of the slice.
+    A slice counts from its F to the end of its B; then the bytes for its weight gradients count, until the W or B of
+    the last slice that shares their products. The store of a micro-batch counts from its first F to its last B on the
+    part, the gradients of the store from its first B to its last. For a micro-batch of one slice `whole_bytes` takes
+    the place of both. Without backward a slice counts while its F runs, and the store until the F of the last slice: an
+    evaluation keeps nothing else. The gradients of a part's parameters come while its first B runs, as the slice's kept
+    bytes go, and stay. Messages count while the stage cannot know of their arrival: at most `outstanding` of them on
+    each link, its budget. In training the output of F is among the kept bytes of the slice.
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
@@ -87,6 +90,7 @@ def _changes(
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
+    _join(order, split, spans, memory, after)
     for held, index in last.items():
         after[index] -= _size(held, spans, memory)
     # the gradients of a part's parameters come with its first B, and stay
@@ -94,6 +98,31 @@ def _changes(
     for part_id, index in backwards.items():
         after[index] += memory.gradient_bytes(part_id)
     return gained, after
+
+
+def _join(order: Sequence[Action], split: Collection[_Part], spans: Spans, memory: Memory, after: Counter[int]) -> None:
+    """Add the bytes that wait after a W, or a whole B, until the slices whose products are one have all run."""
+    groups: dict[_Part, tuple[set[_Part], list[int]]] = {}
+    for index, action in enumerate(order):
+        part_id, (m, slice_id) = key = action.part_id, action.unit
+        if action.kind is Kind.FORWARD or (action.kind is Kind.BACKWARD and key in split):
+            continue
+        lengths = [stop - start for start, stop in spans[m]]
+        # the first of a group finds the others
+        if key not in groups:
+            (own,) = (group for group in memory.weight_groups(part_id, lengths) if slice_id in group)
+            members = {(part_id, (m, other)) for other in own}
+            groups |= dict.fromkeys(members, (members, []))
+        missing, waiting = groups[key]
+        missing.discard(key)
+        if missing:
+            size = memory.joined_bytes(part_id, lengths[slice_id])
+            if key in split:
+                size = memory.weight_bytes(part_id, lengths[slice_id], spans[m][slice_id][0])
+            waiting.append(size)
+            after[index] += size
+        else:
+            after[index] -= sum(waiting)
 
 
 def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:

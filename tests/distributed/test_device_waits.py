@@ -25,7 +25,9 @@ from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.engine.batches import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.engine.refused_calls import problem_of_device_waits
@@ -64,6 +66,9 @@ class Waits:
     device: list[str] = field(default_factory=list)
     reads: list[str] = field(default_factory=list)
     actions: int = 0
+    pinned: int = 0
+    unpinned: list[str] = field(default_factory=list)
+    ranges: list[str] = field(default_factory=list)
 
 
 @contextlib.contextmanager
@@ -87,6 +92,18 @@ def counted_waits() -> Iterator[Waits]:
         if running[0] is not None:
             waits.device.append(_caller(running[0]))
 
+    pinned: set[int] = set()
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        waits.pinned += 1
+        pinned.add(tensor.data_ptr())
+        return tensor
+
+    def to_device(self: SliceableTensors, device: torch.device) -> SliceableTensors:
+        if running[0] is not None:
+            waits.unpinned += [str(tensor.shape) for tensor in self.tensors if tensor.data_ptr() not in pinned]
+        return self
+
     accelerator = get_accelerator()
     stand_in = {
         "is_synchronized_device": lambda: False,
@@ -94,11 +111,16 @@ def counted_waits() -> Iterator[Waits]:
         "current_stream": lambda *device: mock.Mock(spec_set=["synchronize", "wait_event"]),
         "stream": lambda stream: contextlib.nullcontext(),
         "synchronize": synchronize,
+        "pin_memory": pin,
+        "memory_stats": lambda *device: {"num_alloc_retries": 3},
+        "range_push": waits.ranges.append,
+        "range_pop": lambda: None,
     }
     with contextlib.ExitStack() as patches:
         patches.enter_context(mock.patch.object(TeraPipeEngine, "_exec_action", run_counted))
         instructions = {**TeraPipeEngine._INSTRUCTION_MAP, Action: run_counted}
         patches.enter_context(mock.patch.object(TeraPipeEngine, "_INSTRUCTION_MAP", instructions))
+        patches.enter_context(mock.patch.object(SliceableTensors, "to", to_device))
         for name, value in stand_in.items():
             patches.enter_context(_property_patch(accelerator, name, value))
         yield waits
@@ -119,9 +141,20 @@ class _Reads(TorchDispatchMode):
         self._tell = tell
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.name().split(".")[0] in _READS:
+        if func.name().split(".")[0] in _READS and not _is_on_host():
             self._tell()
         return func(*args, **(kwargs or {}))
+
+
+_ON_HOST = {"pattern_of_mask", "_require_known_labels", "_require_known"}
+"""Functions that read host tensors everywhere, or read only on CPUs and let a GPU assert by itself."""
+
+
+def _is_on_host() -> bool:
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name not in _ON_HOST:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def _caller(action: Any) -> str:
@@ -143,26 +176,82 @@ CASES: dict[str, dict[str, Any]] = {
                       "activation_checkpointing": {"profile": True}},
     "half precision and ZeRO": {"dtype": "bfloat16", "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}},
     "dynamic loss scale": {"dtype": "float16", "fp16": {"enabled": True, "initial_scale_power": 8}},
+    "dropout, of attention as well": {"gpt": {"dropout": 0.1}},
     "numbers looked at, weight gradients apart": {"changes": {"check_finite": "every_step", "schedule": "seq1f1b-zb"}},
 }  # fmt: skip
 
 
-def job_count(dtype: str = "float32", changes: dict[str, Any] | None = None, **options: Any) -> Waits:
+def job_count(
+    dtype: str = "float32", changes: dict[str, Any] | None = None, gpt: dict[str, Any] | None = None, **options: Any
+) -> Waits:
     """Three steps and three evaluations."""
     section = engines.section(**(changes or {}))
-    with engines.engine_of(engines.gpt_layers(dtype), section, stages=2, **options) as engine:
-        with counted_waits() as waits, contextlib.redirect_stdout(io.StringIO()):
-            for batch in engines.batches(3):
-                engine.train_batch(iter(batch))
-                engine.eval_batch(iter(batch))
+    with engines.engine_of(engines.gpt_layers(dtype, **(gpt or {})), section, stages=2, **options) as engine:
+        return counted(engine, engines.batches(3))
+
+
+def counted(engine: Any, batches: list[engines.Batch]) -> Waits:
+    with counted_waits() as waits, contextlib.redirect_stdout(io.StringIO()):
+        for batch in batches:
+            engine.train_batch(iter(batch))
+            engine.eval_batch(iter(batch))
     return waits
+
+
+def job_other_layers(kind: str) -> Waits:
+    """Train layers of transformers or of megatron-core with dropout, also of attention."""
+    if kind == "megatron":
+        from tests.distributed import megatron_cases, megatron_models
+
+        case = megatron_cases.Case(layout="pp2", precision="fp32", block="gelu", accumulation=2)
+        rates = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+        data = [[megatron_models.micro_batch(case, 0, step, index) for index in range(2)] for step in range(3)]
+        with megatron_models.engine_of(case, rates) as engine:
+            return counted(engine, data)
+    from tests.distributed.hugging_face_jobs import engine_of
+    from tests.hugging_face_families import config_of
+
+    config = config_of(kind)
+    for name in ("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout"):
+        if hasattr(config, name):
+            setattr(config, name, 0.1)
+    module = terapipe_ds.from_config(config, num_stages=2, dtype=torch.float32)
+    with engine_of(module, engines.section()) as engine:
+        return counted(engine, engines.batches(3))
+
+
+def assert_none(ranks: list[Waits]) -> None:
+    """Assert that the host waited for no action, and that batches went to the device from pinned memory."""
+    for rank, waits in enumerate(ranks):
+        assert waits.actions > 100 and waits.device == waits.reads == [] and waits.unpinned == []
+        assert waits.pinned == 12, "two micro-batches in each of three steps and evaluations"
+        assert f"F1.2 part {rank}" in waits.ranges and f"B0.1 part {rank}" in waits.ranges
 
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.sample(2)
 def test_no_action_waits_for_the_device(name: str) -> None:
-    for waits in rank_pool(2).run(job_count, **CASES[name]):
-        assert waits.actions > 100 and waits.device == waits.reads == []
+    assert_none(rank_pool(2).run(job_count, **CASES[name]))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "megatron"])
+def test_layers_of_others_with_dropout_wait_neither(kind: str) -> None:
+    pytest.importorskip("megatron.core" if kind == "megatron" else "transformers")
+    assert_none(rank_pool(2).run(job_other_layers, kind=kind))
+
+
+def job_profiled() -> list[str]:
+    """Return the names that torch's profiler shows of a step."""
+    with engines.engine_of(engines.gpt_layers("float32"), engines.section(), stages=2) as engine:
+        (batch,) = engines.batches(1)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            engine.train_batch(iter(batch))
+    return [event.name for event in profiler.events() if " part " in event.name]
+
+
+def test_a_profiler_shows_each_action_by_its_name() -> None:
+    for rank, names in enumerate(rank_pool(2).run(job_profiled)):
+        assert {f"F0.0 part {rank}", f"F1.2 part {rank}", f"B0.0 part {rank}"} <= set(names)
 
 
 class _StockProfiler(FlopsProfiler):
@@ -256,3 +345,13 @@ def job_refused_engine(words: str, ranks: list[int]) -> str:
 def test_the_engine_is_refused_on_every_rank() -> None:
     for said in rank_pool(2).run(job_refused_engine, words="CUDA_LAUNCH_BLOCKING=1", ranks=[1]):
         assert said.startswith("on rank 1: CUDA_LAUNCH_BLOCKING=1 waits")
+
+
+def job_warned() -> list[str]:
+    with mock.patch.object(Wires, "post_on_device", True), engines.logged() as said:
+        engines.build(engines.gpt_layers("float32"), engines.section()).destroy()
+    return [line for line in said if "expandable_segments" in line]
+
+
+def test_memory_that_slices_split_is_warned_of_at_the_start() -> None:
+    assert list(map(len, rank_pool(2).run(job_warned))) == [1, 0]

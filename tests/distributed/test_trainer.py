@@ -10,7 +10,17 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
 from tests.distributed.harness import rank_pool
-from tests.distributed.trainer_jobs import compare, mean_of_step, refusal, sharded_by_rank
+from tests.distributed.trainer_classes import refusals_of_classes, without_section
+from tests.distributed.trainer_jobs import (
+    PipelineTrainer,
+    Trainer,
+    compare,
+    differences,
+    mean_of_step,
+    play_alone,
+    refusal,
+    sharded_by_rank,
+)
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 SAVE = {"save_strategy": "steps", "save_steps": 4}
@@ -45,7 +55,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+USUAL = ("exact", "evaluated and saved", "resumed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in SETTINGS]
+)
 def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
@@ -57,6 +72,32 @@ def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     assert not found["events"] and not found["files"] and not found["missing"] and found["ranks"], found
 
 
+SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto",
+                                                 "warmup_num_steps": "auto", "total_num_steps": "auto"}}  # fmt: skip
+SIZES = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"), "auto"
+)
+UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
+    "scheduler": {"ds": {"scheduler": SCHEDULER, **SIZES}, "args": {"warmup_steps": 3}},
+    "bf16": {"ds": {"zero_optimization": {"stage": 1}, **SIZES}, "args": {"bf16": True}},
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", UNDER_DEEPSPEED)
+def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
+    given = UNDER_DEEPSPEED[name]
+    stock = rank_pool(1).run(play_alone, given=given, folder=str(tmp_path / "one"), kind=Trainer)[0]
+    found = rank_pool(2).run(play_alone, given=given, folder=str(tmp_path / "two"), kind=PipelineTrainer)[0]
+    for log in (log for run in (stock, found) for log in run["logs"]):
+        log.pop("grad_norm", None)  # DeepSpeed alone does not keep it in fp32
+    limit = 1e-2 if name == "bf16" else 1e-6
+    differ = differences(stock, found)
+    assert differ["logs"] <= limit and differ["results"] <= limit, differ
+    assert name == "bf16" or differ["weights"] <= 1e-4
+
+
+@pytest.mark.full
 def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
     """One process accumulates over the micro-batches of both replicas."""
     setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}
@@ -93,3 +134,22 @@ def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
     for text, setting in REFUSED.items():
         for told in rank_pool(2).run(refusal, given=setting, folder=str(tmp_path)):
             assert text in told
+
+
+def test_classes_that_only_delegate_are_taken(tmp_path: Path) -> None:
+    for delegating, own_loss, own_step, pairs in rank_pool(2).run(refusals_of_classes, folder=str(tmp_path)):
+        assert delegating == ""
+        assert "OwnLoss.compute_loss is its own, and stages run Trainer's in slices" in own_loss
+        assert "OwnStep.training_step is its own" in own_step
+        assert "DPOTrainer compares whole sequences in its loss" in pairs
+
+
+def test_without_a_section_the_mixin_does_nothing(tmp_path: Path) -> None:
+    assert rank_pool(2).run(without_section, folder=str(tmp_path)) == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("given", ["compute_loss_func", "model_init", "optimizers"])
+def test_objects_are_refused_by_name(given: str, tmp_path: Path) -> None:
+    value = (print, None) if given == "optimizers" else print
+    for told in rank_pool(2).run(refusal, given={}, folder=str(tmp_path), **{given: value}):
+        assert f"pipeline stages cannot serve this PipelineTrainer: {given}: " in told

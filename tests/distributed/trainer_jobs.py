@@ -126,14 +126,16 @@ def trainer_of(
     return kind(model=model, args=args, callbacks=[Recorder()], **given, **of_trainer)
 
 
-def play(kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any) -> dict[str, Any]:
+def play(
+    kind: type[Trainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, make: Callable[..., Trainer]
+) -> dict[str, Any]:
     """Run the phases of a setting; return what a user sees of them."""
     AcceleratorState._reset_state(True)
-    trainer = trainer_of(kind, setting, folder, deepspeed)
+    trainer = make(kind, setting, folder, deepspeed)
     found: dict[str, Any] = {"results": []}
     for phase in setting["phases"]:
         if phase == "resume":  # in a Trainer of another model, which must get the weights of the checkpoint
-            trainer = trainer_of(kind, setting, folder, deepspeed, seed=4)
+            trainer = make(kind, setting, folder, deepspeed, seed=4)
             found["results"].append(trainer.train(resume_from_checkpoint=True).metrics)
         elif phase == "train":
             found["results"].append(trainer.train().metrics)
@@ -186,11 +188,19 @@ def deepspeed_of(setting: Mapping[str, Any]) -> dict[str, Any]:
     return {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}, "terapipe": section, **setting["ds"]}
 
 
-def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
+Kinds = tuple[type[Trainer], type[Trainer]]
+
+
+def compare(
+    given: Mapping[str, Any],
+    folder: str,
+    kinds: Kinds = (Trainer, PipelineTrainer),
+    make: Callable[..., Trainer] = trainer_of,
+) -> dict[str, Any]:
     """Return how the pipeline's run differs from the Trainer's in one process."""
     setting = setting_of(given)
     with in_fp64() if setting["fp64"] else contextlib.nullcontext():
-        return _compare(setting, folder)
+        return _compare(setting, folder, kinds, make)
 
 
 _start = Stages.start
@@ -201,21 +211,19 @@ def _start_in_fp64(self: Stages, *args: Any) -> None:
     engines.reduce_in_fp64(self.engine)
 
 
-def _compare(setting: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callable[..., Trainer]) -> dict[str, Any]:
     expected = None
     if torch_dist.get_rank() == 0:
         with alone():
             in_one = {**setting, "args": {**setting["args"], **setting["one"]}}
-            expected = play(Trainer, in_one, f"{folder}/one", None)
+            expected = play(kinds[0], in_one, f"{folder}/one", None, make)
             model = expected.pop("trainer").model
-            expected["weights"] = {name: value.numpy() for name, value in model.state_dict().items()}
+            expected["weights"] = {_plain(name): value.numpy() for name, value in model.state_dict().items()}
     torch_dist.barrier()
     with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
-        found = play(PipelineTrainer, setting, f"{folder}/stages", deepspeed_of(setting))
+        found = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
     trainer = found.pop("trainer")
-    module = trainer._stages.module
-    own = {name: module.get_parameter(local).detach().numpy() for local, name in module.checkpoint_names().items()}
-    found["weights"] = {name: value for each in gathered(own) for name, value in each.items()}
+    found["weights"] = weights_of(trainer._stages.module)
     everyone = gathered((found["logs"], found["results"], found["events"]))
     trainer._stages.engine.destroy()
     if expected is None:
@@ -224,6 +232,34 @@ def _compare(setting: Mapping[str, Any], folder: str) -> dict[str, Any]:
     for run in (expected, found):
         run["of_steps"] = bool(setting["one"])
     return differences(expected, found) | {"ranks": same, "files": files(folder)}
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    tensor = tensor.detach()
+    return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).numpy()
+
+
+def weights_of(module: Any) -> dict[str, np.ndarray]:
+    """Return the weights of all stages by their names in the model."""
+    names = module.checkpoint_names().items()
+    own = {name: _array(module.get_parameter(local)) for local, name in names}
+    return {name: value for each in gathered(own) for name, value in each.items()}
+
+
+def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> dict[str, Any]:
+    """Run a setting under DeepSpeed, over the stages that there are, or without any."""
+    setting = setting_of(given)
+    found = play(kind, setting, folder, {key: value for key, value in deepspeed_of(setting).items()
+                                         if kind is PipelineTrainer or key not in ("terapipe", "pipeline")},
+                 trainer_of)  # fmt: skip
+    trainer = found.pop("trainer")
+    if kind is PipelineTrainer:
+        return found | {"weights": weights_of(trainer._stages.module)}
+    return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.")
 
 
 def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,12 +332,12 @@ def mean_of_step() -> list[float]:
     return [abs(value - float(loss)) / float(loss), max(errors)]
 
 
-def refusal(given: Mapping[str, Any], folder: str, **of_trainer: Any) -> str:
+def refusal(given: Mapping[str, Any], folder: str, kind: type[Trainer] = PipelineTrainer, **of_trainer: Any) -> str:
     """Return why a Trainer over stages refuses a setting, the same on all ranks; "" if it does not."""
     AcceleratorState._reset_state(True)
     try:
         setting = setting_of(given)
-        trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting), **of_trainer)
+        trainer_of(kind, setting, folder, deepspeed_of(setting), **of_trainer)
     except Exception as error:
         texts = gathered(str(error))
         return texts[0] if len(set(texts)) == 1 else f"differs: {texts}"
@@ -314,7 +350,7 @@ def sharded_by_rank(folder: str) -> str:
     with mock.patch.object(PipelineAccelerator, "num_processes", world):
         with mock.patch.object(PipelineAccelerator, "process_index", torch_dist.get_rank()):
             try:
-                play(PipelineTrainer, setting, folder, deepspeed_of(setting))
+                play(PipelineTrainer, setting, folder, deepspeed_of(setting), trainer_of)
             except Exception as error:
                 return str(error)
     return ""

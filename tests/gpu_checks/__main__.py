@@ -42,6 +42,7 @@ PARTS = {  # module, function that yields its checks
     "actions": ("actions", "checks"),
     "layers": ("layers", "checks"),
     "bench": ("benches", "on_device"),
+    "messages": ("messages", "checks"),
 }
 
 

@@ -16,6 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.attention.backends import available_backends, fused
+from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.documents import Documents, Starts
 from tests.gpu_checks.checks import Check, Settings, at_most, equal, not_run
 
@@ -42,6 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 OPTIONS_ERROR = 0.02
 """The largest error of windows, caps, sinks and documents that is allowed in bf16, whose steps are 0.4 %."""
+_OTHERS = ("flash_attn", "flash_attn_3", "flash_attn_4", "cudnn")
 TINY = {(2, 4, 2, 40, 16): (10, 20, 9, 1), (1, 2, 2, 33, 64): (1, 2, 30)}
 
 
@@ -59,8 +61,10 @@ def checks(settings: Settings) -> Iterator[Check]:
         if on_device:
             takes = fused._takes_slices(fused.CudaFlash(), inputs[0].device, dtype, shape[-1])
             yield equal(f"{name}: a slice is", "one call" if takes else "calls on blocks", "one call")
+            problem = fused.CudaFlash().refusal(inputs[0], Need(dropout=True))
+            yield equal(f"{name}: dropout in one call", problem or "right", "right")
         for way in _ways(on_device):
-            with _forced(way, on_device), _backend("cudnn" if way == "cudnn" else kernel):
+            with _forced(way, on_device), _backend(way if way in _OTHERS else kernel):
                 found = _errors(in_slices(*inputs, lengths), expected)
             worst = max(mine / max(whole, 1e-3) for mine, whole in zip(found, unsliced, strict=True))
             yield at_most(f"{name}: error of slices over unsliced, {way}", worst, MOST_OVER_UNSLICED)
@@ -79,10 +83,10 @@ def options(settings: Settings) -> Iterator[Check]:
 
 
 def _ways(on_device: bool) -> tuple[str, ...]:
-    """Return the ways to compute slices: by torch's FlashAttention kernel, and by cuDNN where it can run."""
+    """Return the ways to compute slices: by torch's FlashAttention kernel, and by others where they can run."""
     if not on_device:
         return ("blocks",)
-    return ("one call", "blocks", *(name for name in available_backends() if name == "cudnn"))
+    return ("one call", "blocks", *(name for name in available_backends() if name in _OTHERS))
 
 
 def _option_check(name: str, options: dict[str, Any], backend: str | None, device: str) -> Check:

@@ -38,11 +38,13 @@ class World:
     telling: int  # the number of first cases that must have run
     extra: dict[str, Any]  # keys of the `terapipe` section of all cases
     seconds: float
+    binds: bool = True  # a device is bound to the group of all ranks
 
     @property
     def name(self) -> str:
         """Return the beginning of the names of its checks."""
-        where = "on CPUs" if self.device == "cpu" else "sharing a device, gloo" if self.shared else "over NCCL"
+        over = "over NCCL" if self.binds else "over NCCL, no bound device"
+        where = "on CPUs" if self.device == "cpu" else "sharing a device, gloo" if self.shared else over
         return f"{self.size} rank{'s' * (self.size > 1)} {where}"
 
 
@@ -61,7 +63,10 @@ def watched(settings: Settings) -> Iterator[Check]:
     folder = settings.folder / "traces"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     cases = telling_cases(2, dry_run=True)
-    yield from run_world(world_of(settings, 2, cases, {**CHECKED, "trace_dir": str(folder)}, 240.0))
+    world = world_of(settings, 2, cases, {**CHECKED, "trace_dir": str(folder)}, 200.0)
+    yield from run_world(world)
+    if settings.device == "cuda" and not world.shared:
+        yield from run_world(replace(world, binds=False, extra=CHECKED))
     from terapipe_ds.timeline import Timeline
 
     files = sorted(folder.glob("timeline-step*-rank*.json"))
@@ -130,7 +135,7 @@ def run_world(world: World) -> Iterator[Check]:
 def _rank_main(rank: int, rendezvous: str, world: World, folder: str) -> None:
     from terapipe_ds.bench.ranks import finish_rank, prepare_rank
 
-    prepare_rank(rank, world.size, rendezvous, world.device, world.shared)
+    prepare_rank(rank, world.size, rendezvous, world.device, world.shared, world.binds)
     import deepspeed
     import torch
     from torch import distributed

@@ -12,26 +12,18 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.utils import _python_dispatch
 
-from terapipe_ds.attention.backends.base import (
-    AddGrads,
-    Attended,
-    Backend,
-    Need,
-    Queries,
-    Tensor,
-    expand_heads,
-    sum_groups,
-)
+from terapipe_ds.attention.backends.base import Attended, Backend, Need, Queries, Tensor, expand_heads, sum_groups
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.attention.reach import Span
 
 _log = logging.getLogger("terapipe_ds")
 Forward = Callable[[Queries], Attended]
-Backward = Callable[[Tensor, Queries, Attended, AddGrads], Tensor]
+Backward = Callable[..., Tensor]  # of `Backend.backward`
 Shape = tuple[int, int, int, int, int]
 CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
@@ -155,13 +147,7 @@ def _results(
 
 
 def _add(
-    totals: list[Tensor],
-    first: int,
-    offset: int,
-    dk: Tensor,
-    dv: Tensor,
-    again: bool = False,
-    rows: slice = slice(None),
+    totals: list[Tensor], first: int, offset: int, dk: Tensor, dv: Tensor, again: bool = False, rows: Any = slice(None)
 ) -> None:
     for total, part in zip(totals, (dk, dv), strict=True):
         total[rows, :, first + offset : first + offset + part.shape[2]].add_(part)

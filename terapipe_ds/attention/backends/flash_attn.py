@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +19,10 @@ from terapipe_ds.attention.backends.blocks import as_wide
 from terapipe_ds.attention.backends.first_use import wrong_kernel
 from terapipe_ds.attention.backends.fused import NO_DROPOUT, cuda_capability, cuda_refusal
 
-_Lengths = tuple[Tensor, Tensor, int, int]
+_Lengths = tuple[Any, ...] | None
 """Of packed documents: cumulative lengths of queries and of keys, and the longest of each."""
-_Results = tuple[Tensor, Tensor, Tensor | None]
-_Gradients = tuple[Tensor, ...]
+_State = Tensor | None
+_Tensors = Sequence[Tensor]
 
 
 class FlashAttn:
@@ -40,29 +40,25 @@ class FlashAttn:
     def refusal(self, q: Tensor, need: Need) -> str | None:
         return cuda_refusal(q, need) or wrong_kernel(self, q, need)
 
-    def run(self, inputs: list[Tensor], lengths: _Lengths | None, queries: Queries) -> _Results:
+    def run(self, inputs: _Tensors, lengths: _Lengths, queries: Queries) -> tuple[Tensor, Tensor, _State]:
         """Return output, log-sum-exp and random state of q, k, v: [B, tokens, heads, D], or without B if packed."""
         from flash_attn import flash_attn_interface as package
 
-        options = {"causal": True, **_window(queries, -1), "softcap": queries.softcap or 0.0, "alibi_slopes": None}
-        numbers = queries.dropout_p, queries.scale
+        options, numbers = _fa2_options(queries), (queries.dropout_p, queries.scale)
         if lengths is None:
             results = package._flash_attn_forward(*inputs, *numbers, **options, return_softmax=False)
         else:
             results = package._flash_attn_varlen_forward(*inputs, *lengths, *numbers, **options)
-        out, lse, _, rng_state = results
-        return out, lse, rng_state
+        out, lse, _, state = results
+        return out, lse, state
 
-    def run_backward(
-        self, inputs: list[Tensor], lse: Tensor, lengths: _Lengths | None, queries: Queries, state: Tensor | None
-    ) -> _Gradients:
+    def gradients(self, inputs: _Tensors, lse: Tensor, lengths: _Lengths, queries: Queries, state: _State) -> _Tensors:
         """Return dQ, dK, dV from the gradient of the output, q, k, v and the output."""
         from flash_attn import flash_attn_interface as package
 
         gradients = _like_inputs(inputs)
-        options = {"causal": True, **_window(queries, -1), "softcap": queries.softcap or 0.0, "alibi_slopes": None}
-        options |= {"deterministic": torch.are_deterministic_algorithms_enabled(), "rng_state": state}
-        numbers = queries.dropout_p, queries.scale
+        options, numbers = _fa2_options(queries), (queries.dropout_p, queries.scale)
+        options |= {"deterministic": _is_deterministic(), "rng_state": state}
         if lengths is None:
             package._flash_attn_backward(*inputs, lse, *gradients, *numbers, **options)
         else:
@@ -80,7 +76,7 @@ class FlashAttn:
         if queries.spans:
             return self._backward_packed(grad, queries, attended, add_grads)
         inputs = [x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out)]
-        found = self.run_backward(inputs, attended.lse.contiguous(), None, queries, attended.state[0])
+        found = self.gradients(inputs, attended.lse.contiguous(), None, queries, attended.state[0])
         dq, dk, dv = (x.transpose(1, 2) for x in found)
         dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
         add_grads(0, dk[..., :dim], dv[..., :value_dim])
@@ -104,7 +100,7 @@ class FlashAttn:
         for packed, state in zip(_packed_rows(queries), attended.state, strict=True):
             row = packed.row
             inputs = [x.transpose(0, 1) for x in as_wide(grad[row], *packed.inputs, attended.out[row])]
-            found = self.run_backward(inputs, attended.lse[row].contiguous(), packed.lengths, queries, state)
+            found = self.gradients(inputs, attended.lse[row].contiguous(), packed.lengths, queries, state)
             of_q, dk, dv = (x.transpose(0, 1) for x in found)
             dq[row] = of_q[..., :dim]
             add_grads(packed.first_key, dk[None, ..., :dim], dv[None, ..., :value_dim], rows=slice(row, row + 1))
@@ -122,19 +118,15 @@ class FlashAttn3(FlashAttn):
     def refusal(self, q: Tensor, need: Need) -> str | None:
         return NO_DROPOUT if need.dropout else super().refusal(q, need)
 
-    def run(self, inputs: list[Tensor], lengths: _Lengths | None, queries: Queries) -> _Results:
-        # splits of the keys are chosen by the kernel, unless equal bits are asked for
-        splits = int(torch.are_deterministic_algorithms_enabled())
-        options = {**_fa3_options(queries), **_named(lengths), "num_splits": splits}
+    def run(self, inputs: _Tensors, lengths: _Lengths, queries: Queries) -> tuple[Tensor, Tensor, _State]:
+        # the kernel chooses how often it divides the keys, unless equal bits are wanted
+        options = {**_fa3_options(queries), **_named(lengths), "num_splits": int(_is_deterministic())}
         out, lse, *_ = torch.ops.flash_attn_3.fwd(*inputs, **options)
         return out, lse, None
 
-    def run_backward(
-        self, inputs: list[Tensor], lse: Tensor, lengths: _Lengths | None, queries: Queries, state: Tensor | None
-    ) -> _Gradients:
+    def gradients(self, inputs: _Tensors, lse: Tensor, lengths: _Lengths, queries: Queries, state: _State) -> _Tensors:
         gradients = _like_inputs(inputs)
-        options = {**_fa3_options(queries), **_named(lengths)}
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        options = {**_fa3_options(queries), **_named(lengths), "deterministic": _is_deterministic()}
         torch.ops.flash_attn_3.bwd(*inputs, lse, *gradients, **options)
         return gradients
 
@@ -147,25 +139,21 @@ class FlashAttn4(FlashAttn3):
     def is_available(self) -> bool:
         return cuda_capability()[0] in (9, 10) and has_flash_attn_4()
 
-    def run(self, inputs: list[Tensor], lengths: _Lengths | None, queries: Queries) -> _Results:
+    def run(self, inputs: _Tensors, lengths: _Lengths, queries: Queries) -> tuple[Tensor, Tensor, _State]:
         from flash_attn.cute.interface import _flash_attn_fwd
 
         out, lse, *_ = _flash_attn_fwd(*inputs, **_fa4_options(queries), **_named(lengths), return_lse=True)
         return out, lse, None
 
-    def run_backward(
-        self, inputs: list[Tensor], lse: Tensor, lengths: _Lengths | None, queries: Queries, state: Tensor | None
-    ) -> _Gradients:
+    def gradients(self, inputs: _Tensors, lse: Tensor, lengths: _Lengths, queries: Queries, state: _State) -> _Tensors:
         from flash_attn.cute.interface import _flash_attn_bwd
 
         grad, q, k, v, out = inputs
-        options = {**_fa4_options(queries), **dict(list(_named(lengths).items())[:2])}  # without the longest
-        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-        dq, dk, dv, *_ = _flash_attn_bwd(q, k, v, out, grad, lse, **options)
-        return dq, dk, dv
+        options = {**_fa4_options(queries), **_named(lengths and lengths[:2])}  # without the longest
+        return _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=_is_deterministic())[:3]
 
 
-def _like_inputs(inputs: list[Tensor]) -> _Gradients:
+def _like_inputs(inputs: _Tensors) -> _Tensors:
     """Return where a kernel writes dQ, dK and dV: memory of its own layout, as wide as its inputs."""
     return tuple(x.new_empty(x.shape) for x in inputs[1:4])
 
@@ -174,6 +162,10 @@ def _window(queries: Queries, none: int | None) -> dict[str, Any]:
     """Return how many keys a query sees before itself and after, by the packages' names; `none` is no limit."""
     left, right = (none, none) if queries.window is None else (queries.window - 1, 0)
     return {"window_size_left": left, "window_size_right": right}
+
+
+def _fa2_options(queries: Queries) -> dict[str, Any]:
+    return {"causal": True, **_window(queries, -1), "softcap": queries.softcap or 0.0, "alibi_slopes": None}
 
 
 def _fa3_options(queries: Queries) -> dict[str, Any]:
@@ -186,9 +178,9 @@ def _fa4_options(queries: Queries) -> dict[str, Any]:
     return {"softmax_scale": queries.scale, "causal": True, **_window(queries, None), **softcap}
 
 
-def _named(lengths: _Lengths | None) -> dict[str, Any]:
+def _named(lengths: _Lengths) -> dict[str, Any]:
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
-    return {} if lengths is None else dict(zip(names, lengths, strict=True))
+    return dict(zip(names, lengths or (), strict=False))
 
 
 class _PackedRow(NamedTuple):
@@ -214,6 +206,7 @@ def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
             yield _PackedRow(row, first, inputs, (cumulative[0], cumulative[1], longest[0], longest[1]))
 
 
+_is_deterministic = torch.are_deterministic_algorithms_enabled
 has_flash_attn = functools.cache(compat.has_flash_attn)
 has_flash_attn_3 = functools.cache(compat.has_flash_attn_3)
 has_flash_attn_4 = functools.cache(compat.has_flash_attn_4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Reference:
     """Compute tiles of scores with one softmax over all tiles: any device, dtype and head dim, and dropout.
 
     The dropout mask of a tile comes from a generator of its own. The seed of a call is drawn from torch's generator of
-    the device: a recomputed forward, which finds that generator restored, draws the same seed and so the same masks.
+    the device: a recomputed forward, which finds that generator restored, has the same seed and so the same masks.
     Half precision is computed in fp32.
     """
 
@@ -50,7 +51,7 @@ class Reference:
 
     def forward(self, queries: Queries) -> Attended:
         q, values, dropout_p = queries.q, queries.values, queries.dropout_p
-        seed = int(torch.randint(2**62, (), device=q.device)) if dropout_p > 0 else 0
+        seed = draw_seed(q.device) if dropout_p > 0 else 0
         out = q.new_empty(*q.shape[:3], values.shape[3])
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
         # a row of tiles at a time: scores of the whole slice would be the L x L matrix again
@@ -111,6 +112,14 @@ class Reference:
                 tiles.append(Tile(index, row, row_stop, max(first, column_stop - size), column_stop))
                 index += 1
             yield tiles
+
+
+def draw_seed(device: torch.device) -> int:
+    """Draw a seed from torch's generator of the device, whose state is on the host: no wait for the device."""
+    module = torch if device.type == "cpu" else torch.get_device_module(device)
+    state: Tensor = module.get_rng_state() if device.type == "cpu" else module.get_rng_state(device)
+    torch.rand((), device=device)  # the next call finds another state
+    return int.from_bytes(hashlib.blake2b(state.numpy().tobytes(), digest_size=7).digest())
 
 
 def dropout_factors(probs: Tensor, seed: int, dropout_p: float) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -115,29 +115,20 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
-        name, others = "cuda_flash", {"cudnn", *_TORCHS_NAMES} & {*available_backends()}
+        by_torch = _TORCHS_NAMES if hasattr(attention, "restore_flash_attention_impl") else ()
+        name, others = "cuda_flash", {"cudnn", *by_torch} & {*available_backends()}
         if others:  # and where one of them is the fastest
             chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
             name = chosen if chosen in others else name
         set_backend(name)
         try:
             kind = SDPBackend.CUDNN_ATTENTION if name == "cudnn" else SDPBackend.FLASH_ATTENTION
-            with _torchs_flash_attention(_TORCHS_NAMES.get(name)), sdpa_kernel(kind):
+            with ExitStack() as stack, sdpa_kernel(kind):
+                if name in _TORCHS_NAMES:  # torch computes whole sequences by that package
+                    stack.callback(attention.restore_flash_attention_impl)
+                    attention.activate_flash_attention_impl(_TORCHS_NAMES[name])
                 yield name
         finally:
             set_backend(None)
     else:
         yield "reference for slices, torch's choice for whole sequences"
-
-
-@contextmanager
-def _torchs_flash_attention(name: str | None) -> Iterator[None]:
-    """Let torch compute whole sequences by that package inside; None: by its own kernel."""
-    if name is None:
-        yield
-        return
-    attention.activate_flash_attention_impl(name)
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl()

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import AutoTokenizer, Trainer
 
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, as_replica, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
-from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained
-from terapipe_ds.models.hugging_face.refusals import refused_on_all_ranks
+from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
+from terapipe_ds.models.hugging_face.refusals import SOURCE, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
 
 
@@ -50,9 +50,22 @@ class PipelineTrainerMixin(Trainer):
             return
         check_arguments(type(self), PipelineTrainerMixin, given)
         self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
+        if isinstance(given.get("model"), str | os.PathLike):
+            args, kwargs = (), self._with_skeleton(given)
         super().__init__(*args, **kwargs)
         with refused_on_all_ranks():
             check_trainer(self, PipelineTrainerMixin)
+
+    def _with_skeleton(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return arguments with a skeleton in place of a name: each stage will read its own weights."""
+        options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
+        with refused_on_all_ranks():
+            if is_sft(type(self)):
+                options = {"dtype": "float32"} | options  # as TRL reads a model
+            model = skeleton(given["model"], **options)
+            if is_sft(type(self)) and given.get("processing_class") is None:
+                given["processing_class"] = AutoTokenizer.from_pretrained(getattr(model, SOURCE))
+        return given | {"model": model}
 
     def create_accelerator_and_postprocess(self) -> None:
         """Build the stages of the model that Trainer has by now, and an accelerator that counts replicas."""

@@ -36,7 +36,13 @@ _REFUSED_GIVEN = {
     "model_init": "stages are cut once: pass model=",
     "quantization_config": "weights are not trained quantized: leave it out",
 }
-_NEW = ("_start_engine", "_renew_config", "_note_metrics", "_labels_of")  # methods of the mixin that no Trainer has
+_NEW = (
+    "_with_skeleton",
+    "_start_engine",
+    "_renew_config",
+    "_note_metrics",
+    "_labels_of",
+)  # methods of the mixin that no Trainer has
 _PAIRS = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
 # What the mixin does itself, so that a class below it may only hand the call on.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")

@@ -88,6 +88,8 @@ class Stages:
         # a size that the JSON leaves out is the one of the arguments, not DeepSpeed's default
         for name in _SIZES:
             raw.setdefault(name, "auto")
+        for name in ("bf16", "fp16"):
+            raw.setdefault(name, {"enabled": "auto"})
         filled = HfTrainerDeepSpeedConfig(raw)
         filled.trainer_config_process(args)
         config = filled.config

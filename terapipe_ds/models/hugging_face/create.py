@@ -13,6 +13,7 @@ import torch
 import torch.distributed as torch_dist
 import transformers
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from huggingface_hub import snapshot_download
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
@@ -24,6 +25,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
 from terapipe_ds.models.hugging_face.refusals import (
+    SOURCE,
     ModelRefusedError,
     check_arguments,
     check_config,
@@ -32,9 +34,17 @@ from terapipe_ds.models.hugging_face.refusals import (
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
-from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, DrawnWeights, HeldWeights, StoredWeights
+from terapipe_ds.models.hugging_face.weights.stored import (
+    ADAPTER_CONFIG,
+    DrawnWeights,
+    HeldWeights,
+    StoredWeights,
+    Weights,
+)
 
 SMALL = 1024
+_OF_HUB = ("revision", "token", "local_files_only")
+_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model on the hub
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import PreTrainedModel
@@ -50,7 +60,7 @@ def from_config(
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     adapter: Adapter = None,
     seed: int = 1234,
@@ -63,7 +73,7 @@ def from_config(
         topology: DeepSpeed's. Without it there are `num_stages` stages, and the ranks beyond them are data parallel.
         partition: the first pipeline layer of each part, and the number of layers at the end. Layer 0 embeds tokens.
         loss_fn: takes logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
-        dtype: of the weights; the default is the config's.
+        dtype: of the weights, or its name; the default ("auto") is the config's. torch_dtype is another name for it.
         adapter: a LoraConfig of peft, or a folder of adapters whose training continues. Adapters are trained instead
         of all weights, and `save_pretrained` writes them.
         seed: of the initial weights, which do not depend on the number of stages.
@@ -73,7 +83,9 @@ def from_config(
         ModelRefusedError: the model cannot be cut into stages that run token slices; the message says why.
     """
     # a misspelt argument is an error before anything is built or read
-    check_arguments(dtype, options)
+    dtype = check_arguments(dtype, options)
+    if of_hub := [name for name in _OF_HUB if name in options]:
+        raise TypeError(f"from_config reads nothing from the hub: leave out {', '.join(of_hub)}")
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
     with refused_on_all_ranks():  # adapters may be in a folder
@@ -89,7 +101,7 @@ def from_pretrained(
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     *,
     adapter: Adapter = None,
     seed: int = 1234,
@@ -98,17 +110,20 @@ def from_pretrained(
     """Return the causal language model in a folder as a `PipelineModule`; each stage reads the weights of its layers.
 
     Args:
-        folder: with a config and safetensors, as `save_pretrained` of transformers writes them; or with adapters, as
-            peft writes them, whose config names the folder of the model. Or a model in memory, with or without peft's
-            adapters; then each rank holds the whole model. Its requires_grad, gradient checkpointing, dropout and
-            buffers are kept, and any other change to it is an error.
+        folder: with a config and safetensors, as `save_pretrained` of transformers writes them, or a name on the hub,
+            which is downloaded into its cache; or with adapters, as peft writes them, whose config names the model. Or
+            a model in memory, with or without peft's adapters; then each rank holds the whole model, unless it is a
+            `skeleton`. Its requires_grad, gradient checkpointing, dropout and buffers are kept, and any other change
+            to it is an error.
+        options: also `revision`, `token` and `local_files_only` of the hub.
 
     The other arguments are the same as in `from_config`.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
     """
-    check_arguments(dtype, options)
+    dtype = check_arguments(dtype, options)
+    of_hub = {name: options.pop(name) for name in _OF_HUB if name in options}
     options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
     if isinstance(folder, nn.Module):
         return _from_model(folder, dtype, adapter, seed, options)
@@ -118,8 +133,9 @@ def from_pretrained(
                 if isinstance(source, str | os.PathLike):
                     finish_saving(Path(source))
     with refused_on_all_ranks():  # each may have a disk of its own
-        folder, adapter = _folders(folder, adapter)
-        config = AutoConfig.from_pretrained(folder)
+        name, adapter = _folders(folder, adapter, of_hub)
+        folder = downloaded(name, **of_hub)
+        config = _config_of(name, folder)
         with _family_named(config):
             _check_not_quantized(config)
             outline = Outline(model_without_weights(config, dtype))
@@ -141,7 +157,7 @@ def _from_model(
     # the owner's changes, compared with a fresh model with such adapters; each rank has a model of its own
     with refused_on_all_ranks():
         base = language_model_of(model)
-        kept_dtype, has_adapters = dtype or base.dtype, base is not model
+        kept_dtype, has_adapters, source = dtype or base.dtype, base is not model, getattr(base, SOURCE, None)
         _check_not_quantized(base.config)
         whole = fresh = model_without_weights(base.config, kept_dtype)
         state = base.state_dict()
@@ -150,7 +166,9 @@ def _from_model(
                 raise ModelRefusedError("the model has adapters, and others are given: leave out adapter=")
             from terapipe_ds.models.hugging_face.weights import adapters as of_peft  # which takes seconds to import
 
-            state, adapter = of_peft.without_adapters(model), model
+            state = of_peft.without_adapters(model)
+            # adapters of a skeleton have no values yet
+            adapter = model if source is None else model.peft_config["default"]
             whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
         # this refuses by name everything that stages would not do like the owner's model
         changes = changes_of(model, whole, dtype)
@@ -168,7 +186,10 @@ def _from_model(
         adapters = _adapters(adapter, base.config, kept_dtype, outline, seed)
         if adapters is not None and has_adapters:
             adapters.take_over(changes, keeps_dtypes=dtype is None)
-        blueprint = Blueprint(outline, HeldWeights(state, dtype), adapters)
+        weights: Weights = HeldWeights(state, dtype)
+        if source is not None:
+            weights = StoredWeights(source, model_without_weights(base.config, kept_dtype), outline)
+        blueprint = Blueprint(outline, weights, adapters)
     # each decoder layer again in the backward, as transformers does; the caller may say otherwise
     if base.is_gradient_checkpointing:
         options = {"activation_checkpoint_interval": 1} | options
@@ -176,31 +197,71 @@ def _from_model(
         return HuggingFaceModule(blueprint, **options)
 
 
-def _folders(folder: str | os.PathLike[str], adapter: Adapter) -> tuple[Path, Adapter]:
-    """Return the folder of the model, and the adapters. Raises ModelRefusedError where there is no such folder.
+def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:
+    """Return a folder, or the hub's model of that name in the cache. Ranks of a machine wait for one another."""
+    path = Path(name)
+    if path.is_dir():
+        return path
+    try:
+        return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES, **of_hub))
+    except (OSError, ValueError) as error:  # the hub's errors are of these classes
+        reason = str(error).strip().splitlines()[0]
+        raise ModelRefusedError(
+            f"{os.fspath(name)!r} is no folder, and not on the hub or in its cache: {reason}"
+        ) from error
+
+
+def _config_of(name: str | os.PathLike[str], folder: Path) -> PretrainedConfig:
+    config = AutoConfig.from_pretrained(folder)
+    config.name_or_path = os.fspath(name)  # adapters and model cards say it
+    return config
+
+
+def skeleton(name: str | os.PathLike[str], dtype: torch.dtype | str | None = None, **options: Any) -> PreTrainedModel:
+    """Return the model of a folder or of a name on the hub, with parameters on the device "meta".
+
+    `from_pretrained` and the Trainers of `integrations.trainer` take it: each stage then reads its own weights.
+    `options`: `revision`, `token` and `local_files_only` of the hub.
+
+    Raises:
+        ModelRefusedError: there is no such folder or model, or stages cannot train it.
+    """
+    dtype = check_arguments(dtype, options)
+    if unknown := sorted(options.keys() - {*_OF_HUB}):
+        raise TypeError(f"skeleton takes no {', '.join(unknown)}: give it to the Trainer or to from_pretrained")
+    folder = downloaded(name, **options)
+    config = _config_of(name, folder)
+    with _family_named(config):
+        _check_not_quantized(config)
+        model: PreTrainedModel = model_without_weights(config, dtype)
+    with contextlib.suppress(OSError):
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    setattr(model, SOURCE, folder)
+    return model
+
+
+def _folders(
+    folder: str | os.PathLike[str], adapter: Adapter, of_hub: dict[str, Any]
+) -> tuple[str | os.PathLike[str], Adapter]:
+    """Return the folder or the name of the model, and the adapters. Raises ModelRefusedError where there is neither.
 
     A folder that contains adapters is read as adapters, even if it also contains a model, as transformers does.
     """
-    path = Path(folder)
-    if not path.is_dir():
-        raise ModelRefusedError(
-            f"{os.fspath(folder)!r} is no folder. If it is a name on the hub, download the model and give the folder: "
-            f"from_pretrained(huggingface_hub.snapshot_download({os.fspath(folder)!r}), ...)"
-        )
+    path = downloaded(folder, **of_hub)
     if not (path / ADAPTER_CONFIG).is_file():
-        return path, adapter
+        return folder, adapter
     if adapter is not None and not (
         isinstance(adapter, str | os.PathLike) and Path(adapter).resolve() == path.resolve()
     ):
         raise ModelRefusedError(f"{path} has adapters ({ADAPTER_CONFIG}), and others are given: leave out adapter=")
     # adapters say which model they belong to, by a folder or a name on the hub
     base = parse_json(read_bytes(path / ADAPTER_CONFIG)).get("base_model_name_or_path")
-    if not isinstance(base, str) or not Path(base).is_dir():
+    if not isinstance(base, str):
         raise ModelRefusedError(
-            f"{path} has adapters for the model {base!r}, which is no folder here: give the folder of the model, and "
+            f"{path} has adapters, and does not say for which model: give the folder of the model, and "
             f"adapter={str(path)!r}"
         )
-    return Path(base), path
+    return base, path
 
 
 def _adapters(

@@ -10,9 +10,9 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +20,12 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
-from terapipe_ds.losses import Head, hands_on_hidden, head_of
+from terapipe_ds.losses import Head, hand_on, hands_on_hidden, head_of
 from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check_division
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, VocabEmbedding
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
@@ -39,6 +41,7 @@ class Blueprint:
 
     def __init__(self, outline: Outline, weights: Weights, adapters: Adapters | None = None) -> None:
         self.outline, self.weights, self.adapters = outline, weights, adapters
+        self.ranks: TensorRanks | None = None  # over which modules are divided; None: one rank
         self._ways: dict[tuple[str, str], Way] = {}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
@@ -50,13 +53,19 @@ class Blueprint:
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
         kind = kinds[index], _described(layer)
         if kind not in self._ways:
-            if is_unread(layer):
-                layer = self.filled(self.outline.layer_name(index))
+            name = self.outline.layer_name(index)
+            if self.ranks is not None or is_unread(layer):
+                layer = self.filled(name, is_whole=True)
             self._ways[kind] = find_way(self.outline, index, layer)
+            if self.ranks is not None:
+                check_division(self.outline, index, layer, self._ways[kind], self.ranks)
         return self._ways[kind]
 
-    def filled(self, name: str) -> nn.Module:
-        """Return a copy of a module of the model, with weights of its own; without, on the device "meta"."""
+    def filled(self, name: str, is_whole: bool = False) -> nn.Module:
+        """Return a copy of a module of the model, with weights of its own; without, on the device "meta".
+
+        With tensor-parallel ranks it has this rank's share of the weights, unless `is_whole`.
+        """
         original = self.outline.module(name)
         module = self.outline.copy_of(original)
         if torch.get_default_device().type == "meta":
@@ -69,7 +78,8 @@ class Blueprint:
                     like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
                     part._parameters[key] = new.setdefault(id(old), like)
         self.weights.fill(name, original, module)
-        return module if self.adapters is None else self.adapters.put_into(name, module)
+        module = module if self.adapters is None else self.adapters.put_into(name, module)
+        return module if self.ranks is None or is_whole else self.ranks.divide(name, module)
 
 
 def _described(layer: nn.Module) -> str:
@@ -93,6 +103,13 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    def defer_weight_gradients(self, gradients: LinearProducts) -> None:
+        """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
+        for layer in self.modules():
+            make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
+            if make is not None and "forward" not in vars(layer):
+                layer.forward = make(gradients, layer)
 
     @property
     def outline(self) -> Outline:
@@ -166,6 +183,7 @@ class DecoderLayer(Piece):
         """
         way = self.find_way()
         is_plain = way.is_fast and not way.has_states and self.blueprint.adapters is None
+        is_plain = is_plain and self.blueprint.ranks is None
         return [self.held[0]] if is_plain else []
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -199,11 +217,13 @@ class OutputMatrix(Piece):
 
     def output_head(self) -> Head | str:
         """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
-        return _with_scale_and_cap(head_of(self.held[0]), self)
+        held = self.held[0]
+        divided = isinstance(held, ColumnLinear) and Head(held.weight, held.bias, ranks=self.blueprint.ranks)
+        return _with_scale_and_cap(divided or head_of(held), self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
-            return hidden
+            return hand_on(hidden)
         return self.outline.run_head(self.held[0], hidden, places(hidden))
 
 
@@ -212,13 +232,17 @@ class TiedLogits:
 
     def __call__(self, embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
-            return hidden
-        weight = embedding.held[0].get_parameter("weight")
-        return embedding.outline.run_head(lambda x: F.linear(x, weight), hidden, places(hidden))
+            return hand_on(hidden)
+        held = embedding.held[0]
+        weight = held.get_parameter("weight")
+        product = held.logits if isinstance(held, VocabEmbedding) else lambda x: F.linear(x, weight)
+        return embedding.outline.run_head(product, hidden, places(hidden))
 
     def output_head(self, embedding: TiedEmbedding) -> Head | str:
         """Return the same as `OutputMatrix.output_head`."""
-        return _with_scale_and_cap(Head(embedding.held[0].get_parameter("weight")), embedding)
+        held = embedding.held[0]
+        ranks = embedding.blueprint.ranks if isinstance(held, VocabEmbedding) else None
+        return _with_scale_and_cap(Head(held.get_parameter("weight"), ranks=ranks), embedding)
 
 
 def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
@@ -226,6 +250,29 @@ def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
         return head
     form = piece.outline.scale_and_cap(head.weight.dtype)
     return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
+
+
+class LinearProducts(Protocol):
+    """Declare the engine's object that computes weight gradients."""
+
+    def linear(
+        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False
+    ) -> Tensor: ...
+
+
+def _conv1d(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
+
+
+def _falcon(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
+    def forward(inputs: Tensor) -> Tensor:
+        outputs = gradients.linear(inputs, layer.weight)
+        return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
+
+    return forward
+
+
+_LINEARS = {"Conv1D": _conv1d, "FalconLinear": _falcon}
 
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:

@@ -8,20 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
+from tqdm import tqdm
+from transformers.utils import logging as transformers_logging
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.documents import Documents, Starts
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict
 from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import is_share, partial_in
+from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
-from terapipe_ds.models.hugging_face.weights.unread import is_unread, read
+from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
+from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
 
+_ADVICE = (
+    "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
+    "different samples: seed and divide the sampler by the data-parallel rank"
+)
 Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
@@ -86,8 +99,13 @@ class HuggingFaceModule(PipelineModule):
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
                 "the layers are cut: give one of them"
             )
+        tensor_ranks = 1 if topology is None else max(1, topology.get_dim("model"))
+        if tensor_ranks > 1:
+            adapters = blueprint.adapters
+            check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
+        self.autotp_size, self._replicas_compared = tensor_ranks, False
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
@@ -112,9 +130,18 @@ class HuggingFaceModule(PipelineModule):
         access (`unread`).
         """
         with refused_on_all_ranks():
-            read(self.parameters())
+            self._read()
             self._try_layers()
         self._agree()
+        self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+
+    def _read(self) -> None:
+        """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""
+        unread = {id(parameter.read): parameter for parameter in self.parameters() if isinstance(parameter, Unread)}
+        is_shown = transformers_logging.is_progress_bar_enabled() and self.mpu().get_data_parallel_rank() == 0
+        place = f"stage {self.stage_id}: reading weights"
+        for parameter in tqdm(unread.values(), place, disable=not (unread and is_shown), unit="layer"):
+            read([parameter])
 
     def _try_layers(self) -> None:
         ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}
@@ -157,6 +184,29 @@ class HuggingFaceModule(PipelineModule):
                 "of its rotary angles)"
             )
 
+    def forward(self, forward_input: Any) -> Any:
+        """Run the layers of this stage; with tensor parallelism under our engine only, which calls `before_reduce`."""
+        if self.autotp_size > 1 and self.training and torch.is_grad_enabled() and active_slice() is None:
+            raise ModelRefusedError(
+                "with tensor parallelism, DeepSpeed's own engine would not sum gradients over tensor-parallel ranks: "
+                'enable the terapipe section of the config ({"enabled": true, "slices": 1, "schedule": "1f1b"} for '
+                "whole sequences)"
+            )
+        return super().forward(forward_input)
+
+    def before_reduce(self, engine: PipelineEngine) -> None:
+        """Sum partial gradients over tensor-parallel ranks; the engine calls it after the last backward of a batch.
+
+        After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
+        """
+        if self.blueprint.ranks is None:
+            return
+        group, trained = self.blueprint.ranks.group, {n: p for n, p in self.named_parameters() if p.requires_grad}
+        sum_gradients({n: trained[n] for n in partial_in(self) if n in trained}, engine.optimizer, group)
+        if not self._replicas_compared:
+            whole = {n: p for n, p in trained.items() if not is_share(p)}
+            self._replicas_compared = require_equal_gradients(whole, engine.optimizer, group, _ADVICE)
+
     to_tuple = staticmethod(to_tuple)
 
     def checkpoint_names(self) -> dict[str, str]:
@@ -182,6 +232,9 @@ class HuggingFaceModule(PipelineModule):
             super()._build()
 
     def _partition_layers(self, method: str = "uniform") -> None:
+        if self.autotp_size > 1 and self.blueprint.ranks is None:  # DeepSpeed's groups exist now, and no layer does
+            group, device = self._grid.get_slice_parallel_group(), get_accelerator().device_name(self.local_rank)
+            self.blueprint.ranks = TensorRanks(self.blueprint.outline, group, device)
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts
         if self.partition is None:
             super()._partition_layers(method)

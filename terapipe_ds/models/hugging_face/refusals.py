@@ -6,7 +6,7 @@ import contextlib
 import difflib
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -19,16 +19,16 @@ from transformers import cache_utils
 from terapipe_ds import compat
 
 T = TypeVar("T")
+SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of its weights
 
 # Rotary embeddings whose angles depend on the length of the computed sequence: a slice would get different angles.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Arguments of transformers, and their replacements.
 _INSTEAD = {
-    "torch_dtype": "give dtype=, a dtype of torch",
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
     "trust_remote_code": "code from a hub is not run: AutoModelForCausalLM.register its class, and pass a model of it",
     "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
-    "revision token cache_dir local_files_only": "give a folder: huggingface_hub.snapshot_download takes this argument",
+    "cache_dir": "set HF_HUB_CACHE in the environment, or give a folder",
     "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
         "leave it out: DeepSpeed gives each rank its device, and each stage reads only the weights of its layers"
     ),
@@ -66,8 +66,16 @@ def refused_on_all_ranks() -> Iterator[None]:
         raise ModelRefusedError(next(filter(None, problems))) from own
 
 
-def check_arguments(dtype: object, options: Collection[str]) -> None:
-    """Raise TypeError for unknown arguments of `from_config` and `from_pretrained`, with the right ones."""
+def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | None:
+    """Return the dtype that the arguments name; None is the config's, or that of a model in memory.
+
+    Raises TypeError for unknown arguments of `from_config` and `from_pretrained`, with the right ones.
+    """
+    # arguments of transformers' from_pretrained that ask for nothing
+    for name in [name for name in options if not options[name] and any(name in names.split() for names in _INSTEAD)]:
+        del options[name]
+    dtype = options.pop("torch_dtype", None) if dtype is None else dtype
+    dtype = None if dtype == "auto" else getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(
             f"dtype={dtype!r} is no floating dtype of torch: give torch.bfloat16 or the like, or leave it out, which "
@@ -76,12 +84,14 @@ def check_arguments(dtype: object, options: Collection[str]) -> None:
     # arguments of DeepSpeed go through to it
     arguments = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
     arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
+    arguments |= {"revision", "token", "local_files_only"}
     for name in options:
         if name not in arguments:
             nearest = difflib.get_close_matches(name, arguments, n=1)
             advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(arguments))}"
             advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
             raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
+    return dtype
 
 
 def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
@@ -100,7 +110,7 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
             f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: pass that one. "
             f"Or register your own class: AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
         )
-    if base.device.type == "meta":
+    if base.device.type == "meta" and not hasattr(base, SOURCE):
         raise ModelRefusedError("its weights are on the device meta, without values: pass the folder that has them")
     if base is model and getattr(model, "peft_config", None):
         raise ModelRefusedError("its adapters come from add_adapter: use peft's get_peft_model(model, config) instead")

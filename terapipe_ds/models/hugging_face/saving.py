@@ -28,6 +28,7 @@ from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.refusals import gathered
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import gathered_copy
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
 _TRIES = 3
@@ -125,11 +126,12 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     if adapters is None or merge:
         _write_model(module, pieces, saving, merge)
     else:
-        trained = adapters.gathered({name: _named_state(name, held.state_dict()) for name, held in pieces.items()})
+        states = {name: _named_state(name, gathered_copy(held).state_dict()) for name, held in pieces.items()}
+        trained = adapters.gathered(states)
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
             if adapters is not None and not merge:
-                adapters.save(trained, module.source, saving)
+                adapters.save(trained, module.config.name_or_path or None, saving)
             _publish(saving)
 
 
@@ -144,11 +146,17 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
     shards = shards if len(ranks) > 1 else {ranks[0]: SINGLE}
     sizes, absent = dict[str, int](), list[str]()
     with _on_all_ranks(saving):
+        tensors: dict[str, Tensor] = {}
+        for name, held in pieces.items():  # one by one: each is whole for this moment, on all tensor-parallel ranks
+            held = gathered_copy(held)
+            if writers[name] == me:
+                tensors |= _as_stored(module.blueprint.outline.model, _named_state(name, _state_of(held, merge)))
         if me in shards:
             saving.mkdir(parents=True, exist_ok=True)
-            own = {name: held for name, held in pieces.items() if writers[name] == me}
-            sizes = _write_shard(module.blueprint.outline.model, own, saving / shards[me], merge)
+            save_file(tensors, saving / shards[me], metadata={"format": "pt"})
+            sizes = {key: tensor.nbytes for key, tensor in tensors.items()}
             sync(saving / shards[me])
+        del tensors
     # the index names all shards, so rank 0 needs the keys of each
     sizes_of = {shards[rank]: of_rank for rank, of_rank in enumerate(gathered(sizes)) if rank in shards}
     with _on_all_ranks(saving):
@@ -193,18 +201,13 @@ def _named_state(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for key, value in state.items()}
 
 
-def _write_shard(model: PreTrainedModel, pieces: dict[str, nn.Module], file: Path, merge: bool) -> dict[str, int]:
-    """Write the weights of some modules; return the bytes of each tensor."""
-    tensors: dict[str, Tensor] = {}
-    for name, held in pieces.items():
-        state: Mapping[str, Tensor] = held.state_dict()
-        if merge:
-            from terapipe_ds.models.hugging_face.weights.adapters import merged  # peft takes seconds to import
+def _state_of(held: nn.Module, merge: bool) -> Mapping[str, Tensor]:
+    """Return the weights and saved buffers of a module, with the adapters added to them if `merge`."""
+    if not merge:
+        return held.state_dict()
+    from terapipe_ds.models.hugging_face.weights.adapters import merged  # peft takes seconds to import
 
-            state = merged(held)
-        tensors |= _as_stored(model, _named_state(name, state))
-    save_file(tensors, file, metadata={"format": "pt"})
-    return {key: tensor.nbytes for key, tensor in tensors.items()}
+    return merged(held)
 
 
 def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:

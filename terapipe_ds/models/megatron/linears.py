@@ -1,8 +1,9 @@
-"""Let weight gradients of megatron-core's linear layers wait for W if the schedule splits backwards.
+"""Let weight gradients of megatron-core's linear layers wait for W, or for those of other slices.
 
 If a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241), B computes the gradients of biases and, with
 megatron-core's collectives, the gradients of the inputs, for which the earlier layers wait. Column-parallel layers sum
 the latter over the tensor-parallel ranks, and cut the sum under sequence parallelism. W computes the weight gradient.
+Otherwise the product of several slices follows the last one's B, or the product adds to the optimizer's sum in B.
 
 Under sequence parallelism a column-parallel layer multiplies the tokens of all ranks, and each keeps its share of them:
 megatron-core gathers them in the forward and once more in the backward. Here W gathers them, because other stages wait
@@ -39,13 +40,8 @@ class SplitBackwards(Protocol):
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
 
-    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now may leave its weight gradient to W."""
-
-    def keep(
-        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """Leave `rows^T inputs` to W, or `rows^T gather(inputs)`."""
+    def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
+        """Return what takes `rows`, `inputs` and `gather` in a backward: the gradient is `rows^T gather(inputs)`."""
 
 
 def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
@@ -73,12 +69,13 @@ def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
         # fused accumulation and inference have products of their own
         is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
-        if is_other or not gradients.splits_now() or not gradients.takes(input, weight):
+        take = None if is_other else gradients.taker(input, weight)
+        if take is None:
             return plain(input, weight, bias, **options)
         sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
         ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
         # no edge to the weight: B would call the weight's hooks without a gradient
-        return _SplitLinear.apply(input, weight.detach(), bias, functools.partial(gradients.keep, weight), ranks)
+        return _SplitLinear.apply(input, weight.detach(), bias, take, ranks)
 
     setattr(forward, _MARK, True)
     return forward
@@ -100,9 +97,11 @@ def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tenso
 
     def forward(inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         weight, in_fp8 = layer.weight, transformer_engine.FP8GlobalStateManager.is_fp8_enabled()
-        if in_fp8 or not gradients.splits_now() or not gradients.takes(inputs, weight):
+        # the layer's own kernels are faster, unless they would have to wait
+        take = None if in_fp8 or not gradients.splits_now() else gradients.taker(inputs, weight)
+        if take is None:
             return plain(inputs)
-        keep, is_row = functools.partial(gradients.keep, weight), layer.parallel_mode == "row"
+        is_row = layer.parallel_mode == "row"
         # without tensor parallelism no rank has a part of anything
         group, shares = (layer.tp_group, layer.sequence_parallel) if layer.tp_size > 1 else (None, False)
         is_column = group is not None and not is_row
@@ -110,7 +109,7 @@ def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tenso
         bias = layer.bias if layer.use_bias and not layer.te_return_bias else None
         is_late = is_row and group is not None  # the ranks' products are summed before a bias comes on top
         normed = _normed(layer, inputs) if hasattr(layer, "layer_norm_weight") else inputs
-        outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, keep, ranks)
+        outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, take, ranks)
         if is_late:
             joined = reduce_scatter_to_sequence_parallel_region if shares else reduce_from_tensor_model_parallel_region
             outputs = joined(outputs, group)
@@ -167,10 +166,10 @@ class _SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, keep: Callable[..., None], ranks: _Ranks
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, take: Callable[..., None], ranks: _Ranks
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
-        ctx.keep, ctx.ranks = keep, ranks
+        ctx.take, ctx.ranks = take, ranks
         outputs = torch.matmul(ranks.gather(inputs), weight.t())
         return outputs if bias is None else outputs + bias
 
@@ -184,9 +183,9 @@ class _SplitLinear(torch.autograd.Function):
         inputs_grad, work = ranks.begin_sum(whole)
         bias_grad = rows.sum(dim=0) if ctx.needs_input_grad[2] else None
         if ranks.shares_tokens:
-            ctx.keep(rows, inputs, ranks.gather_rows)
+            ctx.take(rows, inputs, ranks.gather_rows)
         else:
-            ctx.keep(rows, _rows(inputs))
+            ctx.take(rows, _rows(inputs))
         if work is not None:
             work.wait()
         return inputs_grad, None, bias_grad, None, None

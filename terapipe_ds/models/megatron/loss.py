@@ -80,6 +80,10 @@ class VocabularyRanks:
         self.size, self.rank = group.size(), group.rank()
         self._group, self._shares_tokens = group, shares_tokens
 
+    def span(self, share: int) -> tuple[int, int]:
+        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
+        return share * self.rank, share * self.size
+
     def largest(self, of_tokens: Tensor) -> None:
         """Put the maximum over the ranks into `of_tokens`."""
         _all_reduce(of_tokens, self._group, torch_dist.ReduceOp.MAX)

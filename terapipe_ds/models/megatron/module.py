@@ -68,7 +68,7 @@ class MegatronGPT(PipelineModule):
         stand_in_for_transformer_engine()
         # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
-        self._replicas_compared = False
+        self._replicas_compared, self.autotp_size = False, config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss):
             _take_logits(loss_fn, blueprint)

@@ -19,6 +19,7 @@ from terapipe_ds.costs.interface import Costs, method_of
 from terapipe_ds.costs.profile import Overhead, Profile
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import LARGEST
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[s
     # one layer works at a time, so working bytes are the maximum over layers; everything else adds up
     for name in (field.name for field in dataclasses.fields(PartMemory)):
         values = [getattr(memory, name) for memory in known]
-        is_largest = name.startswith("working") or name in ("window_tokens", "loss_chunk_tokens")
+        is_largest = name.startswith(LARGEST)
         numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
     # the input of every layer stays, and the one that runs again is whole for a moment
     if recompute:

@@ -105,7 +105,15 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
         if nodes.is_split:
             weight, left = nodes.node(2, part, unit), memory.weight_bytes(part, *span)
             after[backward] += left
-            after[weight], working[weight] = -left, memory.working_bytes(part, *span)
+            after[weight] -= left
+            working[weight] = memory.working_bytes(part, *span)
+        else:
+            weight, left = backward, memory.joined_bytes(part, span[0])
+        # weight gradients wait for the slices that share their products, the first one in the sequence at last
+        group = next(group for group in memory.weight_groups(part, plan.lengths) if s in group)
+        if s != group[-1]:
+            after[weight] += left
+            after[weight + group[-1] - s] -= left
     # parameters, and the messages of each link to another stage
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):

@@ -171,9 +171,9 @@ class UncutLabels(SliceableTensors):
     def to(self, device: torch.device) -> UncutLabels:
         """Bring a tensor, or a tuple of them, to the device; nothing else moves, as in the stock engine."""
         if torch.is_tensor(self.value):
-            return replace(self, value=self.value.detach().to(device))
+            return replace(self, value=self.value.detach().to(device, non_blocking=True))
         if isinstance(self.value, tuple) and all(torch.is_tensor(t) for t in self.value):
-            return replace(self, value=tuple(t.detach().to(device) for t in self.value))
+            return replace(self, value=tuple(t.detach().to(device, non_blocking=True) for t in self.value))
         return self
 
     def part(self, start: int, stop: int) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.attention import SliceStore
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import SlicePlan, weight_groups
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
@@ -90,6 +90,15 @@ class BatchInFlight:
         """Return the slices whose weight gradients have an action of their own, W."""
         order = self.schedule.orders[self.stage_id] if self.training else ()
         return frozenset((action.part_id, *action.unit) for action in order if action.kind is Kind.WEIGHT)
+
+    def weight_groups(self, ranks: int = 1) -> list[frozenset[Key]]:
+        """Return the slices whose weight gradients are one product each; `ranks` divide the tokens of each slice."""
+        order = self.schedule.orders[self.stage_id] if self.training else ()
+        groups = []
+        for part_id, m in {(action.part_id, action.micro_batch_id) for action in order}:
+            lengths, rows = self.micro_batches[m].plan.lengths, self.micro_batches[m].shape.rows
+            groups += [frozenset((part_id, m, s) for s in group) for group in weight_groups(lengths, rows / ranks)]
+        return groups
 
     def kinds(self) -> frozenset[Hashable]:
         """Return all that decides on the kernels, apart from lengths: mode, schedule, and whether rows are packed."""

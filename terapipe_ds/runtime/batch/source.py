@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfig
@@ -285,9 +286,13 @@ def _is_absent(labels: Any) -> bool:
 
 
 def _copied(data: Any) -> Any:
-    """Copy the tensors: all micro-batches are drawn before the first one is used, and a loader may reuse its memory."""
+    """Copy the tensors: all micro-batches are drawn before the first one is used, and a loader may reuse its memory.
+
+    On an accelerator the copy is in pinned memory, from which the device takes it while the host goes on.
+    """
     if torch.is_tensor(data):
-        return data.detach().clone()
+        copy = data.detach().clone()
+        return get_accelerator().pin_memory(copy) if copy.device.type == "cpu" else copy
     if isinstance(data, (tuple, list)) and all(torch.is_tensor(t) for t in data):
         return tuple(map(_copied, data))
     return {key: _copied(value) for key, value in data.items()} if type(data) is dict else data

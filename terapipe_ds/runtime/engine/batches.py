@@ -23,6 +23,7 @@ from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
+from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
@@ -150,7 +151,8 @@ class OpenBatch:
     def __init__(self, stage: Stage, parts: Sequence[PartRunner], intercept: bool) -> None:
         self._stage, self._parts, self._intercept = stage, parts, intercept
         self._batch: BatchInFlight | None = None
-        self.is_observed = False  # the actions of the batch are traced or timed, or their operations counted
+        self.is_observed = False  # the actions of the batch are named, traced or timed, or their operations counted
+        self._names_ranges = False
         self._modes_run: set[bool] = set()  # a training (True) or an evaluation has run under the closer guard
 
     @property
@@ -168,26 +170,28 @@ class OpenBatch:
 
     @contextmanager
     def observed(self, action: Action) -> Iterator[None]:
-        """Trace, count or time `action`, if any observer needs it."""
+        """Name, trace, count or time `action`, if any observer needs it."""
         stage = self._stage
         counting = nullcontext() if stage.flops is None else stage.flops.around(action)
         timing = stage.own_time.around(action) if stage.own_time.is_on else nullcontext()
-        with stage.tracer.measure(action), counting, timing:
+        naming = named_range(action) if self._names_ranges else nullcontext()
+        with naming, stage.tracer.measure(action), counting, timing:
             yield
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         # each collaborator drops the previous batch and gets this one
-        self._set(batch)
         stage.deepspeed.open_batch()
+        self._set(batch)
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
         stage.own_time.open_batch(batch.training)
         listens = getattr(stage.tracer, "listens", True)
-        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens
+        self._names_ranges = names_ranges()
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens or self._names_ranges
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -225,7 +229,14 @@ class OpenBatch:
 
     def _set(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
-        self._stage.weights.open_batch(() if batch is None else batch.split)
+        if batch is None:
+            self._stage.weights.open_batch()
+        else:
+            groups = batch.weight_groups(self._stage.sequence.size)
+            # layers that run a second time would keep many times what a slice keeps
+            if self._stage.deepspeed.checkpoints:
+                groups = [group for group in groups if group <= batch.split]
+            self._stage.weights.open_batch(batch.split, groups)
         self._stage.results.begin(batch)
         if self._stage.offload is not None:
             self._stage.offload.open_batch(batch)

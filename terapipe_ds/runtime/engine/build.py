@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from terapipe_ds.runtime.engine.trained_parameters import (
     remembering,
     tensors_of,
 )
+from terapipe_ds.runtime.failures.device_memory import warning_of_allocator
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
@@ -40,7 +42,11 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.layout.cut_module import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
-from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
+from terapipe_ds.runtime.layout.same_model import (
+    refuse_other_grid,
+    refuse_other_tensor_ranks,
+    require_equal_models,
+)
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_sequence_axis,
     shortest_slice_on,
@@ -53,6 +59,8 @@ from terapipe_ds.runtime.links.compression import problem_of_links, warn_of_link
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
+
+logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass(frozen=True)
@@ -85,6 +93,7 @@ class EngineSetup:
 
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
+            refuse_other_tensor_ranks(module, raw)
             problem = problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -138,6 +147,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     correctly.
     """
     refuse_everywhere(problem_of_device_waits(wires.post_on_device), groups.world)
+    if wires.post_on_device and engine.global_rank == 0 and (warning := warning_of_allocator()):
+        logger.warning("%s", warning)
     # features that only some configs enable
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks

@@ -149,6 +149,10 @@ class TeraPipeEngine(ModelEndsEngine):
         check_compile_call(self.terapipe_config)
         super().compile(*args, **kwargs)
 
+    def autotp_size(self) -> int:
+        """Return 1: modules divide their layers over tensor-parallel ranks, and DeepSpeed must not do it again."""
+        return 1
+
     def slice_plan(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
         """Return the slices of a sequence of `sequence_length` tokens; the engine keeps them per length.
 

@@ -46,7 +46,7 @@ from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 T = TypeVar("T")
 logger = logging.getLogger("terapipe_ds")
@@ -88,7 +88,7 @@ class DeepSpeedCalls:
         """Check once per batch which options a program may have switched on since the last one."""
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
-        self._checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+        self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
@@ -98,7 +98,7 @@ class DeepSpeedCalls:
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
         """Run the layers of the active part, and return their outputs."""
-        with checkpointing_with_gradients(self._engine.module, self._offloads) if self._checkpoints else _NOTHING:
+        with checkpointing_with_gradients(self._engine.module, self._offloads) if self.checkpoints else _NOTHING:
             outputs = DeepSpeedEngine.forward(self._engine, inputs)
         if not training:
             ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
@@ -164,6 +164,7 @@ class PartRunner:
         sends = self._sends_outputs, self._sends_gradients
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
+        self._sent: SliceKey | None = None  # the slice whose gradients B itself has sent
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""
@@ -233,6 +234,9 @@ class PartRunner:
         """Add the last part's outputs to the results; say once what logits take, if anybody wants them."""
         results = self._stage.results
         if not active.wants_logits:
+            assert self._of_hidden is not None
+            if self._stage.flops is not None:
+                self._stage.flops.defer(active.micro_batch_id, self._of_hidden.operations(outputs))
             return results.add(active, outputs, self._of_hidden)
         if not self._has_told_of_logits:
             self._has_told_of_logits = True
@@ -279,9 +283,9 @@ class PartRunner:
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
-        # if the schedule splits backwards, products for weight gradients wait for W
-        deferred = stage.weights.deferred(key) if stage.weights.splits(key) else nullcontext()
-        with push_slice(self._active(action, "recompute")) as active, deferred:
+        # products for weight gradients wait: for W, or for those of other slices
+        is_split = stage.weights.splits(key)
+        with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
                 if not active.wants_logits:  # the backward has computed the loss
@@ -290,23 +294,37 @@ class PartRunner:
                         stage.finite.look_at_loss(slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
-            if stage.finite is not None:
+            if stage.finite is not None and is_split:
                 stage.finite.look_at_parameters()
         if not self._sends_gradients and not self.place.is_first:
             stage.links.hand_on(action, self._input_gradients(action))
+        if not is_split:
+            self._weights_of(action)
         slices.finish(action)
 
+    def _weights_of(self, action: Action) -> int:
+        """Compute the weight gradients that wait for this B or W, if any; return how many its slice had."""
+        stage, key = self._stage, self._open().key(action)
+        stage.own_time.layers_begin()
+        # nobody waits for weight gradients, but the stage before waits for this slice's
+        if self._sends_gradients and action.kind is Kind.BACKWARD and stage.weights.is_due(key):
+            self._send_gradients(action)
+            self._sent = action.unit
+        with push_slice(self._active(action, "weight")):
+            count = stage.weights.compute(key, stage.deepspeed.weight_backward)
+            if stage.finite is not None:
+                stage.finite.look_at_parameters()
+        stage.own_time.layers_end()
+        return count
+
     def weight(self, action: Action) -> None:
-        """Compute the weight gradients that the B of this slice has left."""
-        slices, stage = self._open(), self._stage
+        """Compute the weight gradients that the B of this slice has left, with those of its group."""
+        slices = self._open()
         slices.get(action)
         self._begin(action)
         # the factors that B kept: the inputs, and the gradients of the outputs
-        with push_slice(self._active(action, "weight")):
-            self._num_weights += 1
-            self._num_products += stage.weights.compute(slices.key(action), stage.deepspeed.weight_backward)
-            if stage.finite is not None:
-                stage.finite.look_at_parameters()
+        self._num_weights += 1
+        self._num_products += self._weights_of(action)
         slices.finish(action)
 
     def send_activation(self, action: Action) -> None:
@@ -321,10 +339,14 @@ class PartRunner:
         return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
-        """Send the gradients of the tensors that this slice received."""
+        """Send the gradients of the tensors that this slice received, unless its B has."""
+        if self._sent != action.unit:
+            self._send_gradients(action)
+        self._open().finish(action)
+
+    def _send_gradients(self, action: Action) -> None:
         stage = self._stage
         stage.deepspeed.timed(PIPE_SEND_GRAD_TIMER, stage.links.send_gradients, action, self._input_gradients(action))
-        self._open().finish(action)
 
     def _input_gradients(self, action: Action) -> Tensors:
         """Return the gradients of the tensors that a slice received; zeros if the layers did not use them."""

@@ -18,6 +18,7 @@ from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.part_runner import Stage
 from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule import Schedule
@@ -78,6 +79,11 @@ def step_figures(
     return found
 
 
+def device_figures(retries: int, host_share: float | None) -> dict[str, float]:
+    """Return the figures of devices: retries of all stages in the step, and the share of batches by way of the host."""
+    return {} if host_share is None else {"allocator_retries": retries, "host_share": host_share}
+
+
 class StepReport:
     """Watch the training steps of one rank. Rank 0 writes the values, which are those of its own pipeline."""
 
@@ -87,6 +93,7 @@ class StepReport:
         self._is_monitored = engine.monitor.enabled and 0 in groups.ranks
         self._peak_flops = peak_flops(engine, config) if self._is_monitored else None
         self._tracer = stage.tracer if isinstance(stage.tracer, Tracer) else None
+        self._retries = allocator_retries()  # of the allocator, up to the end of the last step
         self._ran: Ran | None = None
         self._steps: list[Took] = []
         self._num_steps = 0
@@ -115,8 +122,9 @@ class StepReport:
             return
         pipeline_s = step_s - self._engine.closing_s
         if found is not None:
-            timeline, model_flops = found
+            timeline, model_flops, retries = found
             figures = step_figures(ran, step_s, timeline, model_flops, self._peak_flops)
+            figures |= device_figures(retries, self._stage.links.host_share)
             pipeline_s = figures.get("pipeline_seconds", pipeline_s)
             with self._writing.attempt():
                 at = self._engine.global_samples
@@ -124,19 +132,21 @@ class StepReport:
         if 1 < self._num_steps <= _STEPS:
             self._steps.append(Took(ran.tokens, ran.predicted, step_s, pipeline_s))
             if self._num_steps == _STEPS:
-                logger.info("%s", after_steps(self._steps))
+                logger.info("%s%s", after_steps(self._steps), of_device(self._stage.links.host_share))
                 self._steps.clear()
 
-    def _gathered(self, ran: Ran) -> tuple[Timeline | None, float] | None:
+    def _gathered(self, ran: Ran) -> tuple[Timeline | None, float, int] | None:
         """Bring the times of all stages to rank 0; None elsewhere. A collective over the stages.
 
         All stages know the orders of all, so the start and the end of each computation are enough.
         """
-        # a row for each computation of the longest order, and one for the operations of the model
+        # a row for each computation of the longest order, and one for the model's operations and allocator retries
         orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
         table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
         flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
         table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
+        now, before = allocator_retries(), self._retries
+        table[0, 1], self._retries = now - before, now
         if events is not None and len(events) == len(orders[self._stage.stage_id]):
             table[1 : 1 + len(events)] = torch.tensor([(e.start_s, e.end_s) for e in events], dtype=torch.float64)
         # gather the tables of all stages, which know each other's orders
@@ -148,17 +158,17 @@ class StepReport:
         if not self._is_first_rank:
             return None
         # give the times back to their actions
-        model_flops = float(sum(one[0, 0] for one in tables))
+        model_flops, retries = float(sum(one[0, 0] for one in tables)), int(sum(one[0, 1] for one in tables))
         events_of_all: list[TimelineEvent] = []
         for stage_id, (order, one) in enumerate(zip(orders, tables, strict=True)):
             times = one[1 : 1 + len(order)].tolist()
             if any(start_s != start_s for start_s, _ in times):  # NaN: nothing was recorded there
-                return None, model_flops
+                return None, model_flops, retries
             events_of_all += [
                 TimelineEvent(stage_id, str(a), a.micro_batch_id, a.slice_id, a.kind.value, start_s, end_s, a.chunk_id)
                 for a, (start_s, end_s) in zip(order, times, strict=True)
             ]
-        return Timeline(len(orders), tuple(events_of_all)), model_flops
+        return Timeline(len(orders), tuple(events_of_all)), model_flops, retries
 
 
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
@@ -201,6 +211,13 @@ def after_steps(steps: Sequence[Took]) -> str:
             "step (trace_dir, terapipe timeline --against)"
         )
     return text
+
+
+def of_device(host_share: float | None) -> str:
+    """Return what the log line after some steps adds about the device of rank 0; empty without one."""
+    if host_share is None:
+        return ""
+    return f"; messages of {host_share:.0%} of the batches by way of the host, {allocator_retries()} allocator retries"
 
 
 _FAMILIES = ("v100", "a100", "h100", "h200")

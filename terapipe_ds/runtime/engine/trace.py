@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from deepspeed.accelerator import get_accelerator
+from torch.autograd.profiler import record_function
 
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule.action import Action, Kind
@@ -173,6 +175,23 @@ class Tracer:
             end_s=max(start_s, end_s),
             chunk_id=action.chunk_id,
         )
+
+
+@contextmanager
+def named_range(action: Action) -> Iterator[None]:
+    """Name an action for profilers, "F0.3 part 2": for torch's where it runs, and on a device by NVTX."""
+    accelerator, name = get_accelerator(), f"{action} part {action.part_id}"
+    accelerator.range_push(name)
+    try:
+        with record_function(name) if torch.autograd._profiler_enabled() else nullcontext():
+            yield
+    finally:
+        accelerator.range_pop()
+
+
+def names_ranges() -> bool:
+    """Return whether anything can show the names of actions: torch's profiler, or a device, whose tools may come."""
+    return torch.autograd._profiler_enabled() or not get_accelerator().is_synchronized_device()
 
 
 def wait_for_computation() -> None:

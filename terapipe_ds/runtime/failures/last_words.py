@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from terapipe_ds.runtime.failures.device_memory import save_memory_snapshot
 from terapipe_ds.runtime.failures.process_end import LEAVE_S, POLL_S, Stderr, arm_timer, leave
 from terapipe_ds.runtime.failures.report import RankRecord
 from terapipe_ds.runtime.failures.store import Failure, WatchStore
@@ -27,7 +28,7 @@ class PipelineAborted(RuntimeError):
 class LastWords:
     """Let one thread say why the rank has to end: the main or the watching one, whichever notices it first.
 
-    It leaves the rank's last actions in `trace_dir`.
+    It leaves the rank's last actions in `trace_dir`, and of a rank that raises on a GPU the memory.
     """
 
     def __init__(self, record: RankRecord, trace_dir: str | None) -> None:
@@ -66,6 +67,9 @@ class LastWords:
         if self._trace_dir is not None:
             with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))
+            with suppress(Exception):
+                if self._record.is_watched:  # an error of this rank: the watching thread must not ask the allocator
+                    save_memory_snapshot(Path(self._trace_dir), self._record.rank)
         if failure is not None:
             others.wait_until_read(ACKNOWLEDGE_S)
             if self._record.rank == 0:  # the server leaves last, or the clients complain

@@ -23,6 +23,7 @@ from typing import Annotated, ClassVar, NamedTuple
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter
 
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.runtime.failures.device_memory import allocator_retries
 
 OUTSIDE = "outside a batch"
 CLOSED = "done with its engine"
@@ -136,6 +137,7 @@ class RankState:
     ended: Line = ""  # why it has left the job; "" while it runs
     silent: bool = False  # it gives no sign of life; the rest is its last published state
     silent_s: float = 0.0  # for at least this time, if it was measured
+    alloc_retries: Count = 0  # of the device's allocator, before the batch
 
     def describe(self) -> str:
         """Describe the rank's action in a few words."""
@@ -163,7 +165,7 @@ class RankRecord:
         self.stage_id = stage_id
         self.doing = Doing("")
         self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
-        self._batches = 0
+        self._batches = self._alloc_retries = 0
         self._main_thread = threading.current_thread()
 
     @property
@@ -184,9 +186,15 @@ class RankRecord:
                 f"({self.busy or OUTSIDE}): ranks would wait for one another; call it there, between batches"
             )
 
+    @property
+    def is_watched(self) -> bool:
+        """Tell whether the calling thread is the watched one."""
+        return threading.current_thread() is self._main_thread
+
     def enter(self, doing: Doing) -> None:
         """Begin a batch or a long call; from now on the calling thread is the watched one."""
         self._main_thread = threading.current_thread()
+        self._alloc_retries = allocator_retries()
         self._batches += doing.opening
         self.now(doing)
 
@@ -225,7 +233,7 @@ class RankRecord:
         what, wait = str(doing) if doing.action else "", doing.wait
         ranks = wait.ranks if wait else ()
         state = RankState(self.rank, self.stage_id, what, ranks, is_busy=wait is None, batch=self._batches)
-        return replace(state, for_s=now_s - doing.since_s, ended=ended)
+        return replace(state, for_s=now_s - doing.since_s, ended=ended, alloc_retries=self._alloc_retries)
 
     def full(self) -> RankState:
         """Return the complete state for a report, with the stack of the main thread and its last actions."""
@@ -332,6 +340,10 @@ def stall_report(
 def _lines_of(state: RankState) -> list[str]:
     before = [str(past) for past in state.recent[:-1] if not past.action.startswith(_POSTED)]
     recent = [f"    before: {', '.join(before[-SHOWN_ACTIONS:])}"] if before else []
+    if state.alloc_retries:
+        recent.append(
+            f"    its allocator ran out of memory and waited for the device {state.alloc_retries} times before"
+        )
     return [f"  rank {state.rank} (stage {state.stage_id}): {state.describe()}", *recent]
 
 

@@ -1,59 +1,80 @@
-"""Add gradients to the fp32 sums of DeepSpeed's `BF16_Optimizer` at once, without a gradient in `.grad` in between.
+"""Add gradients to the sums of DeepSpeed's optimizers at once, without a gradient in `.grad` in between.
 
-DeepSpeed takes each slice for a micro-batch: it zeroes `.grad` (2 bytes per parameter), autograd writes a gradient (2)
-and adds it (6), the optimizer casts it to fp32 (6) and adds that (12): 28 bytes per parameter and slice. Here the
-product that computes the gradient of a linear layer's weight adds to the sum (8 bytes). All other gradients are added
-in one call per slice, and `.grad` is empty before and after.
+`BF16_Optimizer` takes each slice for a micro-batch: it zeroes `.grad` (2 bytes per parameter), autograd writes a
+gradient (2) and adds it (6), the optimizer casts it to fp32 (6) and adds that (12): 28 bytes per parameter and slice.
+Here the product that computes the gradient of a linear layer's weight adds to the sum (8 bytes), once for several
+slices (`weight_gradients`). All other gradients are added in one call per slice, and `.grad` is empty before and after.
+ZeRO-1 with gradients in another dtype than the parameters does the same with `grad_accum`.
+
+Without such sums, gradients stay in `.grad`: fp16, and ZeRO-1 that accumulates in the dtype of the parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
-from torch import Tensor
+from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
 
-_Place = tuple[int, int]  # of a parameter in the optimizer: its group, and its number there
+_Place = Any  # of a sum in its optimizer
 
 
 def _clear_nothing() -> None:
     """Stand in for `BF16_Optimizer.backward_prologue`."""
 
 
+def hooks_without_need(optimizer: object) -> int | None:
+    """Return how many hooks an optimizer has on each parameter that need not run if a gradient comes to `.grad`.
+
+    None: the optimizer is DeepSpeed's, and must learn of each gradient that does not go to its `GradientSums`.
+    """
+    if type(optimizer) in (FP16_Optimizer, FP16_UnfusedOptimizer) or not isinstance(optimizer, DeepSpeedOptimizer):
+        return 0
+    return 1 if _reduces_at_the_end(optimizer) and not optimizer.use_grad_accum_attribute else None
+
+
+def _reduces_at_the_end(optimizer: Any) -> bool:
+    """Return whether it is ZeRO-1, whose hooks do nothing but add gradients to `grad_accum`, if it has that."""
+    if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.zenflow or optimizer.cpu_offload:
+        return False
+    return not (optimizer.partition_gradients or optimizer.overlap_comm or _corrects_gradients(optimizer))
+
+
+def _corrects_gradients(optimizer: Any) -> bool:
+    """Return whether DeepSpeed corrects each gradient by itself (expert folding)."""
+    return getattr(optimizer, "autoep_folding_tp_group", None) is not None
+
+
 class GradientSums:
     """Add to the sums of one optimizer, by parameter."""
 
-    def __init__(self, optimizer: BF16_Optimizer) -> None:
-        self._optimizer = optimizer
-        groups = enumerate(optimizer.bf16_groups)
-        self._parameters = [(parameter, (i, j)) for i, group in groups for j, parameter in enumerate(group)]
-        self._places = {id(parameter): place for parameter, place in self._parameters}
+    def __init__(self, parameters: Sequence[tuple[nn.Parameter, _Place]], has_hooks: bool) -> None:
+        self._parameters, self._has_hooks = parameters, has_hooks
+        self._places = {id(parameter): place for parameter, place in parameters}
         self._lent: dict[int, _Place] = {}  # of stand-ins for parameters, while slices are measured
 
     @staticmethod
-    def of(optimizer: object) -> GradientSums | None:
+    def of(optimizer: Any) -> GradientSums | None:
         """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call.
 
-        None for any other optimizer, and if DeepSpeed corrects each gradient by itself (expert folding).
+        None for any other optimizer, and if DeepSpeed corrects each gradient by itself.
         """
-        if not isinstance(optimizer, BF16_Optimizer) or not optimizer.using_real_optimizer:
-            return None
-        if getattr(optimizer, "autoep_folding_tp_group", None) is not None:
-            return None
-        sums = GradientSums(optimizer)
-        if not optimizer.immediate_grad_update:  # otherwise hooks add each gradient when it arrives
-            optimizer.update_hp_grads = sums.collect
-            # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
-            # behind, so it would clear only those that parameters of the loss have just got.
-            optimizer.backward_prologue = _clear_nothing
-        return sums
+        if isinstance(optimizer, BF16_Optimizer):
+            has_sums = optimizer.using_real_optimizer and not _corrects_gradients(optimizer)
+            return _SumsOfBf16(optimizer) if has_sums else None
+        has_sums = _reduces_at_the_end(optimizer) and optimizer.use_grad_accum_attribute
+        return _SumsOfZero1(optimizer) if has_sums else None
 
     def own_hooks(self, weight: Tensor) -> int:
         """Count the hooks of the optimizer, and `take`, among those that run after a gradient has come to `weight`."""
-        return int(self._optimizer.immediate_grad_update or id(weight) in self._lent)
+        return int(self._has_hooks or id(weight) in self._lent)
 
     def has(self, weight: Tensor) -> bool:
         """Return whether there is a sum for the gradients of `weight`."""
@@ -62,12 +83,14 @@ class GradientSums:
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
 
-        On CUDA the product has fp32 results and adds to the sum in one pass. Elsewhere it is rounded first, like
-        `.grad`.
+        Inputs that are integers are the rows of `weight` to which `rows` are added. On CUDA the product has fp32
+        results and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
         """
         total = self._total(weight)
         # do as much in one pass over the sum as the device can
-        if total.dtype == rows.dtype:
+        if not inputs.is_floating_point():
+            total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
+        elif total.dtype == rows.dtype:
             total.addmm_(rows.t(), inputs)
         elif rows.is_cuda and total.dtype == torch.float32:
             torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)
@@ -78,11 +101,16 @@ class GradientSums:
         """Add the gradient of some rows of a table, from `start` on."""
         self._total(table)[start : start + len(rows)].add_(rows)
 
-    def _total(self, weight: Tensor) -> Tensor:
-        place = self._lent.get(id(weight))
+    def add_bias(self, bias: Tensor, rows: Tensor) -> None:
+        """Add the sum of `rows`, [tokens, out], to the sum of `bias`."""
+        total = self._total(bias)
+        total.add_(rows.sum(dim=0, dtype=total.dtype))
+
+    def _total(self, parameter: Tensor) -> Tensor:
+        place = self._lent.get(id(parameter))
         if place is None:
-            place = self._mark(weight, self._places[id(weight)])
-        return self._sum(place).view(weight.shape)
+            place = self._mark(parameter, self._places[id(parameter)])
+        return self._sum(place).view(parameter.shape)
 
     @torch.no_grad()
     def collect(self, clear_lp_grads: bool = False) -> None:
@@ -108,7 +136,7 @@ class GradientSums:
             yield
         finally:
             for place in self._lent.values():
-                self._sum(place).zero_()
+                self._clear(place)
             self._lent = {}
 
     def take(self, stand_in: Tensor) -> None:
@@ -119,15 +147,75 @@ class GradientSums:
             stand_in.grad = None
 
     def _sum(self, place: _Place) -> Tensor:
+        raise NotImplementedError
+
+    def _clear(self, place: _Place) -> None:
+        self._sum(place).zero_()
+
+    def _mark(self, parameter: Any, place: _Place) -> _Place:
+        """Tell the optimizer that the parameter has a gradient in this step."""
+        return place
+
+
+class _SumsOfBf16(GradientSums):
+    """Add to flat buffers that always exist, at (group, number) of a parameter."""
+
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        groups = enumerate(optimizer.bf16_groups)
+        parameters = [(parameter, (i, j)) for i, group in groups for j, parameter in enumerate(group)]
+        super().__init__(parameters, optimizer.immediate_grad_update)
+        self._optimizer = optimizer
+        if not optimizer.immediate_grad_update:  # otherwise hooks add each gradient when it arrives
+            optimizer.update_hp_grads = self.collect
+            # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
+            # behind, so it would clear only those that parameters of the loss have just got.
+            optimizer.backward_prologue = _clear_nothing
+
+    def _sum(self, place: _Place) -> Tensor:
         group, number = place
         total: Tensor = self._optimizer.fp32_groups_gradients[group][number]
         return total
 
     def _mark(self, parameter: Any, place: _Place) -> _Place:
-        """Tell the optimizer that the parameter has a gradient in this step."""
         group, number = place
         has_gradients = self._optimizer.fp32_groups_has_gradients[group]
         # DeepSpeed leaves out parameters that had no gradient
         if not has_gradients[number]:
             has_gradients[number], parameter._hp_grad = True, self._sum(place)
         return place
+
+
+class _SumsOfZero1(GradientSums):
+    """Add to `grad_accum` of a parameter, which exists from its first gradient in a step to the reduction."""
+
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        super().__init__([(p, p) for group in optimizer.bit16_groups for p in group], has_hooks=True)
+        self._optimizer = optimizer
+        optimizer.fill_grad_accum_attribute = self.collect
+        # its hooks call this for each gradient, and would add that
+        optimizer.process_gradients = lambda parameter, group: optimizer.setup_buckets()
+
+    def _sum(self, place: _Place) -> Tensor:
+        if place.grad_accum is None:
+            place.grad_accum = torch.zeros_like(place, dtype=self._optimizer.gradient_accumulation_dtype)
+        total: Tensor = place.grad_accum
+        return total
+
+    def _clear(self, place: _Place) -> None:
+        place.grad_accum = None
+
+
+class OwnSums(GradientSums):
+    """Stand in for the fp32 sums of an optimizer, for measurements without one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__([(p, p) for p in module.parameters() if p.requires_grad], has_hooks=False)
+        self._totals: dict[int, Tensor] = {}
+
+    def _sum(self, place: _Place) -> Tensor:
+        if id(place) not in self._totals:
+            self._totals[id(place)] = torch.zeros_like(place, dtype=torch.float32)
+        return self._totals[id(place)]
+
+    def _clear(self, place: _Place) -> None:
+        self._totals.pop(id(place), None)

@@ -1,41 +1,45 @@
-"""Let linear layers compute their weight gradients themselves: the product adds to a sum, later if necessary.
+"""Let linear layers compute their weight gradients themselves: one product for several slices adds to a sum.
 
-Autograd makes a gradient for each backward and then adds it to `.grad`. With slices this happens once per slice, and
-costs about three per cent of a step on a CPU. A product with `beta=1` reads and writes `.grad` once, as the fused
-accumulation of Megatron-LM does.
+Autograd makes a gradient for each backward and then adds it to `.grad`: once per slice, however short. Here the layers
+keep in B the factors of their weight gradients (input and output gradient). The factors of several slices are joined
+(`plan.weight_groups`), and their product adds to the sum in one pass, as the fused accumulation of Megatron-LM does:
+after the B of the last of these slices or, if the schedule splits backwards, in its W (zero bubble, Qi et al., arXiv
+2401.10241). A slice that is alone in its group, or whose layers run a second time in B (activation checkpointing), has
+its product in B, unless backwards are split.
 
-If the schedule splits backwards, the layers keep in B the factors of their weight gradients (input and output gradient)
-and compute these in W (zero bubble, Qi et al., arXiv 2401.10241): `nn.Linear` itself, and any module that has
-`defer_weight_gradients(gradients)`, which gets the `WeightGradients` of its stage once (`docs/how-it-works.md`).
-Biases, norms, embeddings and every other layer have all their gradients in B.
+This holds for `nn.Linear` itself, and any module that has `defer_weight_gradients(gradients)`, which gets the
+`WeightGradients` of its stage once (`docs/how-it-works.md`). Biases, norms, embeddings and every other layer have all
+their gradients in B.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
-from terapipe_ds.runtime.layers.gradient_sums import GradientSums
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without_need
 
 
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
     """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
-    gradients = WeightGradients(isinstance(optimizer, DeepSpeedOptimizer), GradientSums.of(optimizer))
+    hooks = hooks_without_need(optimizer)
+    gradients = WeightGradients(hooks is None, GradientSums.of(optimizer), hooks or 0)
     for layer in module.modules():
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
             defer(gradients)
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
-            layer.forward = _forward_of(layer, gradients)  # type: ignore[assignment, method-assign]
+            layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
+        elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
+            layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
 
 
@@ -47,6 +51,7 @@ class _Product(NamedTuple):
     inputs: Tensor  # [tokens, in]
     versions: tuple[int, int]
     gather: Callable[[Tensor], Tensor] | None  # makes all inputs from this rank's, if other ranks have parts of them
+    bias: Tensor | None  # whose gradient is the sum of the rows; None: autograd has made it
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
@@ -56,106 +61,205 @@ class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
 
     With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks. It must learn of each gradient, except
-    those that go to its `sums` at once.
+    those that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do.
     """
 
-    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None) -> None:
-        self.is_watched, self.sums = is_watched, sums
-        self._split: frozenset[Key] = frozenset()
+    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None, own_hooks: int = 0) -> None:
+        self.is_watched, self.sums, self._own_hooks = is_watched, sums, own_hooks
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
+        self.open_batch()
 
-    def open_batch(self, split: Iterable[Key]) -> None:
-        """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch."""
+    def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
+        """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
+
+        The slices of each of the `groups` have one product per weight, once the B or W of all of them have run.
+        """
         self._split, self.running, self.waiting = frozenset(split), None, {}
+        self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
     def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice that has a W, which keeps the factors for W.
+        """Return a context for the B of a slice, which keeps factors for `compute`.
 
         It raises InFlightError if the factors of an earlier B still wait.
         """
         return _Deferred(self, key)
 
-    def compute(self, key: Key, around: Callable[[], Any]) -> int:
-        """Run the W of a slice and return how many weight gradients it had; `around` it if hooks collect gradients.
+    def is_due(self, key: Key) -> bool:
+        """Return whether `compute` will have products to compute, because all slices of a group have run."""
+        group = self._groups.get(key)
+        products = [*self.waiting.get(key, ()), *(() if group is None else group.products)]
+        return bool(products) and (group is None or group.missing == {key})
 
-        It raises InFlightError if its B has not run, its W has, or a layer has changed a kept factor in place.
+    def compute(self, key: Key, around: Callable[[], Any]) -> int:
+        """Run the W of a slice, or the end of its B, and return how many weight gradients it had.
+
+        The products come with the last slice of a group; `around` them if hooks collect gradients. This raises
+        InFlightError if the B of the slice has not run, its W has, or a layer has changed a kept factor in place.
         """
         products, what = self.waiting.pop(key, None), f"W{key[1]}.{key[2]} of part {key[0]}"
         if products is None:
             raise InFlightError(f"{what} ran before its B, or a second time")
-        count = len(products)
-        for product in products:  # layers may have views of these tensors
+        group, count = self._groups.pop(key, None) or _Group({key}), len(products)
+        group.missing.discard(key)
+        group.products += products
+        del products
+        if not group.missing:
+            self._compute(group, what, around)
+        return count
+
+    def _compute(self, group: _Group, what: str, around: Callable[[], Any]) -> None:
+        """Compute the products of a group, one per weight; each frees its factors."""
+        for product in group.products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
+        by_weight: dict[int, list[_Product]] = {}
+        while group.products:
+            product = group.products.pop(0)
+            by_weight.setdefault(id(product.weight), []).append(product)
+            del product
         # sums of the optimizer come first: they need neither hooks nor a gradient in between
-        products = [product for product in products if not self._is_in_sum(product)]
-        if products and (self.is_watched or any(_has_hooks(product.weight) for product in products)):
+        for key in list(by_weight):
+            if not self._is_hooked(by_weight[key][0].weight):
+                self._add_joined(by_weight.pop(key))
+        if by_weight:
             with around():
-                _in_autograd(products)
-        else:
-            _without_autograd(products)
-        return count
+                _in_autograd(by_weight)
 
     @torch.no_grad()
-    def _is_in_sum(self, product: _Product) -> bool:
-        """Add a product to the optimizer's sums if it can go there at once, and return whether it could."""
-        if self.sums is None or not self._goes_to_sum(product.weight):
-            return False
-        self.sums.add(product.weight, product.rows, product.all_inputs())
-        return True
+    def _add_joined(self, products: list[_Product]) -> None:
+        weight, bias = products[0].weight, products[0].bias
+        rows, inputs = _factors(products)
+        products.clear()
+        self.add(weight, rows, inputs)
+        if bias is not None and self.sums is not None:
+            self.sums.add_bias(bias, rows)
 
-    def _goes_to_sum(self, weight: Tensor) -> bool:
-        """Return whether the optimizer has a sum for the weight, and no other code has a hook on its gradient."""
-        if self.sums is None or not self.sums.has(weight) or weight._backward_hooks:
-            return False
-        return len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) <= self.sums.own_hooks(weight)
+    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+        """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
+
+        It goes to the optimizer's sum, or to `.grad` where there is none. For weights without hooks, without autograd.
+        """
+        if self.sums is not None and self._has_sum(weight):
+            self.sums.add(weight, rows, inputs)
+            return
+        fresh = _add_product(weight, rows, inputs)
+        if fresh is not None:
+            weight.grad = fresh if weight.grad is None else weight.grad + fresh
+
+    def _is_hooked(self, weight: Tensor) -> bool:
+        """Return whether code other than the optimizer's own must learn of each gradient of the weight."""
+        has_sum = self._has_sum(weight)
+        own = self._own_hooks if self.sums is None or not has_sum else self.sums.own_hooks(weight)
+        others = len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > own
+        return others or bool(weight._backward_hooks) or (self.is_watched and not has_sum)
+
+    def _is_summed(self, parameter: Tensor) -> bool:
+        """Return whether gradients of the parameter may go to a sum of the optimizer, and to nobody else."""
+        is_leaf = parameter.requires_grad and parameter.is_leaf
+        return is_leaf and self._has_sum(parameter) and not self._is_hooked(parameter)
+
+    def _has_sum(self, weight: Tensor) -> bool:
+        return self.sums is not None and self.sums.has(weight)
 
     def kept_bytes(self, key: Key) -> int:
         """Return the bytes that wait for the W of a slice."""
         kept = [t.untyped_storage() for product in self.waiting.get(key, ()) for t in (product.rows, product.inputs)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
+    def drop(self, key: Key) -> None:
+        """Forget the factors that the B of a slice has kept: for measurements."""
+        self.waiting.pop(key, None)
+
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
-        if self.waiting:
-            missing = sorted(self.waiting)
-            raise InFlightError(f"the W of {missing} (part, micro-batch, slice) did not run in this batch")
+        missing = {*self.waiting, *(key for group in self._groups.values() if group.products for key in group.missing)}
+        if missing:
+            raise InFlightError(f"the W of {sorted(missing)} (part, micro-batch, slice) did not run in this batch")
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
+        """Return `F.linear(inputs, weight, bias)`, whose weight gradient comes from here; transposed: [in, out]."""
+        leaf, add = _Leaf(weight, is_transposed), self.adder(inputs, weight)
+        if add is None:
+            return F.linear(inputs, leaf.of(weight), bias)
+        if add != self.keep:
+            return _Linear.apply(inputs, weight, bias, None, leaf, add)
+        # a sum over all rows is more exact than the sum of rounded ones
+        if bias is not None and not is_transposed and self._is_summed(weight) and self._is_summed(bias):
+            add, bias = partial(self.keep, bias=bias), bias.detach()
+        # the product comes later: leave out the edge to the weight, or B would call its hooks with nothing
+        return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
+
+    def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        """Return `F.embedding(ids, weight, padding_idx)`; with sums, a group of slices has one gradient of the table.
+
+        Without sums, or with hooks, autograd makes a gradient as large as the table for each slice.
+        """
+        key = self._running_key()
+        if key is None or not self._is_summed(weight) or not self._is_kept(key, False):
+            return F.embedding(ids, weight, padding_idx)
+        return _Lookup.apply(ids, weight.detach(), self.witness, partial(self.keep, weight), padding_idx)
+
+    def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
+        """Return the function that a layer's backward must call with the factors of its weight gradient.
+
+        Its arguments are those of `keep` after the weight. None: the layer computes the gradient as it would without.
+        """
+        add = self.adder(inputs, weight)
+        if add == self.keep:
+            return partial(self.keep, weight)
+        goes_to_sum = self.sums is not None and add == self.sums.add and inputs.requires_grad
+        return partial(self._add_gathered, weight) if goes_to_sum else None
+
+    def _add_gathered(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
+        self.add(weight, rows, inputs if gather is None else gather(inputs))
 
     def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now must leave its weight gradient to this object.
-
-        It must if the slice's backward is split, or if no hook collects gradients, in the dtype of the weight.
-        """
+        """Return whether a linear layer that runs now leaves its weight gradient to this object."""
         return self.adder(inputs, weight) is not None
 
     def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
-        """Return the taker of the weight gradient's factors in the backward, `keep` for W; None: autograd."""
+        """Return the taker of the weight gradient's factors in the backward, `keep` for later; None: autograd."""
+        key, is_plain = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
+        if key is None or not is_plain or torch.is_autocast_enabled(inputs.device.type):
+            return None
+        # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
+        hooked = self._is_hooked(weight)
+        if inputs.requires_grad and self._is_kept(key, hooked):
+            return self.keep  # otherwise the output would depend only on the weight, which is hidden
+        if self.sums is not None and self._has_sum(weight) and not hooked:
+            return self.sums.add
+        active = active_slice()
+        return None if hooked or active is None or active.is_whole else _add_product
+
+    def _running_key(self) -> Key | None:
+        """Return the slice whose forward is recorded; None: nothing that this object may compute."""
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        # the greatest saving first: W, the optimizer's sum, `.grad` in one pass
-        add: _Add = _add_product
-        if (active.part_id, active.micro_batch_id, active.slice_id) in self._split:
-            add = self.keep
-        elif self.sums is not None and self._goes_to_sum(weight):
-            add = self.sums.add
-        elif active.is_whole or self.is_watched or _has_hooks(weight):
-            return None
-        if add == self.keep and not inputs.requires_grad:  # the output depends only on the weight, which is hidden
-            return None
-        is_plain = weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        return add if is_plain and not torch.is_autocast_enabled(inputs.device.type) else None
+        return active.part_id, active.micro_batch_id, active.slice_id
+
+    def _is_kept(self, key: Key, hooked: bool) -> bool:
+        """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
+        if key in self._split:
+            return True
+        return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
+
+    def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
+        return lambda inputs: self.linear(inputs, layer.weight, layer.bias if with_bias else None)
 
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
@@ -165,9 +269,9 @@ class WeightGradients:
         active = active_slice()
         if active is None or not torch.is_grad_enabled() or not table.requires_grad:
             return None
-        if self.sums is not None and self._goes_to_sum(table):
-            return functools.partial(self.sums.add_rows, table)
-        return None if active.is_whole or self.is_watched or _has_hooks(table) else functools.partial(_add_rows, table)
+        if self.sums is not None and self._is_summed(table):
+            return partial(self.sums.add_rows, table)
+        return None if active.is_whole or self._is_hooked(table) else partial(_add_rows, table)
 
     def splits_now(self) -> bool:
         """Return whether the slice that runs now has a W of its own."""
@@ -175,17 +279,31 @@ class WeightGradients:
         return active is not None and (active.part_id, active.micro_batch_id, active.slice_id) in self._split
 
     def keep(
-        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+        self,
+        weight: Tensor,
+        rows: Tensor,
+        inputs: Tensor,
+        gather: Callable[[Tensor], Tensor] | None = None,
+        bias: Tensor | None = None,
     ) -> None:
-        """Leave `rows^T inputs` to the W of the slice whose B runs; W adds it to the gradient of `weight`.
+        """Leave `rows^T inputs` to the W of the slice whose B runs, or to its group's product.
 
         `weight` is [out, in], `rows` are gradients of the layer's outputs, [tokens, out]. `inputs` are [tokens, in], or
-        a value from which `gather` makes them when W runs. `gather` may use collectives, since W has its products in
-        the order of `keep`. In any other backward this raises InFlightError, because the gradient would get lost.
+        a value from which `gather` makes them when W runs; integers are the rows of `weight` to add `rows` to.
+        `gather` may use collectives, since W has its products in the order of `keep`. The sum of the rows goes to the
+        optimizer's sum of `bias`. In any other backward this raises InFlightError: the gradient would get lost.
         """
         if self.running is None:
-            raise InFlightError("a backward through layers of a slice whose backward is split, but not in its B")
-        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather))
+            raise InFlightError("a backward through layers of a slice whose weight gradients wait, but not in its B")
+        self.running.append(_Product(weight, rows, inputs, (rows._version, inputs._version), gather, bias))
+
+
+class _Group:
+    """Hold the products of slices that are computed together, and the slices whose B or W has not run yet."""
+
+    def __init__(self, keys: Collection[Key]) -> None:
+        self.missing, self.is_joined = set(keys), len(keys) > 1
+        self.products: list[_Product] = []
 
 
 class _Deferred:
@@ -206,43 +324,33 @@ class _Deferred:
         self._gradients.running = None
 
 
-def _has_hooks(weight: Tensor) -> bool:
-    return bool(weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None))
+def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
+    """Return the rows and the inputs of all products of one weight, each as one tensor."""
+    if len(products) == 1:
+        return products[0].rows, products[0].all_inputs()
+    # `gather` may return the same memory each time
+    inputs = [each.inputs if each.gather is None else each.gather(each.inputs).clone() for each in products]
+    return torch.cat([each.rows for each in products]), torch.cat(inputs)
 
 
-def _in_autograd(products: list[_Product]) -> None:
+def _in_autograd(by_weight: dict[int, list[_Product]]) -> None:
     """Run the hooks of each weight; free products one by one, so that only one extra gradient exists."""
-    while products:
-        product = products.pop(0)
-        weight = product.weight
+    for key in list(by_weight):
+        products = by_weight.pop(key)
+        weight = products[0].weight
         with torch.no_grad():
-            gradient = product.rows.t() @ product.all_inputs()
-        del product
+            rows, inputs = _factors(products)
+            gradient = rows.t() @ inputs
+        del products, rows, inputs
         torch.autograd.backward([weight], [gradient])
 
 
-@torch.no_grad()
-def _without_autograd(products: list[_Product]) -> None:
-    """Add to the gradients as autograd does, without calling hooks."""
-    for product in products:
-        weight = product.weight
-        fresh = _add_product(weight, product.rows, product.all_inputs())
-        if fresh is not None:
-            weight.grad = fresh if weight.grad is None else weight.grad + fresh
+def _is_plain(layer: nn.Embedding) -> bool:
+    return not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
 
 
-def _forward_of(layer: nn.Linear, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
-        weight, bias = layer.weight, layer.bias
-        add = gradients.adder(inputs, weight)
-        if add is None:
-            return F.linear(inputs, weight, bias)
-        if add == gradients.keep:
-            # W comes later: leave out the edge to the weight, or B would call its hooks with nothing
-            return _Linear.apply(inputs, weight.detach(), bias, gradients.witness, _Leaf(weight), add)
-        return _Linear.apply(inputs, weight, bias, None, _Leaf(weight), add)
-
-    return forward
+def _lookup_of(layer: nn.Embedding, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
+    return lambda ids: gradients.lookup(ids, layer.weight, layer.padding_idx)
 
 
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
@@ -253,6 +361,27 @@ class _Leaf(NamedTuple):
     """Hide the weight from autograd, which takes an edge to each tensor argument."""
 
     weight: Tensor
+    is_transposed: bool  # [in, out]
+
+    def of(self, weight: Tensor) -> Tensor:
+        """Return a tensor like the weight as [out, in]."""
+        return weight.t() if self.is_transposed else weight
+
+
+class _Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, ids: Tensor, weight: Tensor, witness: Tensor, keep: Callable[..., None], padding: int | None
+    ) -> Tensor:
+        ctx.ids, ctx.keep, ctx.padding = ids, keep, padding
+        return F.embedding(ids, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
+        ctx.keep(rows if ctx.padding is None else rows * (ids != ctx.padding).unsqueeze(1), ids)
+        return None, None, None, None, None
 
 
 class _Linear(torch.autograd.Function):
@@ -263,13 +392,14 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
         ctx.add, ctx.place = add, 1 if witness is None else -1  # of what tells, among the edges to tensors
-        return F.linear(inputs, weight, bias).detach()  # with a bias it is a view, which forbids in-place work on it
+        outputs = F.linear(inputs, leaf.of(weight), bias)
+        return outputs.detach()  # with a bias it is a view, which forbids in-place work on it
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # a layer may compute only the gradients of its inputs in its forward, and go on with these
         if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
-            return grad @ ctx.leaf.weight, None, None, None, None, None
+            return grad @ ctx.leaf.of(ctx.leaf.weight), None, None, None, None, None
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
@@ -278,9 +408,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
     rows = grad.reshape(-1, grad.shape[-1])
-    inputs_grad = (rows @ weight).view(inputs.shape) if needs_inputs else None
+    inputs_grad = (rows @ ctx.leaf.of(weight)).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
-    weight_grad = ctx.add(ctx.leaf.weight, rows, inputs.reshape(-1, inputs.shape[-1]))
+    both = rows, inputs.reshape(-1, inputs.shape[-1])
+    weight_grad = ctx.add(ctx.leaf.weight, *(both[::-1] if ctx.leaf.is_transposed else both))
     return inputs_grad, weight_grad, bias_grad, None, None, None
 
 

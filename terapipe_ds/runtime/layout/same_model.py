@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from types import CodeType, MethodType
 from typing import Any
 
@@ -50,6 +51,23 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
             f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
             f"{there.get(place)} there; {BUILD_ON_IT}"
         )
+
+
+def refuse_other_tensor_ranks(module: PipelineModule, raw: Mapping[str, Any]) -> None:
+    """Raise TeraPipeConfigError if `tensor_parallel.autotp_size` is not the number of ranks that divide the layers."""
+    wanted, divided = (raw.get("tensor_parallel") or {}).get("autotp_size", 0), getattr(module, "autotp_size", 1)
+    if wanted in (0, divided):
+        return
+    shown = f"tensor_parallel.autotp_size = {wanted}"
+    if not hasattr(module, "autotp_size"):
+        raise TeraPipeConfigError(
+            f"{shown}: AutoTP would replace layers without knowing of pipeline stages. from_pretrained and from_config "
+            "divide layers; remove the key if your layers divide themselves"
+        )
+    raise TeraPipeConfigError(
+        f"{shown}, and the layers of the module are divided over {divided} ranks: build it with the topology "
+        f"PipeModelDataParallelTopology(num_pp=..., num_mp={wanted}, num_dp=...)"
+    )
 
 
 def _ranks_of(topology: ProcessTopology) -> dict[Coordinate, int]:

@@ -164,11 +164,17 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     own = PipelineGroups((rank,), everyone=everyone, peers=peers, index=rank, count=num_ranks)
     if grid.pipe_parallel_size == 1:
         return own
-    # gloo tells wires apart by tags. With NCCL no two wires of one stage may share a group
-    rounds = wires_apart(layout) if _keeps_order() else [layout.wires()]
+    # gloo tells wires apart by tags. With NCCL no two wires of one stage may share a group. Pipelines may: they have no
+    # rank in common, and where a device is bound, each group is a collective over the whole job
+    rounds, shared = [layout.wires()], None
+    if _keeps_order():
+        rounds = wires_apart(layout)
+        shared = [(_wire_group(), _wire_group()) for _ in rounds]
     pipelines = grid.topology().get_axis_comm_lists("pipe")
+    # no `use_local_synchronization`: torch (2.11 to 2.14) derives its names of groups from the number of a rank's
+    # groups, which differs between ranks if tied layers or Megatron have groups of some ranks only
     for index, ranks in enumerate(pipelines):
-        groups = [(_wire_group(ranks), _wire_group(ranks)) for _ in rounds]
+        groups = shared or [(torch_dist.new_group(ranks), torch_dist.new_group(ranks))]
         control = torch_dist.new_group(ranks, backend="gloo")
         by_wire = {ends: pair for wires, pair in zip(rounds, groups, strict=True) for ends in wires}
         if rank in ranks:
@@ -176,16 +182,16 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
     return own
 
 
-def _wire_group(ranks: list[int]) -> Any:
-    """Make a group of wires whose kernels start early and occupy few multiprocessors: a receive waits in one."""
-    made = getattr(torch_dist, "ProcessGroupNCCL", None) if torch_dist.get_backend() == "nccl" else None
-    if made is None:
-        return torch_dist.new_group(ranks)
+def _wire_group() -> Any:
+    """Make a group of all ranks whose kernels start early and occupy few multiprocessors: a receive waits in one."""
+    made = getattr(torch_dist, "ProcessGroupNCCL", None)
+    if made is None or "nccl" not in torch_dist.get_backend():  # "cpu:gloo,cuda:nccl" has both
+        return torch_dist.new_group()
     options = made.Options()
     options.is_high_priority_stream = True
     if "NCCL_MAX_CTAS" not in os.environ:  # keep a user's number
         options.config.max_ctas = MOST_CTAS
-    return torch_dist.new_group(ranks, pg_options=options)
+    return torch_dist.new_group(backend="nccl", pg_options=options)
 
 
 def _keeps_order() -> bool:

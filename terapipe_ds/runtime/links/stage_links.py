@@ -62,6 +62,7 @@ class StageLinks:
         self._post_on_device = wires.post_on_device
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._batches_run: Counter[Hashable] = Counter()  # by kind
+        self._num_batches = self._num_by_host = 0
         self._batch: BatchInFlight | None = None
         # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
         # keep them by the identity of a schedule, as long as it lives
@@ -104,6 +105,8 @@ class StageLinks:
         self._handed.clear()
         # A kernel that CUDA loads now would wait for receives that end only after the next work of this stage
         by_host = self.goes_by_host(batch)
+        self._num_batches += 1
+        self._num_by_host += by_host
         for channel in (*self._receiving, *self._sending):
             channel.go_by_host(by_host)
         if self._announce_each:
@@ -115,6 +118,11 @@ class StageLinks:
             self._of_schedules[key] = OrderIndex(batch.schedule), budget_of_sends(batch.schedule)
             weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
         self._order_index, self.outstanding_sends = self._of_schedules[key]
+
+    @property
+    def host_share(self) -> float | None:
+        """Return the share of batches whose messages went by way of the host; None if no device carries any."""
+        return self._num_by_host / max(1, self._num_batches) if self._post_on_device else None
 
     def goes_by_host(self, batch: BatchInFlight) -> bool:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
@@ -196,8 +204,10 @@ class StageLinks:
         return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
+        """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
-        needed_at = self._order_index.find(action.peer_stage_id, Kind.BACKWARD, action.peer_part_id, action.unit)
+        peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
+        needed_at = self._order_index.find(peer, Kind.BACKWARD, part_id, action.unit)
         announced = self._channels[action.chunk_id].announced_in
         assert announced is not None
         # The gradients have the form of the received activations; with a format both ends must know the packing

@@ -104,7 +104,7 @@ def measure_parts(
     # copies of a part cost the same, so its home alone is measured
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
-        timers = {place: _timer(stage, place, micro_batch, shape.length, sequence_length) for place in places}
+        timers = {place: _timer(stage, place, micro_batch, shape, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
     # every part runs the same lengths in the same order, because peers meet inside the layers
     lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
@@ -129,11 +129,13 @@ def measure_parts(
     ]
 
 
-def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_length: int, length: int) -> SliceTimer:
+def _timer(
+    stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, shape: MicroBatchShape, length: int
+) -> SliceTimer:
     engine, config, device = stage.engine, stage.config, torch.device(stage.engine.device)
     inputs = labels = None
     if place.is_first:
-        own = SliceableTensors.of_inputs(micro_batch.inputs, own_length, config.sequence_dim, config.sliced_inputs)
+        own = SliceableTensors.of_inputs(micro_batch.inputs, shape.length, config.sequence_dim, config.sliced_inputs)
         inputs = own.stretched(length).to(device)
     if place.is_last and micro_batch.labels is not None:
         labels = micro_batch.labels.stretched(length).to(device)
@@ -157,6 +159,7 @@ def _timer(stage: StageToPlan, place: Place, micro_batch: DrawnMicroBatch, own_l
         clock=engine.slice_clock,
         sequence=sequence_ranks_of(engine.grid),
         can_split=not config.compile and getattr(engine.module, "split_backwards_problem", None) is None,
+        rows=shape.rows,
         handed=HandedInputs(comes_by_wire and not config.offload_activations),
         of_hidden=of_hidden,
     )
@@ -303,6 +306,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
     # half precision is assumed to accumulate in fp32
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
+    waiting = timer.weight_bytes(tokens) / tokens
     return PartMemory(
         static_bytes=_state_bytes(engine, parameters) + (0 if drops else gradients),
         slice_bytes_per_token=rate,
@@ -313,7 +317,9 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
         working_sent_bytes_per_token=timer.received_bytes(length) / length,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
-        weight_bytes_per_token=timer.weight_bytes(tokens) / tokens,
+        weight_bytes_per_token=waiting,
+        joined_bytes_per_token=waiting if timer.joins_unsplit else 0,
+        joined_tokens=timer.joined_tokens,
         carried_bytes_per_slice=timer.store.carried.bytes_of(timer.part_id, 0),
         **of_store,
     )

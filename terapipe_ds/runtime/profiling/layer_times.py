@@ -15,6 +15,7 @@ from typing import Any
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import LARGEST
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
@@ -147,11 +148,12 @@ def shares_of_memory(
     seen to keep. The working bytes are the maximum over layers, so each layer has the working bytes of the part.
     """
     by_parameters, by_trained = (_shares([count[which] for count in counts]) for which in (0, 1))
-    by = {"static_bytes": by_parameters, "gradient_bytes": by_trained, "weight_bytes_per_token": by_trained}
+    of_trained = "gradient_bytes", "weight_bytes_per_token", "joined_bytes_per_token"
+    by = {"static_bytes": by_parameters, **dict.fromkeys(of_trained, by_trained)}
     by_stored, by_kept = _shares([layer.stored for layer in kept]), _shares([layer.kept for layer in kept])
     memories: list[dict[str, float | None]] = [{} for _ in kept]
     for name, value in vars(whole).items():
-        is_largest = name == "window_tokens" or name.startswith("working")
+        is_largest = name.startswith(LARGEST)
         shares = by.get(name, by_stored if "store" in name else by_kept)
         for numbers, share in zip(memories, shares, strict=True):
             numbers[name] = value if value is None or is_largest else share * value

@@ -83,9 +83,11 @@ def time_part(
     points = grid(length, granularity_tokens)
     # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
-    rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
+    with timer.leaving_weights():
+        rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
     lengths = sorted({tokens for tokens, _ in points})
-    samples = rounds.samples(weights(timer, lengths, peers) if timer.can_split else None)
+    alone = weights(timer, lengths, peers) if timer.can_split else None
+    samples = rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
     # a clock other than the wall's is for machines that are busy with the other stages
     return PartTimes(samples, noise_warning(samples) if timer.clock is None else None)
 
@@ -170,14 +172,17 @@ class Rounds:
         runs.setdefault(point, []).append(Taken(seconds, lost_s))
 
     def samples(self, weight_s: Mapping[int, float] | None = None) -> tuple[CostSample, ...]:
-        """Return medians of the runs without disturbance, and spreads of all; `weight_s` has tokens -> seconds of W."""
+        """Return medians of the runs without disturbance, and spreads of all.
+
+        `weight_s` has tokens -> seconds of W, if the backwards that ran have left it.
+        """
         samples = []
         for point, forwards in self.forwards.items():
             both = forwards, self.backwards[point]
             forward_s, backward_s = (statistics.median(undisturbed(runs)) for runs in both)
             forward_spread, backward_spread = (spread([run.seconds for run in runs]) for runs in both)
-            w_s = None if weight_s is None else min(weight_s[point[0]], backward_s)
-            numbers = forward_s, backward_s, forward_spread, backward_spread
+            w_s = None if weight_s is None else weight_s[point[0]]
+            numbers = forward_s, backward_s + (w_s or 0.0), forward_spread, backward_spread
             samples.append(CostSample(*point, *numbers, len(forwards), w_s))
         return tuple(samples)
 
@@ -221,6 +226,18 @@ def weights(timer: SliceTimer, lengths: Sequence[int], peers: Peers = ALONE) -> 
             peers.barrier()
             seconds.append(timer.weight(tokens))
     return {tokens: statistics.median(seconds[1:]) for tokens, seconds in found.items()}
+
+
+def shares(alone: Mapping[int, float], joined_tokens: float) -> dict[int, float]:
+    """Return tokens -> each slice's share of W, which is one product for slices of `joined_tokens` tokens together.
+
+    `alone` has the seconds of W of single slices.
+    """
+    joined = min((tokens for tokens in alone if tokens >= joined_tokens), default=max(alone))
+    return {
+        tokens: seconds if tokens >= joined_tokens else alone[joined] * tokens / joined
+        for tokens, seconds in alone.items()
+    }
 
 
 def undisturbed(runs: Sequence[Taken]) -> list[float]:

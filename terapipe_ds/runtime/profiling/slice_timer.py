@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
@@ -73,6 +74,7 @@ class SliceTimer:
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time if stages share a core
     sequence: SequenceRanks = field(default_factory=SequenceRanks)  # each runs its share of a slice at the same time
     can_split: bool = True  # backwards can leave weight gradients to W; compiled layers cannot
+    rows: int = 1  # of a micro-batch
     handed: HandedInputs = field(default_factory=lambda: HandedInputs(may_hand=True))  # as the engine hands inputs
     of_hidden: LossOfHidden | None = None  # in place of `loss_fn`, if the last layer hands hidden states on
     _received: dict[int, tuple[MessageSpec, Tensors]] = field(default_factory=dict)
@@ -86,7 +88,24 @@ class SliceTimer:
         """Take `spec` as the message of the part before for slices of `tokens` tokens; the values are made up."""
         self._received[tokens] = spec, tuple(_made_up(t, self.device) for t in spec.tensors)
 
-    # -- seconds -----------------------------------------------------------------------------------------------------
+    @property
+    def joined_tokens(self) -> float:
+        """Return the tokens that slices join for one product per weight (`plan.weight_groups`)."""
+        return JOINED_ROWS * self.sequence.size / self.rows
+
+    @property
+    def joins_unsplit(self) -> bool:
+        """Return whether slices whose backward is not split join their products, too: not if layers run again in B."""
+        return self.can_split and getattr(self.module, "activation_checkpoint_interval", 0) == 0
+
+    @contextmanager
+    def leaving_weights(self) -> Iterator[None]:
+        """Let backwards leave weight gradients to W, which `weight` times; without `can_split` they compute these."""
+        self.weights.open_batch([(self.part_id, 0, 0)] if self.can_split else ())
+        try:
+            yield
+        finally:
+            self.weights.open_batch()
 
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
         """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and the state for its B."""
@@ -204,9 +223,10 @@ class SliceTimer:
         """Run F without a clock; a device may still be busy afterwards."""
         return self._forward(self._active(tokens, prefix))
 
-    def issue_backward(self, live: LiveSlice) -> None:
-        """Run the engine's B, without its bookkeeping and without a clock."""
-        with push_slice(live.active):
+    def issue_backward(self, live: LiveSlice, keeps_weights: bool = False) -> None:
+        """Run the engine's B, without its bookkeeping and without a clock; with `keeps_weights` a W follows."""
+        key = live.active.part_id, live.active.micro_batch_id, live.active.slice_id
+        with push_slice(live.active), self.weights.deferred(key):
             if live.loss is not None:
                 live.loss.backward()
             else:
@@ -214,6 +234,8 @@ class SliceTimer:
                 if tensors:
                     torch.autograd.backward(tensors, list(self._gradients[self._tokens(live.active)]))
         live.outputs = live.loss = None
+        if not keeps_weights:
+            self.weights.drop(key)
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
@@ -227,16 +249,9 @@ class SliceTimer:
     @contextmanager
     def _split_backward(self, tokens: int, layers: LayerByLayer | None = None) -> Iterator[Key]:
         """Run F, and a B that leaves weight gradients to W, as with a schedule that splits backwards."""
-        active = self._active(tokens, 0)
-        key = active.part_id, active.micro_batch_id, active.slice_id
-        self.weights.open_batch([key])
-        try:
-            live = self._forward(active, layers)
-            with self.weights.deferred(key):
-                self.issue_backward(live)
-            yield key
-        finally:
-            self.weights.open_batch(())
+        with self.leaving_weights():
+            self.issue_backward(self._forward(self._active(tokens, 0), layers), keeps_weights=True)
+            yield self.part_id, 0, 0
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         span, length = (prefix, prefix + tokens), self.sequence_length

@@ -250,9 +250,12 @@ class LayerCheck:
                 gradients[f"gradient of {name}"] = gradient if gradient.layout is torch.strided else gradient.to_dense()
                 parameter.grad = None
         ranks = self.slicing.ranks
-        if ranks.size == 1 or len({tuple(names) for names in ranks.exchange(sorted(gradients))}) > 1:
+        shapes = ranks.exchange({name: tuple(gradients[name].shape) for name in sorted(gradients)})
+        if ranks.size == 1 or any(of_rank.keys() != shapes[0].keys() for of_rank in shapes):
             return gradients
-        return {name: ranks.gather(gradients[name][None]).sum(0) for name in sorted(gradients)}
+        # uneven shares of a vocabulary are no parts of one sum
+        even = [name for name, shape in shapes[0].items() if all(of_rank[name] == shape for of_rank in shapes)]
+        return gradients | {name: ranks.gather(gradients[name][None]).sum(0) for name in even}
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes that a layer computes with."""

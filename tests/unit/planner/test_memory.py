@@ -295,6 +295,8 @@ PARTS = st.builds(PartMemory, *[RATES] * 7, st.integers(0, 300), st.none() | RAT
         dataclasses.replace,
         st.just(part),
         working_sent_bytes_per_token=st.integers(0, int(part.slice_bytes_per_token)),
+        joined_bytes_per_token=RATES,
+        joined_tokens=st.integers(0, 20),
     )
 )
 

@@ -25,7 +25,8 @@ from terapipe_ds.simulator import UnitCosts, simulate
 
 PARTS = {
     "gpipe": (1, 2), "1f1b": (1, 2), "terapipe": (1, 2), "seq1f1b": (1, 2), "zb-h1": (1, 2), "seq1f1b-zb": (1, 2),
-    "interleaved": (2, 4), "seq1f1b-interleaved": (2, 4), "zbv": (2, 4), "chimera": (2, 2), "chimera-seq": (2, 2),
+    "interleaved": (2, 4), "seq1f1b-interleaved": (2, 4), "seq1f1b-interleaved-zb": (2, 4), "zbv": (2, 4),
+    "chimera": (2, 2), "chimera-seq": (2, 2),
 }  # fmt: skip
 """(chunks per stage, parts) on two stages; dapple is 1f1b."""
 
@@ -92,11 +93,12 @@ def names(*arguments: object, **options: object) -> set[str]:
 def test_what_can_be_had() -> None:
     assert names(halves, 4, 2, 2, 2) == PARTS.keys()
     looped = {"interleaved", "seq1f1b-interleaved"}
-    assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped
-    assert names(halves, 4, 2, 2, 2, chunks_per_stage=2) == {*looped, "zbv", "chimera", "chimera-seq"}
+    split = {"seq1f1b-interleaved-zb"}
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=3) == looped | split
+    assert names(halves, 4, 2, 2, 2, chunks_per_stage=2) == {*looped, *split, "zbv", "chimera", "chimera-seq"}
     assert names(halves, 4, 3, 2, 2) == PARTS.keys() - {"chimera", "chimera-seq"}  # an odd number of stages
     few = names(lambda n: halves(n) if n <= 2 else None, 4, 2, 2, 2)  # fewer layers than 2 K parts
-    assert few == PARTS.keys() - {*looped, "zbv"}
+    assert few == PARTS.keys() - {*looped, *split, "zbv"}
     whole = {"gpipe", "1f1b", "terapipe", "seq1f1b"}
 
     class Unsplit:
@@ -123,7 +125,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
     assert refused.keys() == {"chimera", "chimera-seq"}  # both parts on each stage
-    assert len(ranking.results) == 9 + 2  # type: ignore[attr-defined]
+    assert len(ranking.results) == 10 + 2  # type: ignore[attr-defined]
     for name, one in refused.items():
         needs = [
             max(simulate(build(name, 2, 4, plan.num_slices), plan, halves(2), memory=memory_of(2)).peak_bytes or ())
@@ -131,7 +133,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
         ]
         assert one.need_bytes == min(needs) > 4000
     nothing = ranked(1000)
-    assert nothing.results == () and len(nothing.refused) == 11  # type: ignore[attr-defined]
+    assert nothing.results == () and len(nothing.refused) == 12  # type: ignore[attr-defined]
     with pytest.raises(MemoryLimitError) as caught:
         _ = nothing.best  # type: ignore[attr-defined]
     assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
@@ -175,7 +177,7 @@ def test_in_words() -> None:
     head, *lines = describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
     assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
-    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 11 + 2
+    assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 12 + 2
     free = describe_ranking(rank_schedules(halves, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import JOINED_ROWS, SlicePlan, weight_groups
 from terapipe_ds.schedule import Action, Kind, Schedule
 from tests.unit.schedule.schedule_cases import OTHER_KINDS, schedules
 
@@ -40,6 +40,8 @@ class Table:
         return dict(self.METHODS.values())[kind] * (0.5 + (hash((self.seed, ord(kind), *key)) % 1009) / 1009)
 
 
+FEWEST_JOINED = 5  # tokens of slices whose weight gradients are one product
+
 MEMORY: Any = SimpleNamespace(
     static_bytes=lambda part_id: 1_000_000 + part_id,
     gradient_bytes=lambda part_id: 200_000 + part_id,
@@ -51,6 +53,8 @@ MEMORY: Any = SimpleNamespace(
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
     working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
     sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
+    joined_bytes=lambda part_id, tokens: 60 * tokens + part_id,
+    weight_groups=lambda part_id, lengths: weight_groups(lengths, JOINED_ROWS / FEWEST_JOINED),
 )
 """Bytes that tell all kinds of things apart."""
 
@@ -135,6 +139,17 @@ def starts_and_ends(case: Case) -> dict[tuple[int, str], tuple[float, float]]:
     return found
 
 
+def joined_with(lengths: Sequence[int], slice_id: int) -> list[int]:
+    """The slices that share a product with one of them: each has fewer tokens after it in the group than suffice."""
+    after = [sum(lengths[i + 1 :]) for i in range(len(lengths))]
+    begins = [len(lengths) - 1]  # the last slice of each group, from the end of the sequence
+    for i in reversed(range(len(lengths) - 1)):
+        if after[i] - after[begins[-1]] >= FEWEST_JOINED:
+            begins.append(i)
+    begin = min(b for b in begins if b >= slice_id)
+    return [i for i in range(len(lengths)) if min((b for b in begins if b >= i), default=-1) == begin]
+
+
 def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[float, float]]) -> int:
     """Bytes of a stage in a moment, each thing by its own rule; ``times`` of the stage's computations."""
     order, memory = case.schedule.orders[stage], MEMORY
@@ -191,6 +206,13 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
                         total += memory.slice_bytes(part, stop - start, start)
                     if weight and of_slice[-1] < now <= weight[0]:
                         total += memory.weight_bytes(part, stop - start, start)
+                    # then for those whose weight gradients are in the same product
+                    whole = indices(part, "B", m, s)
+                    tokens = stop - start
+                    size = memory.weight_bytes(part, tokens, start) if weight else memory.joined_bytes(part, tokens)
+                    ends = [indices(part, "W" if weight else "B", m, other) for other in joined_with(plan.lengths, s)]
+                    if whole and (weight or whole)[0] < now <= max(end for (end,) in ends):
+                        total += size
         return total
 
     for i, action in enumerate(order):

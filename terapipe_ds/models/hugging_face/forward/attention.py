@@ -59,8 +59,9 @@ def pattern_of_mask(
         return Pattern(None, "it masks padding")
 
     def sees(query: int, key: int) -> bool:
-        zero = torch.zeros((), dtype=torch.long)
-        return bool(mask_function(zero, zero, torch.tensor(query), torch.tensor(key)))
+        # on the host: a read of a device's tensor would wait for its receives
+        at = [torch.tensor(place, device="cpu") for place in (0, 0, query, key)]
+        return bool(mask_function(*at))
 
     first = 0 if local_size is None else _FAR - local_size + 1
     if not (sees(_FAR, _FAR) and sees(_FAR, first)) or sees(_FAR, _FAR + 1) or (first and sees(_FAR, first - 1)):

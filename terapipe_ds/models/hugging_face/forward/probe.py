@@ -6,6 +6,7 @@ layer can be trained in this way. The trial knows nothing of families: only the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
+Tensors = tuple[Tensor, Tensor]
 _LENGTHS = (4, 3)
 _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
@@ -47,10 +49,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
         ModelRefusedError: it does not; the message has the result of both ways.
     """
     problems: list[str] = []
-    trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
-    if next(trial.parameters()).dtype.itemsize < 4:
-        trial.float()
-    outline.model.eval()
+    trial = trial_of(outline, layer)
     devices = {p.device for p in trial.parameters() if p.device.type != "cpu"}
     # the fast way first; code of its own, with a cache, where that gives other numbers
     for is_fast in (True, False) if outline.takes_patterns else (False,):
@@ -62,6 +61,27 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     raise ModelRefusedError(
         f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}"
     )
+
+
+def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
+    """Return a copy of a decoder layer for trials, in fp32 at least; the model is in evaluation mode from now on."""
+    trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
+    if next(trial.parameters()).dtype.itemsize < 4:
+        trial.float()
+    outline.model.eval()
+    return trial
+
+
+def difference(outline: Outline, index: int, layer: nn.Module, change: Callable[[], nn.Module], way: Way) -> str:
+    """Return how a decoder layer and the layer that `change` makes of it differ on a sequence; empty if not."""
+    hidden, grad = _inputs(outline, index, layer)
+    with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []), torch.enable_grad():
+        # one after the other: both need not be in memory
+        wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), hidden, grad)
+        ours = _run_slices(outline, index, change(), way.is_fast, (sum(_LENGTHS),), hidden, grad)
+    outline.cache.forget_written()
+    error = _error(ours, wanted, (hidden, grad))
+    return "" if error <= _TOLERANCE else f"it does not compute what the whole layer does (relative error {error:.0e})"
 
 
 def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
@@ -84,17 +104,25 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
 
 def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> float:
     """Return the relative error of the slices' additions to the hidden states, and of their gradients."""
-    like, length = next(layer.parameters()), sum(_LENGTHS)
-    generator = torch.Generator().manual_seed(index)
-    width = outline.config.hidden_size
-    hidden, grad = (torch.randn(_ROWS, length, width, generator=generator).to(like) for _ in range(2))
+    hidden, grad = _inputs(outline, index, layer)
     # the same layer is its own reference: no formula of a family is needed
-    whole = _run_slices(outline, index, layer, is_fast, (length,), hidden, grad)
+    whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), hidden, grad)
     sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
+    return _error(sliced, whole, (hidden, grad))
+
+
+def _inputs(outline: Outline, index: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+    like, generator = next(layer.parameters()), torch.Generator().manual_seed(index)
+    shape = _ROWS, sum(_LENGTHS), outline.config.hidden_size
+    hidden, grad = (torch.randn(*shape, generator=generator).to(like) for _ in range(2))
+    return hidden, grad
+
+
+def _error(ours: Tensors, theirs: Tensors, residuals: Tensors) -> float:
     # compare only the layer's addition, if it adds: the residual stream is equal in any case
     return max(
         float((a - b).norm() / (b - residual).norm().clamp_min(torch.finfo(b.dtype).tiny))
-        for a, b, residual in zip(sliced, whole, (hidden, grad), strict=True)
+        for a, b, residual in zip(ours, theirs, residuals, strict=True)
     )
 
 

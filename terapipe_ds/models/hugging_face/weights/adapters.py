@@ -134,13 +134,13 @@ class Adapters:
         }
         return {key: value for stage in gathered(here) for key, value in stage.items()}
 
-    def save(self, tensors: dict[str, Tensor], source: Path | None, folder: Path) -> None:
-        """Write adapters and their config, as `PeftModel.save_pretrained` does."""
+    def save(self, tensors: dict[str, Tensor], base: str | None, folder: Path) -> None:
+        """Write adapters and their config, as `PeftModel.save_pretrained` does; `base` names the model."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / ADAPTER_FILE, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
         config = copy.deepcopy(self.config)
         config.inference_mode = True
-        config.base_model_name_or_path = None if source is None else str(source)
+        config.base_model_name_or_path = base
         config.save_pretrained(folder)
 
 

@@ -23,6 +23,7 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import share_of
 from terapipe_ds.models.hugging_face.weights.unread import leave_unread
 
 logger = logging.getLogger("terapipe_ds")
@@ -123,14 +124,15 @@ class StoredWeights:
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict()
-            wrong = [key for key in tensors if loaded[key].is_meta or loaded[key].shape != tensors[key].shape]
+            shares = {key: share_of(value, loaded[key]) for key, value in tensors.items()}  # views: not read yet
+            wrong = [key for key, value in tensors.items() if shares[key].is_meta or shares[key].shape != value.shape]
             if wrong:
                 raise ModelRefusedError(
                     f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}: give a folder whose "
                     "config and weights are of one model"
                 )
             for key, value in tensors.items():
-                value.copy_(loaded[key])  # out of the file, whose memory is mapped
+                value.copy_(shares[key])  # out of the file, whose memory is mapped
         for part, key, value in meta:
             part._parameters[key] = value
 

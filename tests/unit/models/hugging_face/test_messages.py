@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from terapipe_ds import compat
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.create import _family_named, model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline
-from terapipe_ds.models.hugging_face.refusals import check_config, language_model_of
+from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
 from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
 from tests.hugging_face_families import config_of
 
@@ -28,17 +29,16 @@ from tests.hugging_face_families import config_of
 @pytest.mark.parametrize(
     ("arguments", "remedy"),
     [
-        ({"torch_dtype": torch.bfloat16}, "torch_dtype is no argument of from_pretrained or from_config: give dtype="),
         ({"attn_implementation": "sdpa"}, "leave it out: sliced_attention"),
         ({"device_map": "auto"}, "DeepSpeed gives each rank its device"),
-        ({"quantization_config": None}, "not trained quantized"),
+        ({"quantization_config": {"load_in_4bit": True}}, "not trained quantized"),
         ({"load_in_4bit": True}, "not trained quantized"),
         ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
-        ({"revision": "main"}, "snapshot_download"),
+        ({"cache_dir": "here"}, "HF_HUB_CACHE"),
         ({"num_stage": 2}, "did you mean num_stages?"),
         ({"xyz": 2}, "known are .*activation_checkpoint_interval.*topology"),
-        ({"dtype": "auto"}, "dtype='auto' is no floating dtype of torch.*leave it out"),
-        ({"dtype": "bfloat16"}, "give torch.bfloat16"),
+        ({"dtype": "bf16"}, "dtype='bf16' is no floating dtype of torch.*leave it out"),
+        ({"torch_dtype": "int8"}, "give torch.bfloat16"),
         ({"dtype": torch.int8}, "no floating dtype"),
     ],
     ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
@@ -47,6 +47,44 @@ def test_arguments_that_nobody_takes(make: Callable[..., Any], arguments: dict[s
     """Before anything is read or built, so that they need neither a folder nor other ranks."""
     with pytest.raises(TypeError, match=remedy):
         make("somewhere", **arguments)
+
+
+@pytest.mark.parametrize("name", ["dtype", "torch_dtype"])
+def test_names_of_dtypes_and_arguments_that_ask_for_nothing(name: str) -> None:
+    nothing = {"device_map": None, "trust_remote_code": False, "quantization_config": None}
+    options: dict[str, Any] = {"seed_layers": True, **nothing}
+    given = {"dtype": None, "options": options} | ({"dtype": "bfloat16"} if name == "dtype" else {})
+    options |= {} if name == "dtype" else {name: "bfloat16"}
+    assert check_arguments(**given) is torch.bfloat16
+    assert options == {"seed_layers": True}
+    assert check_arguments("auto", {}) is None
+
+
+def test_the_hub_is_asked_once_per_rank_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A skeleton has the name on the hub, no values, and the generation config."""
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    model.generation_config.max_new_tokens = 17
+    model.save_pretrained(tmp_path)
+    asked = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append((name, {key: value for key, value in options.items() if key != "allow_patterns"}))
+        return str(tmp_path)
+
+    monkeypatch.setattr("terapipe_ds.models.hugging_face.create.snapshot_download", download)
+    skeleton = terapipe_ds.skeleton("some/model", dtype="bfloat16", revision="v1", local_files_only=True)
+    assert asked == [("some/model", {"revision": "v1", "local_files_only": True})]
+    assert skeleton.config.name_or_path == "some/model" and skeleton.generation_config.max_new_tokens == 17
+    assert all(parameter.is_meta and parameter.dtype is torch.bfloat16 for parameter in skeleton.parameters())
+    with pytest.raises(TypeError, match="skeleton takes no loss_fn"):
+        terapipe_ds.skeleton(tmp_path, loss_fn=None)
+    with pytest.raises(TypeError, match="from_config reads nothing from the hub: leave out revision"):
+        terapipe_ds.from_config(model.config, revision="v1")
+
+
+def test_a_name_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelRefusedError, match="'no/such' is no folder, and not on the hub or in its cache: "):
+        terapipe_ds.skeleton("no/such", local_files_only=True)
 
 
 def test_arguments_of_pipeline_modules_are_taken() -> None:

@@ -11,7 +11,16 @@ import pytest
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.engine import trace
-from terapipe_ds.runtime.engine.step_report import Ran, Took, after_steps, first_line, peak_of_card, step_figures
+from terapipe_ds.runtime.engine.step_report import (
+    Ran,
+    Took,
+    after_steps,
+    device_figures,
+    first_line,
+    of_device,
+    peak_of_card,
+    step_figures,
+)
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -121,3 +130,10 @@ def test_events_of_a_device_tell_when_it_computed(monkeypatch: pytest.MonkeyPatc
     assert not tracer.listens
     tracer.begin(None)
     assert not tracer.listens and tracer.last is None
+
+
+def test_what_a_device_adds() -> None:
+    """Nothing without one: there is no allocator that retries, and every message is in the host's memory."""
+    assert device_figures(0, None) == {} and of_device(None) == ""
+    assert device_figures(2, 0.15) == {"allocator_retries": 2, "host_share": 0.15}
+    assert of_device(0.15) == "; messages of 15% of the batches by way of the host, 0 allocator retries"

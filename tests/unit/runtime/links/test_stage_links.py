@@ -45,7 +45,7 @@ def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
     batches = [batch([draw.randint(16, 8192) for _ in range(4)]) for _ in range(1000)]
     went = by_host(links, *batches)
     assert went == [True] * BATCHES_BY_HOST + [False] * (1000 - BATCHES_BY_HOST)
-    assert sum(went) / len(went) <= 0.01
+    assert sum(went) / len(went) == links.host_share <= 0.01
 
 
 @pytest.mark.parametrize("other", [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}])
@@ -59,3 +59,7 @@ def test_none_does_where_all_kernels_are_loaded_at_the_start(
 ) -> None:
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
     assert by_host(links, batch([16])) == [False]
+
+
+def test_without_a_device_there_is_no_share() -> None:
+    assert StageLinks(Wires({}), Layout.plain(1), 0).host_share is None

@@ -1,0 +1,1 @@
+"""Divide the layers of a model of transformers over tensor-parallel ranks."""

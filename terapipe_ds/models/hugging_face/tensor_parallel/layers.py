@@ -1,0 +1,147 @@
+"""Define layers that hold a share of a weight: DeepSpeed's AutoTP layers, on the host and with split backwards.
+
+Their inputs and outputs are those of the layers that they replace. DeepSpeed's collectives sum or gather them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as torch_dist
+import torch.nn.functional as F
+from deepspeed.module_inject import layers as autotp
+from torch import Tensor, nn
+
+
+class Products(Protocol):
+    """Declare the object that an engine passes to `defer_weight_gradients`."""
+
+    def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
+        """Return the function that multiplies by the weight of `layer`, and takes care of its gradient."""
+
+
+class _Share(autotp.TensorParallel_Layer):
+    """Hold a share of a weight, by rank and along `dim`."""
+
+    dim = 0
+
+    def move(self, tensor: Tensor) -> Tensor:
+        """Copy a share out of the whole weight; it stays where it is, for DeepSpeed has not chosen a device yet."""
+        return tensor.clone()
+
+    def share(self, whole: Tensor) -> Tensor:
+        """Return the share of this rank."""
+        return whole.split(self._partition_sizes, self.dim)[self.tp_index]
+
+    def gather(self) -> None:
+        """Take the whole weight, in place of the share; a collective, after which the layer only stores."""
+        for parameter in self.parameters(recurse=False):
+            if parameter is self.weight or self.dim == 0:
+                parameter.data = self._all_gather_shards(parameter.detach(), self._partition_sizes, self.dim)
+
+    def defer_weight_gradients(self, products: Products) -> None:
+        """Leave weight gradients to the engine."""
+        self.multiply = products.product_of(self, self.dim == 0)
+
+
+class ColumnLinear(_Share, autotp.LinearLayer):
+    """Compute a share of the outputs from all inputs, or all outputs with `gather_output`."""
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight, self.bias)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        out: Tensor = self.multiply(autotp.ColumnParallel.apply(self.mp_group, inputs))
+        if self.gather_output:
+            out = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
+        return out
+
+
+class RowLinear(_Share, autotp.LinearAllreduce):
+    """Compute all outputs from a share of the inputs, which it takes out of all inputs if `splits_input`."""
+
+    dim = 1
+    splits_input = False
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        return F.linear(inputs, self.weight)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.splits_input:
+            args = (self.mp_group, inputs, self._partition_sizes, self.tp_index)
+            inputs = autotp.ScatterToTensorParallelRegion.apply(*args)
+        out: Tensor = autotp.RowParallel.apply(self.mp_group, self.multiply(inputs), False)
+        return out if self.bias is None else out + self.bias
+
+
+class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
+    """Embed tokens by a share of the vocabulary; the ranks sum their embeddings."""
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Return the logits of the whole vocabulary, where the output matrix is this one."""
+        out = F.linear(autotp.ColumnParallel.apply(self.mp_group, inputs), self.weight)
+        whole: Tensor = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
+        return whole
+
+
+class SharedHeads(nn.Linear):
+    """Compute one head of several; every rank has all weights, for there are fewer heads than ranks.
+
+    The gradient of the weights is partial: `is_partial`.
+    """
+
+    is_partial = True
+
+    def __init__(self, linear: nn.Linear, group: Any, heads: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features // heads
+        self.weight, self.bias = linear.weight, linear.bias
+        head = torch_dist.get_rank(group) * heads // torch_dist.get_world_size(group)
+        self._rows, self._group = slice(head * self.out_features, (head + 1) * self.out_features), group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedHeads:
+        """Copy all but the group of ranks."""
+        memo[id(self._group)] = self._group
+        memo[id(self)] = copied = self.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        bias = None if self.bias is None else self.bias[self._rows]
+        return F.linear(autotp.ColumnParallel.apply(self._group, inputs), self.weight[self._rows], bias)
+
+
+def share_of(parameter: Tensor, whole: Tensor) -> Tensor:
+    """Return the share of `whole` that `parameter` holds: all of it if no layer here has it."""
+    layer = getattr(getattr(parameter, "gather_params", None), "__self__", None)
+    return layer.share(whole) if isinstance(layer, _Share) else whole
+
+
+def is_share(parameter: Tensor) -> bool:
+    """Return whether each rank has a share of the parameter; otherwise each has all of it."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))  # DeepSpeed's mark, which its norm reads
+
+
+def partial_in(module: nn.Module) -> list[str]:
+    """Name the parameters whose gradient is the sum over the ranks: each rank's counts its own heads."""
+    return [
+        f"{name}.{key}"
+        for name, layer in module.named_modules()
+        if getattr(layer, "is_partial", False)
+        for key, _ in layer.named_parameters()
+    ]
+
+
+def gathered_copy(module: nn.Module) -> nn.Module:
+    """Return a copy of a module in which each divided layer has its whole weight. A collective over the group."""
+    if not any(isinstance(layer, _Share | SharedHeads) for layer in module.modules()):
+        return module
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        for layer in copied.modules():
+            if isinstance(layer, _Share):
+                layer.gather()
+    return copied

@@ -1,0 +1,108 @@
+"""Sum the gradients that tensor-parallel ranks share, and check that no sum was forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+Parameters = Mapping[str, nn.Parameter]
+
+_LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give equal numbers, forgotten sums differ by 1
+
+
+class ReplicatedGradientError(RuntimeError):
+    """Report different gradients on tensor-parallel ranks for a parameter that each rank keeps a copy of."""
+
+
+def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
+    """Return a function from a parameter to the gradient that DeepSpeed's `optimizer` will read, or None.
+
+    Other attributes of the parameter are stale or empty. Raises TypeError where the optimizer keeps them elsewhere.
+    """
+    if isinstance(optimizer, BF16_Optimizer):
+        buffers = (optimizer.bf16_groups, optimizer.fp32_groups_gradients, optimizer.fp32_groups_has_gradients)
+        rows = (row for group in zip(*buffers, strict=True) for row in zip(*group, strict=True))
+        return {parameter: gradient for parameter, gradient, has_one in rows if has_one}.get
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
+        return lambda parameter: getattr(parameter, name, None)
+    if isinstance(optimizer, ZeROOptimizer):
+        problem = f"where {type(optimizer).__name__} keeps gradients is not known"
+        raise TypeError(f"{problem}, so that those of tensor-parallel ranks cannot be summed. Use ZeRO stage 0 or 1")
+    return lambda parameter: parameter.grad
+
+
+def sum_gradients(partial: Parameters, optimizer: Any, group: Any) -> None:
+    """Sum the gradients of some parameters over the ranks, in place: once per batch, after its last backward.
+
+    Raises:
+        RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.
+    """
+    # where the optimizer reads them, which is not `.grad` with bf16 or ZeRO
+    gradients = dict(zip(partial, map(gradient_reader(optimizer), partial.values()), strict=True))
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients.values():
+        if gradient is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    if missing := [name for name, gradient in gradients.items() if gradient is None]:
+        raise RuntimeError(
+            f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
+            f"have none where {type(optimizer).__name__} reads it: {_few(missing)}. Set requires_grad_(False) on what "
+            "is not trained"
+        )
+    for same in by_dtype.values():  # one collective for each dtype
+        flat = torch.cat([gradient.flatten() for gradient in same])
+        torch_dist.all_reduce(flat, group=group)
+        for gradient, total in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
+            gradient.copy_(total.view_as(gradient))
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
+
+
+def require_equal_gradients(replicated: Parameters, optimizer: Any, group: Any, advice: str) -> bool:
+    """Compare the gradients of replicated parameters over tensor-parallel ranks; a collective over `group`.
+
+    `advice` ends the message of the error.
+
+    Returns:
+        False if nothing could be compared: some gradient is not finite, as in the first batches of fp16.
+
+    Raises:
+        ReplicatedGradientError: on all of these ranks, with the parameters that differ.
+    """
+    # norm and sum of each in one small collective, and not the gradients themselves
+    if not replicated:
+        return True
+    gradients = list(map(gradient_reader(optimizer), replicated.values()))
+    device = next(iter(replicated.values())).device
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    floats = [zero if g is None else g.float() for g in gradients]
+    here = torch.stack([g.norm() for g in floats] + [g.sum() for g in floats])
+    # all ranks get all numbers, so that all of them raise
+    everyone = [torch.empty_like(here) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(everyone, here, group=group)
+    if not all(torch.isfinite(row).all() for row in everyone):
+        return False
+    norms, sums = torch.stack(everyone).unflatten(1, (2, -1)).unbind(1)  # [ranks, parameters]
+    scale = norms.amax(dim=0).clamp_min(1e-30)
+    apart = ((norms - norms[0]).abs() + (sums - sums[0]).abs()) / scale
+    # a sum of n numbers has an error of its own; different gradients differ by 1 for any n
+    shares = [min(_LARGEST_DIFFERENCE * p.numel() ** 0.5, 0.1) for p in replicated.values()]
+    limits = torch.tensor(shares, device=device)
+    wrong = (apart.amax(dim=0) > limits).tolist()
+    names = [name for name, is_wrong in zip(replicated, wrong, strict=True) if is_wrong]
+    if names:
+        raise ReplicatedGradientError(
+            f"tensor-parallel ranks {torch_dist.get_process_group_ranks(group)} have different gradients for "
+            f"{len(names)} of {len(replicated)} parameters of which each keeps a copy: {_few(names)}. {advice}"
+        )
+    return True

@@ -1,0 +1,74 @@
+"""Train with TRL's SFTTrainer in one process, and over stages. Runs inside the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from trl import SFTConfig, SFTTrainer
+
+from terapipe_ds.integrations.trainer import PipelineSFTTrainer
+from tests.distributed import trainer_jobs
+from tests.distributed.trainer_jobs import Recorder, model_of
+
+WORDS = [*"abcdefghijklmnopqrstuvwxyz"]
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' %}{% generation %}{{ m.content }} </s> "
+    "{% endgeneration %}{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "</s>", "<user>", "<assistant>"]
+    words = {word: index for index, word in enumerate([*special, *WORDS])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    options = {"pad_token": "<pad>", "eos_token": "</s>", "additional_special_tokens": special[2:]}
+    return PreTrainedTokenizerFast(tokenizer_object=made, chat_template=TEMPLATE, **options)
+
+
+def chats(number: int = 22, kind: str = "messages") -> Dataset:
+    """Return chats of different lengths, or pairs of prompt and completion."""
+    generator, rows = torch.Generator().manual_seed(1), []
+    for _ in range(number):
+        sizes = torch.randint(2, 6, (2,), generator=generator).tolist()
+        drawn = [torch.randint(0, len(WORDS), (size,), generator=generator).tolist() for size in sizes]
+        question, answer = (" ".join(WORDS[index] for index in one) for one in drawn)
+        rows.append([{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    if kind == "messages":
+        return Dataset.from_dict({"messages": rows})
+    return Dataset.from_dict({"prompt": [row[:1] for row in rows], "completion": [row[1:] for row in rows]})
+
+
+def trainer_of(kind: type[SFTTrainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, seed: int = 3) -> Any:
+    options = {
+        "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 3,
+        "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "learning_rate": 1e-2, "max_grad_norm": 0.0, "weight_decay": 0.1, "adam_epsilon": 1e-4,
+        "gradient_checkpointing": False, "max_length": 16, "bf16": False, **setting["args"],
+    }  # fmt: skip
+    args = SFTConfig(folder, deepspeed=deepspeed, **options)
+    lora = setting.get("lora")
+    given: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
+    data = {"train_dataset": chats(kind=setting.get("data", "messages")), "eval_dataset": chats(8)}
+    if setting.get("data"):
+        data["eval_dataset"] = chats(8, setting["data"])
+    model: Any = model_of(setting, seed)
+    if setting.get("is_by_name"):
+        model.save_pretrained(f"{folder}/model")
+        tokenizer().save_pretrained(f"{folder}/model")
+        model = f"{folder}/model"
+    else:
+        given["processing_class"] = tokenizer()
+    return kind(model=model, args=args, callbacks=[Recorder()], **data, **given)
+
+
+def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """Return how the pipeline's run differs from SFTTrainer's in one process."""
+    given = {"section": {"slices": 3, "granularity_tokens": 1}, **given}
+    return trainer_jobs.compare(given, folder, (SFTTrainer, PipelineSFTTrainer), trainer_of)

@@ -36,6 +36,7 @@ add_arguments = PlanOptions.add_to
 
 def run(arguments: argparse.Namespace) -> None:
     """Plan, and print the result for a person or a program."""
+    from terapipe_ds.costs.devices import device_card
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
     from terapipe_ds.schedule import to_csv
@@ -53,10 +54,15 @@ def run(arguments: argparse.Namespace) -> None:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
     ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
+    rates = setup.utilisation(result.predicted_s)
     document = result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked
+    document |= {} if rates is None else rates.to_dict()
     if write_json(json.dumps(document, indent=1), options.as_json):
         return
     lines = describe(result, schedule_chosen=ranking is not None)
+    if rates is not None:
+        told = zip(("rate", "", ""), rates.lines(device_card(options.device)), strict=False)
+        lines += [f"{name:<9} {text}" for name, text in told]
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))

@@ -18,7 +18,9 @@ from terapipe_ds.schedule.show import many
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 
@@ -53,14 +55,14 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
     Raises CommandError where an option is missing, or asks for something that the profile did not measure.
     """
-    from terapipe_ds.costs.model_sizes import model_size
+    from terapipe_ds.planner.strategy import size_of
 
     missing = [] if options.stages or profile is not None else [_NO_STAGES]
     if profile is None and not (options.model and options.device):
         raise CommandError("; ".join([NO_COSTS, *missing]))
     options_by_schedule = configured.pop("options_by_schedule", {})
     if profile is None:
-        usual = {"sequence_length": model_size(options.model).max_sequence_length}
+        usual = {"sequence_length": size_of(options.model).max_sequence_length}
     else:
         usual = _from_profile(profile, options, configured)
     options = options.filled(usual, configured)
@@ -141,6 +143,7 @@ class PlanSetup:
     memory_of: PartsOf | None
     both_ways_s_of: SecondsOf  # seconds of bidirectional schedules on top of their makespan
     notes: str = ""
+    size: ModelSize | None = None  # of a counted model
     bounds: Sequence[int] | None = None  # of the parts, where the config cuts the layers by hand
 
     @property
@@ -152,14 +155,29 @@ class PlanSetup:
         shape = f"{micro_batches} of {options.micro_batch_size} x {options.sequence_length}"
         return f"{self.subject}\n{parallel}, {shape} tokens{self.notes}"
 
+    def utilisation(self, seconds: float) -> Utilisation | None:
+        """Return model FLOP/s and MFU of a device for a pipeline's step; None where nobody counts the FLOPs."""
+        from terapipe_ds.costs.devices import device_card
+        from terapipe_ds.costs.utilisation import Utilisation
+
+        options = self.options
+        if self.size is None or not options.device:
+            return None
+        step = options.micro_batches * options.micro_batch_size, options.sequence_length
+        devices = options.stages * options.tensor_parallel
+        return Utilisation.of(self.size, device_card(options.device), options.dtype, step, seconds, devices)
+
     @property
     def limit_bytes(self) -> float | None:
         """Return a device's memory by the options or its card; None where it is unknown."""
         from terapipe_ds.costs.devices import device_card
+        from terapipe_ds.planner.strategy import USABLE
 
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
             return self.options.memory_limit_gb * 1e9
-        return device_card(self.options.device).memory_bytes if self.memory_of and self.options.device else None
+        if not (self.memory_of and self.options.device):
+            return None
+        return USABLE * device_card(self.options.device).memory_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -170,9 +188,9 @@ class PlanSetup:
 def _counted(options: PlanOptions) -> PlanSetup:
     from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.costs.model_sizes import model_size
+    from terapipe_ds.planner.strategy import size_of
 
-    size, card = model_size(options.model), device_card(options.device)
+    size, card = size_of(options.model), device_card(options.device)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
         raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
@@ -195,6 +213,7 @@ def _counted(options: PlanOptions) -> PlanSetup:
         costs_of,
         _memory(options, dtype),
         _counted_both_ways(options, costs_of),
+        size=size,
     )
 
 
@@ -253,16 +272,16 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         _memory(options, profile.key.dtype) if options.model else None,
         parts.both_ways_s,
         notes,
-        bounds,
+        bounds=bounds,
     )
 
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     """Return the function from parts to memory."""
-    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
+    from terapipe_ds.planner.strategy import size_of
 
-    size = model_size(options.model)
+    size = size_of(options.model)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):

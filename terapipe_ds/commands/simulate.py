@@ -20,10 +20,12 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
+from terapipe_ds.costs.devices import device_card
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
+    from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.plan import SlicePlan
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.schedule import Schedule
@@ -112,9 +114,24 @@ def run(arguments: argparse.Namespace) -> None:
         costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     _write(options, schedule, timeline)
-    document = json.dumps(to_dict(timeline, plans) | found, indent=1, allow_nan=False)
-    if not write_json(document, options.as_json):
-        print("\n".join([*_lines(timeline, plans), *_found_lines(found, timeline.makespan_s)]))
+    rates = _utilisation(options, timeline, plans)
+    told = to_dict(timeline, plans) | found | ({} if rates is None else rates.to_dict())
+    if not write_json(json.dumps(told, indent=1, allow_nan=False), options.as_json):
+        shown = [] if rates is None else rates.lines(device_card(str(options.device)))
+        print("\n".join([*_lines(timeline, plans), *shown, *_found_lines(found, timeline.makespan_s)]))
+
+
+def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[SlicePlan]) -> Utilisation | None:
+    """Return model FLOP/s and MFU of a training step of a counted model."""
+    from terapipe_ds.costs.utilisation import Utilisation
+    from terapipe_ds.planner.strategy import size_of
+
+    if options.model is None or options.forward_only:
+        return None
+    step = len(plans) * options.micro_batch_size, plans[0].sequence_length
+    devices = timeline.num_stages * options.tensor_parallel
+    card, size = device_card(str(options.device)), size_of(options.model)
+    return Utilisation.of(size, card, options.dtype, step, timeline.makespan_s, devices)
 
 
 def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
@@ -285,15 +302,14 @@ def _costs(
 
         return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, part_share), None
     from terapipe_ds.costs.analytic import analytic_costs
-    from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.costs.model_sizes import model_size
     from terapipe_ds.planner import MemoryModel
+    from terapipe_ds.planner.strategy import size_of
 
     device = str(options.device)
     shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
     shape["tensor_parallel"] = options.tensor_parallel
     costs = analytic_costs(
-        options.model, device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
+        size_of(options.model), device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
     )
     dtype = device_card(device).resolve_dtype(options.dtype)
-    return costs, MemoryModel.of_model(model_size(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
+    return costs, MemoryModel.of_model(size_of(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

@@ -63,8 +63,11 @@ class _Devices:
         self._draw_layers(axes, width, strip)
 
     def _heading(self) -> str:
-        sizes = zip(("stage", "replica", "tensor rank"), self._strategy.grid.values(), strict=True)
-        return "devices: " + " x ".join(many(size, noun) for noun, size in sizes)
+        strategy = self._strategy
+        nouns = "stage", "replica", f"{strategy.inner_axis} rank"
+        sizes = strategy.grid["pipe"], strategy.grid["data"], strategy.dims[2]
+        rate = f"; {strategy.model_flops_per_s / 1e12:.4g} TFLOP/s, MFU {strategy.mfu:.1%}" if strategy.mfu else ""
+        return "devices: " + " x ".join(many(size, noun) for size, noun in zip(sizes, nouns, strict=True)) + rate
 
     def _columns(self, width: float) -> tuple[int, float]:
         """Return how many nodes are side by side, and the inches of a device."""
@@ -92,7 +95,7 @@ class _Devices:
             axes.add_patch(Rectangle(corner, size, size, facecolor=colour, edgecolor="white", linewidth=0.8))
             if size >= _LEAST_LABELLED:
                 words = f"stage {stage}\nreplica {replica}" + (
-                    f"\ntensor {rank}" if self._strategy.grid["model"] > 1 else ""
+                    f"\n{self._strategy.inner_axis} {rank}" if self._strategy.dims[2] > 1 else ""
                 )
                 middle = corner[0] + size / 2, corner[1] + size / 2
                 axes.text(*middle, words, fontsize=5.6, color=_ink_on(colour), ha="center", va="center")

@@ -125,6 +125,11 @@ def has_flash_attn_4() -> bool:
     return _has("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
 
 
+def has_any_flash_attn() -> bool:
+    """Return whether some version of flash-attn is installed, of those that compute slices."""
+    return has_flash_attn() or has_flash_attn_3() or has_flash_attn_4()
+
+
 def has_transformer_engine() -> bool:
     """Return whether NVIDIA Transformer Engine for torch is installed."""
     return _has("transformer_engine.pytorch", "DotProductAttention")

@@ -27,12 +27,13 @@ class Utilisation:
 
     @classmethod
     def of(
-        cls, size: ModelSize, card: DeviceCard, dtype: str, sequences: int, length: int, seconds: float, devices: int
+        cls, size: ModelSize, card: DeviceCard, dtype: str, step: tuple[int, int], seconds: float, devices: int
     ) -> Utilisation:
-        """Return the figures of a step of `sequences` on `devices` devices."""
-        peak = card.peak_flops[card.resolve_dtype(dtype)] or 0.0
-        flops = sequences * size.training_flops(length) / (seconds * devices) if seconds > 0 else 0.0
-        return cls(sequences * length / (seconds * devices) if seconds > 0 else 0.0, flops, flops / peak)
+        """Return the figures of a step of (sequences, tokens of each) on `devices` devices."""
+        peak, (sequences, length) = card.peak_flops[card.resolve_dtype(dtype)], step
+        per_s = sequences / (seconds * devices) if seconds > 0 else 0.0
+        flops = per_s * size.training_flops(length)
+        return cls(per_s * length, flops, flops / peak if peak else 0.0)
 
     def lines(self, card: DeviceCard) -> list[str]:
         """Return one line with the figures, one with published ones, and a warning where these are lower."""

@@ -105,6 +105,6 @@ CHECKS = (
     Check("overrides", hooks, ("torch", "deepspeed")),
     Check("extras", extras),
     Check("apex", apex),
-    optional("flash-attn", versions.has_flash_attn, "torch's own kernels compute attention"),
+    optional("flash-attn", versions.has_any_flash_attn, "torch's own kernels compute attention"),
     optional("transformer-engine", versions.has_transformer_engine, _WITHOUT_TE),
 )

@@ -55,7 +55,7 @@ ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
 """Numbers that an optimizer keeps per parameter (SGD: without momentum)."""
 
-LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens", "loss_chunk_tokens"
+LARGEST = "working", "window_tokens", "joined_tokens", "loss_chunk_tokens"
 """Fields of `PartMemory`, by their first letters, that are the maximum over layers; all others add up."""
 
 _INDEX_BYTES = 8  # token ids and labels are int64
@@ -149,7 +149,9 @@ class Setup:
 
     def count_parts(self) -> tuple[PartMemory, ...]:
         """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
-        return tuple(self._part(part_id, layers) for part_id, layers in enumerate(self._layers))
+        kinds = [(part_id == 0, part_id == self.num_stages - 1, n) for part_id, n in enumerate(self._layers)]
+        parts = {kind: self._part(part_id, kind[2]) for part_id, kind in enumerate(kinds)}
+        return tuple(parts[kind] for kind in kinds)
 
     def _part(self, part_id: int, layers: int) -> PartMemory:
         size, rows, item = self.size, self.micro_batch, self._item
@@ -247,7 +249,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 

@@ -103,6 +103,7 @@ ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
 SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 LEAVES = "runtime.engine.part_runner:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
+FACTORS = "runtime.layers.weight_gradients:_factors"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
 REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
 TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
@@ -513,10 +514,17 @@ def weight_gradients_added_twice(add_product: Any, weight: Any, rows: Any, input
     return rows.t() @ inputs
 
 
-fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)(
-    dropped_weight=lambda compute, self, unit, around: (
-        len(self.waiting.pop(unit)) if unit[1:] == (1, 2) else compute(self, unit, around)
-    )
+@fault("engine", SPLIT, "the W of one slice adds nothing", COMPUTE)
+def dropped_weight(compute: Any, self: Any, unit: tuple[int, int, int], around: Any) -> int:
+    count = len(self.waiting[unit])
+    if unit[1:] == (1, 2):
+        self.waiting[unit].clear()
+    compute(self, unit, around)
+    return count
+
+
+fault("engine", EQUAL, "the product of several slices leaves one out", FACTORS)(
+    dropped_factors=lambda factors, products: factors(products[:-1] or products)
 )
 
 

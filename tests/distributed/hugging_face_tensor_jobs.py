@@ -163,12 +163,16 @@ def through_folders(family: str, folder: str, grids: list[Grid]) -> dict[str, An
                 p.numel() / state[key].numel() for key, p in here.items() if p.dim() > 1
             )
             evaluated = float(engine.eval_batch(iter(tuples(module, data)[0])))
+            logits = engine.eval_batch(iter(tuples(module, data)[0]), compute_loss=False, reduce_output=None)
             engines.train(engine, tuples(module, data))
             terapipe_ds.save_pretrained(engine, f"{folder}/{index + 1}")
         torch_dist.barrier()
         with torch.no_grad():
             expected = sum(float(loss_of(theirs.eval(), batch)) for batch in data[0]) / len(data[0])
+            wanted = [theirs(batch["input_ids"]).logits for batch in data[0]]
         found["evaluation"] = max(found["evaluation"], relative_error(evaluated, expected))
+        for ours, whole in zip(logits or (), wanted, strict=logits is not None):  # on the last stage
+            found["evaluation"] = max(found["evaluation"], float((ours - whole).norm() / whole.norm()))
     return found
 
 
@@ -217,6 +221,11 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
     with engine_of(module, terapipe, **{k: v for k, v in changes.items() if k != "optimizer"}) as engine:
         run = engines.train(engine, tuples(module, data))
     return changes, [relative_error(a, b) for a, b in zip(run.returned, train_whole(whole, data)[0], strict=True)]
+
+
+def refusal_of_plain_layers() -> tuple[str, str]:
+    changes = {"module": {"topology": topology((1, 1, 2))}, "tensor_parallel": {"autotp_size": 2}}
+    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), SECTION, stages=None, **changes))
 
 
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:

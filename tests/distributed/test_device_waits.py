@@ -146,7 +146,7 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-_ON_HOST = {"pattern_of_mask", "_require_known_labels"}
+_ON_HOST = {"pattern_of_mask", "_require_known_labels", "_require_known"}
 """Functions that read host tensors everywhere, or read only on CPUs and let a GPU assert by itself."""
 
 
@@ -345,3 +345,13 @@ def job_refused_engine(words: str, ranks: list[int]) -> str:
 def test_the_engine_is_refused_on_every_rank() -> None:
     for said in rank_pool(2).run(job_refused_engine, words="CUDA_LAUNCH_BLOCKING=1", ranks=[1]):
         assert said.startswith("on rank 1: CUDA_LAUNCH_BLOCKING=1 waits")
+
+
+def job_warned() -> list[str]:
+    with mock.patch.object(Wires, "post_on_device", True), engines.logged() as said:
+        engines.build(engines.gpt_layers("float32"), engines.section()).destroy()
+    return [line for line in said if "expandable_segments" in line]
+
+
+def test_memory_that_slices_split_is_warned_of_at_the_start() -> None:
+    assert list(map(len, rank_pool(2).run(job_warned))) == [1, 0]

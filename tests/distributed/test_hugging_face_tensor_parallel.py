@@ -16,6 +16,7 @@ from tests.distributed.hugging_face_tensor_jobs import (
     by_strategy,
     read_checkpoint,
     refusal,
+    refusal_of_plain_layers,
     through_folders,
     train_adapters,
     train_divided,
@@ -88,18 +89,22 @@ def test_weights_are_read_in_shares_and_written_whole(family: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("family", "fields"),
+    ("family", "fields", "grid_of_writer"),
     [
-        ("qwen3", {}),
-        pytest.param("gemma2", {}, marks=pytest.mark.full),
-        pytest.param("llama", {"target_modules": "all-linear"}, marks=pytest.mark.full),
+        ("qwen3", {}, BOTH),
+        pytest.param("qwen3", {}, (2, 2, 1), marks=pytest.mark.full),
+        pytest.param("gemma2", {}, BOTH, marks=pytest.mark.full),
+        pytest.param("llama", {"target_modules": "all-linear"}, BOTH, marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_a_checkpoint_moves_to_another_layout(family: str, fields: dict[str, Any], tmp_path: Path) -> None:
+def test_a_checkpoint_moves_to_another_layout(
+    family: str, fields: dict[str, Any], grid_of_writer: tuple[int, int, int], tmp_path: Path
+) -> None:
     pool, folder = rank_pool(4), str(tmp_path)
-    expected = pool.run(write_checkpoint, family=family, grid=BOTH, folder=folder, **fields)[0]
-    for grid, universal in (((1, 1, 4), True), ((2, 2, 1), True), (BOTH, False))[: 3 if FULL else 1]:
+    expected = pool.run(write_checkpoint, family=family, grid=grid_of_writer, folder=folder, **fields)[0]
+    grids = [(1, 1, 4), *([BOTH, (2, 2, 1), (4, 1, 1)] if FULL else [])]
+    for grid, universal in [*((grid, True) for grid in grids), *([(grid_of_writer, False)] if FULL else [])]:
         given = {"family": family, "grid": grid, "folder": folder, "universal": universal}
         for losses in pool.run(read_checkpoint, **given, **fields):
             assert losses == pytest.approx(expected, rel=1e-5), grid
@@ -146,3 +151,8 @@ def test_divisions_that_are_refused_on_all_ranks(text: str) -> None:
     grid = given.get("grid", (1, 1, 2))
     for error in rank_pool(grid[2]).run(refusal, **defaults | given):
         assert kind in " ".join(error) and text in error[1], error  # a peer may report the one that failed first
+
+
+def test_the_size_is_refused_where_nothing_divides_layers() -> None:
+    for kind, text in rank_pool(2).run(refusal_of_plain_layers):
+        assert kind == "TeraPipeConfigError" and "AutoTP would replace layers without knowing of pipeline" in text

@@ -13,7 +13,8 @@ import torch
 
 pytest.importorskip("megatron.core")
 
-from terapipe_ds.models.megatron import linears
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.models.megatron import MegatronGPT, linears
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed.cases import violations
@@ -60,7 +61,7 @@ def count_products(engine: Any) -> dict[str, Any]:
     return seen
 
 
-_LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight", "output_layer.weight")
+_LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
 @pytest.mark.sample(2)
@@ -73,9 +74,8 @@ def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case:
     runs = NUM_STEPS * case.accumulation * slices  # of each layer
     for record in run:
         seen = record.watched
+        # the loss computes all gradients of the output projection in B
         linear = [name for name in seen["parameters"] if name.endswith(_LINEAR)]
-        if case.tied and ("decoder.final_layernorm.weight" in seen["parameters"]):  # the head is here
-            linear.append("embedding.word_embeddings.weight")
         assert seen["computed"] == sum(seen["left"].values()) > 0
         assert seen["units"] == runs * (2 if case.schedule == "zbv" else 1)
         if case.block != "moe":
@@ -152,3 +152,28 @@ def test_measured_w() -> None:
         # of the features (proj, fc2). Gradients of outputs: half of the features (qkv, fc1, head) or all (proj, fc2)
         layer = (16 + 16 + 16 + 24) + (48 + 32 + 48 + 32)
         assert kept == 8 * ROWS * tokens * (NUM_LAYERS * layer + 16 + 16)
+
+
+def job_never_split(case: Case) -> tuple[str, list[Any]]:
+    """Refuse to split backwards as in fp8; return the refusal of a schedule that does, and the times of W of "auto"."""
+    times: list[Any] = []
+    auto = {"enabled": True, "schedule": "auto", "slices": "auto", "granularity_tokens": 12}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MegatronGPT, "split_backwards_problem", "these products give all gradients at once")
+        with pytest.raises(TeraPipeConfigError) as refused:
+            build_engine(build_model(case), case)
+        patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
+        patch.setattr(rounds, "weights", lambda *args: times.append(args))
+        engine = build_engine(build_model(case), case, terapipe=auto)
+        seen = count_products(engine)
+        try:
+            engine.train_batch(iter([micro_batch(case, 0, 0, i) for i in range(case.accumulation)]))
+        finally:
+            engine.destroy()
+    return str(refused.value), [*times, *(seen["left"].keys() - {"a stand-in while measuring"})]
+
+
+def test_a_model_that_cannot_split_is_measured_and_planned_so() -> None:
+    for refusal, of_w in rank_pool(2).run(job_never_split, case=Case(layout="pp2", schedule="zb-h1")):
+        assert "terapipe.schedule = 'zb-h1': these products give all gradients at once" in refusal
+        assert 'give "auto", or a schedule that does not split backwards' in refusal and not of_w

@@ -43,7 +43,6 @@ PARTS = {  # module, function that yields its checks
     "layers": ("layers", "checks"),
     "bench": ("benches", "on_device"),
     "messages": ("messages", "checks"),
-    "traffic": ("traffic", "checks"),
 }
 
 

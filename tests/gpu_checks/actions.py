@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,9 @@ MOST_OVER_STOCK = 1.02
 PREDICTED = 0.10
 """The largest relative error of a prediction that is allowed."""
 _PAIRS = 7
+MOST_WRITTEN = 1.5
+"""How many times the bytes of one slice's adds, casts and zeros those of 16 may be; a pass per slice is 16 times."""
+_ADDS = ("aten::add_", "aten::copy_", "aten::zero_", "aten::fill_")
 
 
 def checks(settings: Settings) -> Iterator[Check]:
@@ -55,6 +59,9 @@ def _judged(settings: Settings, name: str, found: dict[str, Any]) -> Iterator[Ch
         yield Check(f"{name}, {row['slices']} slices: step per slice, ms", of_slice * 1e3)
         off = abs(row["predicted_s"] / row["step_s"] - 1)
         yield settings.timed(f"{name}, {row['slices']} slices: prediction is off by", off, PREDICTED)
+    written = {row["slices"]: row["written_bytes"] for row in found["rows"]}
+    if 16 in written and written[1]:
+        yield settings.timed(f"{name}: 16 slices write into weights over one", written[16] / written[1], MOST_WRITTEN)
 
 
 def _rank_main(rank: int, rendezvous: str, work: Workload, device: str, slices: tuple[int, ...], folder: str) -> None:
@@ -99,7 +106,8 @@ def _measured(
             steps = [(_step(ours, data), ours.closing_s) for _ in range(2 + _PAIRS)][2:]
         step_s, closing_s = (statistics.median(column) for column in zip(*steps, strict=True))
         makespan_s = float(simulate(build("seq1f1b", 1, 1, count), plan, costs).makespan_s)
-        rows.append({"slices": count, "step_s": step_s, "predicted_s": makespan_s + closing_s})
+        row = {"slices": count, "step_s": step_s, "predicted_s": makespan_s + closing_s}
+        rows.append(row | {"written_bytes": _written(lambda: _step(ours, data), work.hidden**2)})
     stock_s, over_stock = statistics.median(s for s, _ in pairs), statistics.median(o / s for s, o in pairs)
     return {"stock_s": stock_s, "over_stock": over_stock, "rows": rows}
 
@@ -131,3 +139,17 @@ def _step(engine: Any, data: Any) -> float:
     engine.train_batch(iter(data))
     synchronize()
     return time.perf_counter() - begin_s
+
+
+def _written(step: Callable[[], object], least: int) -> int:
+    """Return the bytes that a step adds, casts or clears in tensors of more numbers than `least`, by torch's profiler.
+
+    These are the large weights and their sums, except where the product itself adds to them.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    events = [(each.name, (each.input_shapes or [[]])[0]) for each in profiler.events()]
+    sizes = [math.prod(shape) for name, shape in events if name in _ADDS and shape and isinstance(shape[0], int)]
+    return 4 * sum(size for size in sizes if size > least)

@@ -47,7 +47,7 @@ def checks(settings: Settings) -> Iterator[Check]:
             continue
         for size, row in found["sizes"].items():
             what = f"{name}, messages of {size} MB"
-            yield at_most(f"{what}: loss of two stages over that of one", row["difference"], 1e-2)
+            yield at_most(f"{what}: loss over that of whole sequences", row["difference"], 1e-2)
             yield Check(f"{what}: step, ms", row["step_s"] * 1e3)
             yield at_most(f"{what}: batches by way of the host", row["host_share"] or 0.0, 3 / BATCHES)
         yield settings.timed(f"{name}: share of multiprocessors that a waiting receive holds", found["held"], MOST_HELD)
@@ -86,7 +86,7 @@ def _rank_main(
 
 
 def _trained(device: str, tokens: int, is_tiny: bool) -> dict[str, Any]:
-    """Train some batches, of which the first ones go by way of the host, and evaluate beside one stage's loss."""
+    """Train some batches, of which the first ones go by way of the host, beside the same model on whole sequences."""
     from terapipe_ds.bench.ranks import build_engine, micro_batches
 
     hidden, heads = (32, 2) if is_tiny else (4096, 32)

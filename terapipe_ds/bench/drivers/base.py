@@ -115,7 +115,8 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
-        name, others = "cuda_flash", {"cudnn", *_TORCHS_NAMES} & {*available_backends()}
+        by_torch = _TORCHS_NAMES if hasattr(attention, "restore_flash_attention_impl") else ()
+        name, others = "cuda_flash", {"cudnn", *by_torch} & {*available_backends()}
         if others:  # and where one of them is the fastest
             chosen = backend_name(torch.empty(1, 16, 1, head_dim, dtype=dtype, device=device))
             name = chosen if chosen in others else name

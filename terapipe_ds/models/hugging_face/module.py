@@ -133,8 +133,7 @@ class HuggingFaceModule(PipelineModule):
             self._read()
             self._try_layers()
         self._agree()
-        if self.autotp_size > 1:
-            self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+        self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
 
     def _read(self) -> None:
         """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""

@@ -79,6 +79,11 @@ class Priced(Bounded):
         nothing = np.zeros_like(work)
         return [bounds for _, bounds in best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)]
 
+    def even_s(self, num_slices: int) -> float:
+        """Return about the seconds with equal stages, in `num_slices` equal slices."""
+        rounds = self.num_micro_batches + (self.num_stages - 1) / num_slices
+        return rounds * float(self._work(num_slices, False).sum()) / self.num_stages
+
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = self.may_recompute(shape.schedule)

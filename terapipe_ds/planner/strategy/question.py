@@ -221,8 +221,8 @@ def _rates(score: Score, space: Space) -> dict[str, Any]:
     """Return model FLOP/s and MFU; nothing for layers whose FLOPs nobody counts."""
     if not isinstance(layers := space.layers, CountedLayers):
         return {}
-    cluster, shape = space.cluster, (space.global_batch_size, space.sequence_length)
-    rates = Utilisation.of(layers.size, cluster.card, layers.dtype, *shape, score.seconds, cluster.num_devices)
+    cluster, step = space.cluster, (space.global_batch_size, space.sequence_length)
+    rates = Utilisation.of(layers.size, cluster.card, layers.dtype, step, score.seconds, cluster.num_devices)
     return {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
 
 

@@ -59,7 +59,7 @@ def granule_of(length: int) -> int:
     return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
 
 
-@functools.lru_cache(maxsize=8)  # the axes in their orders come one after the other
+@functools.lru_cache(maxsize=64)  # some 100 MB
 def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
     """Return the shares of a part's memory for every span, as sums over one-layer parts.
 

@@ -9,8 +9,9 @@ parts per stage, planned slices and moved layers. The bounds of all unsettled ca
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from terapipe_ds.plan import SlicePlan
@@ -35,6 +36,7 @@ REPLAYED = 12
 """Candidates that are replayed, each with its two best proposals."""
 
 _FINALISTS = 3
+_LIKELY = 4  # numbers of slices that are tried first
 _MOST_SLICES = 256
 _SHORT_TOKENS = 4096  # more than 64 slices are at least so long
 _BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
@@ -83,15 +85,22 @@ class Search:
         return min([self.open_s, *(score.seconds for score in self.scores.values())])
 
     def _search(self, priced: dict[Candidate, Priced]) -> None:
+        num_layers, is_sliceable = self.space.layers.num_layers, self.space.layers.is_sliceable
         # the bounds give the order of the candidates, and exclude some of them
         bounds_s = {}
         for done, (candidate, costs) in enumerate(priced.items()):
             self._report("bounds", done, len(priced))
-            bounds_s[candidate] = self._bound_s(costs)
+            # a cheap bound, where the search tightens it for those that come to be looked at
+            if is_sliceable and self.space.mean_need(candidate) > self.space.limit_bytes:
+                bounds_s[candidate] = math.inf
+                continue
+            same_s = bounds_s.get(dataclasses.replace(candidate, levers=NO_LEVERS), math.inf)  # levers take no time off
+            if math.isinf(same_s):
+                same_s = costs.chunked_bound_s() if is_sliceable else self._bound_s(costs)
+            bounds_s[candidate] = same_s
         self.open_s = min(bounds_s.values())
         ordered = sorted(priced, key=lambda candidate: (bounds_s[candidate], candidate.rank))
         # the exact part: candidates without slices and with few cuts
-        num_layers, is_sliceable = self.space.layers.num_layers, self.space.layers.is_sliceable
         small = [c for c in ordered if not is_sliceable and num_cuts(num_layers, c.grid.pipe) <= MOST_CUTS]
         settled = set(small)
         others = [candidate for candidate in ordered if candidate not in settled]
@@ -130,22 +139,15 @@ class Search:
         proposals: list[_Proposal] = []
         unhindered: set[Candidate] = set()  # fit with nothing recomputed
         near_s = math.inf
-        for done, candidate in enumerate(ordered):
-            self._report("cuts", done, len(ordered))
-            if bounds_s[candidate] >= near_s and len(proposals) >= REPLAYED:
+        possible = [candidate for candidate in ordered if math.isfinite(bounds_s[candidate])]
+        self._answer_first(possible, priced)
+        for bound_s, candidate in self._by_bounds(possible, priced, bounds_s):
+            if bound_s >= near_s and len(proposals) >= REPLAYED:
                 break
             if dataclasses.replace(candidate, levers=NO_LEVERS) in unhindered:  # nothing would be gained
                 continue
-            costs, limit_bytes = priced[candidate], self.space.limit_bytes
-            bounds_s[candidate] = max(bounds_s[candidate], self._bound_s(costs, limit_bytes))
-            if math.isinf(bounds_s[candidate]):
-                continue
-            # about the seconds of the best cut, for each number of slices
-            times = [
-                (proposal[0], slices)
-                for slices in self._slice_counts()
-                if (proposal := costs.propose(self._shapes(slices)[0], slices, limit_bytes)) is not None
-            ]
+            costs = priced[candidate]
+            times = self._times_of_cuts(costs)
             if not times:
                 continue
             counts = [slices for _, slices in sorted(times)[:2]]
@@ -154,9 +156,52 @@ class Search:
                 unhindered.add(candidate)
             proposals.append((min(times)[0], candidate.rank, candidate, counts))
             near_s = min(near_s, 1.05 * min(times)[0])
-            if len(proposals) == 1:  # from here on a stopped search has an answer
-                self._replay(costs, counts[:1])
         return sorted(proposals, key=lambda proposal: proposal[:2])[:REPLAYED]
+
+    def _answer_first(self, possible: list[Candidate], priced: dict[Candidate, Priced]) -> None:
+        """Replay the candidate with the least need of memory: from here on a stopped search has an answer."""
+        if possible:
+            safe = priced[min(possible, key=self.space.mean_need)]
+            if times := self._times_of_cuts(safe):
+                self._replay(safe, [min(times)[1]])
+
+    def _by_bounds(
+        self, possible: list[Candidate], priced: dict[Candidate, Priced], bounds_s: dict[Candidate, float]
+    ) -> Iterator[tuple[float, Candidate]]:
+        """Yield candidates by rising bounds; each bound is tightened when its candidate comes to be the first."""
+        queue = [(bounds_s[candidate], place) for place, candidate in enumerate(possible)]
+        tightened: set[int] = set()
+        while queue:
+            self._report("cuts", len(possible) - len(queue), len(possible))
+            bound_s, place = heapq.heappop(queue)
+            candidate = possible[place]
+            if place in tightened:
+                yield bound_s, candidate
+                continue
+            tightened.add(place)
+            bounds_s[candidate] = max(bound_s, self._bound_s(priced[candidate], self.space.limit_bytes))
+            if math.isfinite(bounds_s[candidate]):
+                heapq.heappush(queue, (bounds_s[candidate], place))
+
+    def _times_of_cuts(self, costs: Priced) -> list[tuple[float, int]]:
+        """Return about the seconds of the best cut, for the numbers of slices that even stages would take least with.
+
+        Where none of these has a cut that fits, the others are tried: with more slices less is live.
+        """
+        all_counts = self._slice_counts()
+        ends = {all_counts[0], all_counts[-1]}
+        if all(costs.least_bytes(self._shapes(n)[0], n) > self.space.limit_bytes for n in ends):
+            return []
+        counts = sorted(all_counts, key=costs.even_s)
+        for some in (counts[:_LIKELY], counts[_LIKELY:]):
+            times = [
+                (proposal[0], slices)
+                for slices in some
+                if (proposal := costs.propose(self._shapes(slices)[0], slices, self.space.limit_bytes)) is not None
+            ]
+            if times:
+                return times
+        return []
 
     def _replay(self, priced: Priced, counts: list[int]) -> None:
         """Replay the best cuts for some numbers of slices, with each schedule that fits by the programs."""

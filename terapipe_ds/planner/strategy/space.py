@@ -98,12 +98,15 @@ class Space:
             if key in seen:  # the first has the fewest sequences
                 continue
             seen.add(key)
-            (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
-            kept = 0.0 if levers.offload_activations else whole.slice_bytes_per_token
-            kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
-            need = (whole.static_bytes + self.sequence_length * kept) / grid.pipe
-            least = min(least, (need, candidate), key=lambda one: one[0])
+            least = min(least, (self.mean_need(candidate), candidate), key=lambda one: one[0])
         return least
+
+    def mean_need(self, candidate: Candidate) -> float:
+        """Return bytes that the fullest stage of a candidate has at least, whatever the cut."""
+        (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
+        kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
+        kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
+        return (whole.static_bytes + self.sequence_length * kept) / candidate.grid.pipe
 
     def check_need(self) -> None:
         """Raise MemoryLimitError where no strategy can fit, with the number of devices that would do."""

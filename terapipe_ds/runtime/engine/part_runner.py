@@ -234,6 +234,9 @@ class PartRunner:
         """Add the last part's outputs to the results; say once what logits take, if anybody wants them."""
         results = self._stage.results
         if not active.wants_logits:
+            assert self._of_hidden is not None
+            if self._stage.flops is not None:
+                self._stage.flops.defer(active.micro_batch_id, self._of_hidden.operations(outputs))
             return results.add(active, outputs, self._of_hidden)
         if not self._has_told_of_logits:
             self._has_told_of_logits = True

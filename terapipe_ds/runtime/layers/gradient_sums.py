@@ -203,3 +203,19 @@ class _SumsOfZero1(GradientSums):
 
     def _clear(self, place: _Place) -> None:
         place.grad_accum = None
+
+
+class OwnSums(GradientSums):
+    """Stand in for the fp32 sums of an optimizer, for measurements without one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__([(p, p) for p in module.parameters() if p.requires_grad], has_hooks=False)
+        self._totals: dict[int, Tensor] = {}
+
+    def _sum(self, place: _Place) -> Tensor:
+        if id(place) not in self._totals:
+            self._totals[id(place)] = torch.zeros_like(place, dtype=torch.float32)
+        return self._totals[id(place)]
+
+    def _clear(self, place: _Place) -> None:
+        self._totals.pop(id(place), None)

@@ -21,6 +21,7 @@ from deepspeed.runtime import utils as ds_utils
 from terapipe_ds.attention import SliceStore, guard_plain_attention
 from terapipe_ds.costs.profile import PartProfile, Profile
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.layers.gradient_sums import OwnSums
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
@@ -75,7 +76,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
         described.append(describe_part(module))
         # each part receives the message of the part before it
         timer = _timer(job, module, part_id)
-        with untouched(module), guard_plain_attention(intercept=True):
+        with untouched(module, timer.weights.sums), guard_plain_attention(intercept=True):
             for tokens in lengths:
                 if part_id:
                     timer.receive(tokens, specs[tokens])
@@ -128,6 +129,9 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
     is_last = part_id == job.num_stages - 1
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
     weights = accumulate_in_products(module, None)
+    # DeepSpeed's optimizer for bf16 sums in fp32
+    if any(parameter.dtype == torch.bfloat16 for parameter in module.parameters()):
+        weights.sums = OwnSums(module)
     return SliceTimer(
         module,
         labels.length,

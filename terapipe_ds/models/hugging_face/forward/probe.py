@@ -6,6 +6,7 @@ layer can be trained in this way. The trial knows nothing of families: only the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -71,13 +72,13 @@ def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
     return trial
 
 
-def difference(outline: Outline, index: int, one: nn.Module, other: nn.Module, way: Way) -> str:
-    """Return how two forms of a decoder layer differ on a whole sequence; empty if they do not."""
-    hidden, grad = _inputs(outline, index, one)
+def difference(outline: Outline, index: int, layer: nn.Module, change: Callable[[], nn.Module], way: Way) -> str:
+    """Return how a decoder layer and the layer that `change` makes of it differ on a sequence; empty if not."""
+    hidden, grad = _inputs(outline, index, layer)
     with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []), torch.enable_grad():
-        wanted, ours = (
-            _run_slices(outline, index, each, way.is_fast, (sum(_LENGTHS),), hidden, grad) for each in (one, other)
-        )
+        # one after the other: both need not be in memory
+        wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), hidden, grad)
+        ours = _run_slices(outline, index, change(), way.is_fast, (sum(_LENGTHS),), hidden, grad)
     outline.cache.forget_written()
     error = _error(ours, wanted, (hidden, grad))
     return "" if error <= _TOLERANCE else f"it does not compute what the whole layer does (relative error {error:.0e})"

@@ -153,10 +153,11 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
 
     A layer may mix the heads of several ranks, or its plan may be wrong.
     """
-    trial = trial_of(outline, layer).to(ranks.device)
-    divided = ranks.divide(outline.layer_name(index), outline.copy_of(trial))
+    trial, name = trial_of(outline, layer).to(ranks.device), outline.layer_name(index)
     try:
-        problem = difference(outline, index, trial, divided, way)
+        problem = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
+    except ModelRefusedError:
+        raise
     except Exception as error:  # of the model's own code, which expects all heads
         problem = f"{type(error).__name__}: {error}"
     if problem:

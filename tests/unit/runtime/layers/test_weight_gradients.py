@@ -277,7 +277,7 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
     plain = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 5)).double()
     model, sums, inputs = copy.deepcopy(plain), Sums(), torch.randn(2, 5, 4, dtype=torch.float64)
     for layer in (model[0], model[2]):
-        layer.forward = weight_gradients._forward_of(layer, WeightGradients(True, sums))
+        layer.forward = WeightGradients(True, sums).product_of(layer, with_bias=True)
     for which in (1, 0):
         own = inputs.clone().requires_grad_(first_has_gradient)
         with unit(3, 0, which):
@@ -312,7 +312,7 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
     gradients = WeightGradients(way == "sums", sums if way == "sums" else None)
     gradients.open_batch(units if way == "split" else ())
     for layer in (model.linear, model.last):
-        layer.forward = weight_gradients._forward_of(layer, gradients)
+        layer.forward = gradients.product_of(layer, with_bias=True)
     for which in units:
         own, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
         with unit(*which), gradients.deferred(which) if way == "split" else nullcontext():

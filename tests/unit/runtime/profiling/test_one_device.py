@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from torch import Tensor
 
 from terapipe_ds.cli import main
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.models.gpt import GPTConfig, gpt_layers
-from terapipe_ds.runtime.profiling.one_device import partition
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.runtime.layers.gradient_sums import OwnSums
+from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model
 from tests.distributed.harness import rank_pool
 
 MODEL = {
@@ -121,3 +125,26 @@ def test_a_config_that_cannot_be(
 ) -> None:
     assert main(["profile", *_files(tmp_path, **config)]) == 2
     assert message in capsys.readouterr().err
+
+
+def _sums_of_a_profile() -> tuple[set[str], float | None]:
+    """Profile one part in bf16; return the dtypes of the sums, and the seconds of W of the smallest slice."""
+    config = GPTConfig(**{**MODEL, "num_layers": 1, "dtype": "bfloat16"})
+    tokens = torch.zeros((2, 16), dtype=torch.long)
+    dtypes, real = set[str](), OwnSums._sum
+
+    def noted(sums: OwnSums, place: Any) -> Tensor:
+        total = real(sums, place)
+        dtypes.add(str(total.dtype))
+        return total
+
+    with mock.patch.object(OwnSums, "_sum", noted):
+        job = OfflineJob(gpt_layers(config), gpt_loss, tokens, tokens, num_stages=1, granularity_tokens=8)
+        profile = profile_model(job, lambda *_: None, lambda _: None)
+    return dtypes, profile.parts[0].samples[0].weight_s
+
+
+def test_gradients_of_a_profile_in_bf16_are_summed_in_fp32() -> None:
+    """As by DeepSpeed's optimizer: the addition is part of the measured seconds."""
+    ((dtypes, weight_s),) = rank_pool(1).run(_sums_of_a_profile)
+    assert dtypes == {"torch.float32"} and weight_s is not None and weight_s > 0

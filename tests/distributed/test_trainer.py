@@ -18,6 +18,7 @@ from tests.distributed.trainer_jobs import (
     differences,
     mean_of_step,
     play_alone,
+    pushed,
     refusal,
     sharded_by_rank,
 )
@@ -153,3 +154,19 @@ def test_objects_are_refused_by_name(given: str, tmp_path: Path) -> None:
     value = (print, None) if given == "optimizers" else print
     for told in rank_pool(2).run(refusal, given={}, folder=str(tmp_path), **{given: value}):
         assert f"pipeline stages cannot serve this PipelineTrainer: {given}: " in told
+
+
+@pytest.mark.full
+def test_the_hub_gets_the_model_from_one_rank(tmp_path: Path) -> None:
+    first, second = rank_pool(2).run(pushed, folder=str(tmp_path))
+    assert second == [] and len(first) == 2
+    wanted = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"}
+    assert all(wanted - {"README.md"} <= files for files in first) and wanted <= set().union(*first)
+
+
+@pytest.mark.full
+def test_dropout_and_lengths_leave_stages_with_the_same_data(tmp_path: Path) -> None:
+    """Stages draw other numbers for dropout, and the same ones for the order of the data."""
+    setting = {"model": {"attention_dropout": 0.3}}
+    found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
+    assert found["ranks"] and 1e-4 < found["logs"] < 1.0 and not found["events"]

@@ -66,6 +66,19 @@ VALUES = {  # by the metavar of the help
     **dict.fromkeys((*"KMVNLBTDSG", "GB", "GB/S", "{0,1}"), NUMBERS),
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
     "NAME_OR_JSON": [*FILES, *NAMES],
+    "yes|no": ["yes", "no", "maybe", ""],
+    '"ARGUMENTS"': [
+        "--lr 1e-3 --train-iters 9",
+        "--lr x",
+        "--lr",
+        "--x y",
+        "word",
+        "",
+        "--bf16=",
+        "'",
+        "$A --lr 1",
+        "--",
+    ],
     "F[,B]": ["bf16", "int8,bf16", "fp8", "fp8,int8", ",bf16", "bf16,", ",", "fp64", "off"],
     "NAME=VALUE": [
         "policy=B",
@@ -102,7 +115,7 @@ USUAL = {
     "simulate": "--schedule seq1f1b --stages 2 --micro-batches 2 --slices 2,1 --unit",
     "plan": "--model tiny --device h100 --stages 2 --sequence-length 64 --granularity 16", "bench": "cpu-2stage",
     "profile": "--config ds.json --model nano --out out.json", "timeline": "traces --against timeline.json",
-    "verify": "--config ds.json --model nano", "doctor": "--config ds.json",
+    "verify": "--config ds.json --model nano", "doctor": "--config ds.json", "convert": "--megatron-args=--bf16",
     "strategy": "--model tiny --device v100 --devices 2 --global-batch 2 --sequence-length 64",
 }  # fmt: skip
 

@@ -35,7 +35,7 @@ def main() -> None:
     given, ds_config = parser.parse_args(), str(Path(__file__).parents[1] / "configs/trainer.json")
     args = SFTConfig(
         given.out, max_steps=given.steps, per_device_train_batch_size=3, gradient_accumulation_steps=3, save_steps=50,
-        learning_rate=4e-3, lr_scheduler_type="constant", bf16=False, assistant_only_loss=True, report_to="none",
+        learning_rate=2e-3, lr_scheduler_type="constant", bf16=False, assistant_only_loss=True, report_to="none",
         use_cpu=not torch.cuda.is_available(), deepspeed=ds_config,  # it names the stages
     )  # fmt: skip
     model = Path(given.out, "initial")

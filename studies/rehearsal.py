@@ -26,7 +26,7 @@ from studies.parametric_costs import ParametricCosts
 from studies.rehearsal_ranks import rehearse
 from terapipe_ds.bench.cases import WHOLE
 from terapipe_ds.bench.ranks import spawn_ranks
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import JOINED_ROWS, SlicePlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, Schedule, ScheduleError, build
 from terapipe_ds.schedule.placement import BIDIRECTIONAL
 from terapipe_ds.simulator import simulate
@@ -77,6 +77,11 @@ class Run:
     @property
     def plan(self) -> SlicePlan:
         return SlicePlan.equal(self.sequence_length, self.num_slices)
+
+    @property
+    def num_rows(self) -> int:
+        """Return the sequences of a micro-batch: enough that no two slices have their weight gradients together."""
+        return -(-JOINED_ROWS // min(self.plan.lengths))
 
     @property
     def num_layers(self) -> int:

@@ -39,7 +39,8 @@ def _measured(run: Run, steps: int, trace: str | None) -> dict[str, float]:
     import torch.distributed as torch_dist
 
     engine = _engine(run, trace)
-    batch = torch.randn(1, run.sequence_length, HIDDEN), torch.zeros(1, run.sequence_length, HIDDEN)
+    shape = run.num_rows, run.sequence_length, HIDDEN
+    batch = torch.randn(shape), torch.zeros(shape)
     data = iter(lambda: batch, None)
     engine.train_batch(data)  # the first step opens connections
     seconds, begin_cpu_s = [], time.process_time()
@@ -66,7 +67,7 @@ def _engine(run: Run, trace: str | None) -> Any:
     layers = [LayerSpec(_sleeper(), run.costs) for _ in range(run.num_layers)]
     module = PipelineModule(layers, num_stages=run.num_stages, loss_fn=torch.nn.MSELoss(), partition_method="uniform")
     settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": run.num_rows,
         "gradient_accumulation_steps": run.num_micro_batches,
         "steps_per_print": 10**9,
         "gradient_clipping": 0.0,

@@ -433,6 +433,7 @@ def test_public_names() -> None:
     classes = {"SlicePlan", "TeraPipeConfig", "TeraPipeConfigError", "Timeline", "Cluster", "LayerChain", "Strategy"}
     entries = {
         "topology_of",
+        "skeleton",
         "from_config",
         "from_pretrained",
         "save_pretrained",

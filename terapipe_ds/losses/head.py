@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -55,9 +56,18 @@ class Head:
 
 
 def hands_on_hidden() -> bool:
-    """Return whether the last layer must return its input, because the loss that runs next takes it."""
+    """Return whether the last layer must return `hand_on(input)`, because the loss that runs next takes it."""
     active = active_slice()
     return active is not None and not active.wants_logits
+
+
+def hand_on(hidden: Tensor) -> Tensor:
+    """Return `hidden` with a graph, as logits have one: DeepSpeed begins a backward at a hook on the last output."""
+    if not torch.is_grad_enabled():
+        return hidden
+    # the layers before may be frozen, or on another stage
+    hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
+    return hidden.view_as(hidden) if hidden.is_leaf else hidden
 
 
 def head_of(layer: nn.Module) -> Head | str:
@@ -74,7 +84,7 @@ class TiedLogits:
 
     def __call__(self, embedding: Any, hidden: Tensor) -> Tensor:
         """Return the logits; or `hidden`, if the loss takes it."""
-        return hidden if hands_on_hidden() else F.linear(hidden, embedding.weight)
+        return hand_on(hidden) if hands_on_hidden() else F.linear(hidden, embedding.weight)
 
     def output_head(self, embedding: Any) -> Head:
         """Return the embedding's weights as an output matrix."""
@@ -110,7 +120,7 @@ class _HandsOn:
         self._plain = plain
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return hidden if hands_on_hidden() else self._plain(hidden)
+        return hand_on(hidden) if hands_on_hidden() else self._plain(hidden)
 
 
 def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head] | str:

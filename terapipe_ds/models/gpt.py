@@ -25,7 +25,7 @@ from terapipe_ds.attention import sliced_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
-from terapipe_ds.losses import Head, LinearCrossEntropy, hands_on_hidden, head_of, tied_logits
+from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
     RowsOfTable,
     check_learned_positions,
@@ -334,7 +334,7 @@ class LMHead(nn.Module):
         return head_of(self.out)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return hidden if hands_on_hidden() else self.out(hidden)
+        return hand_on(hidden) if hands_on_hidden() else self.out(hidden)
 
 
 def _norm(config: GPTConfig) -> nn.Module:

@@ -1,7 +1,7 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is nineteen numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
+part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
 follows from its orders alone: `Replay.peak_bytes`.
 """
 
@@ -26,6 +26,7 @@ MEMORY_KINDS = {
     "their_gradients": ("store_grad_bytes_per_token", "windowed_grad_bytes_per_token"),
     "live_slices": (
         "slice_bytes_per_token",
+        "staying_bytes_per_token",
         "weight_bytes_per_token",
         "joined_bytes_per_token",
         "carried_bytes_per_slice",
@@ -122,6 +123,10 @@ class MemoryModel:
         """Return the bytes of a live slice from its F to the end of its B, with the carried states that it has read."""
         part = self.parts[part_id]
         return math.ceil(part.slice_bytes_per_token * tokens + (part.carried_bytes_per_slice if prefix else 0))
+
+    def staying_bytes(self, part_id: int, tokens: int) -> int:
+        """Return the bytes of a live slice that stay on the device where slices are offloaded."""
+        return math.ceil(self.parts[part_id].staying_bytes_per_token * tokens)
 
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return the bytes that a slice keeps from its B to its W: inputs and output gradients of linear layers."""

@@ -84,6 +84,7 @@ class PartMemory:
     windowed_grad_bytes_per_token: float = 0  # of `store_grad_bytes_per_token`, the share of layers with a window
     window_tokens: float = 0  # that a token of these layers sees before its own: their mean, by bytes
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
+    staying_bytes_per_token: float = 0  # of `slice_bytes_per_token`: inputs and outputs of a part, never offloaded
     joined_bytes_per_token: float = 0  # of a B that is not split, until the slices that join it have run
     joined_tokens: float = 0  # slices join until they have so many, and share their product for weight gradients
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
@@ -188,6 +189,7 @@ class Setup:
             weight_bytes_per_token=waiting,
             joined_bytes_per_token=0 if self.activation_checkpointing else waiting,
             joined_tokens=JOINED_ROWS / share,
+            staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
@@ -249,7 +251,7 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
         layer = 4 * self._residual + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in F
+        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
 

@@ -170,6 +170,10 @@ def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[
 def offloaded_bytes(part_id: int, unit: tuple[int, int], spans: Spans, memory: Memory) -> int:
     """Return the bytes of a slice that go to the host: all kept ones, and a whole sequence's keys and values too."""
     size = _size(("slice_bytes", part_id, *unit), spans, memory)
+    staying = getattr(memory, "staying_bytes", None)
+    if staying is not None:
+        start, stop = spans[unit[0]][unit[1]]
+        size -= min(size, staying(part_id, stop - start))
     is_whole = len(spans[unit[0]]) == 1
     return size + (_size(("whole_bytes", part_id, unit[0], -1), spans, memory) if is_whole else 0)
 

@@ -223,6 +223,11 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
     return changes, [relative_error(a, b) for a, b in zip(run.returned, train_whole(whole, data)[0], strict=True)]
 
 
+def refusal_of_plain_layers() -> tuple[str, str]:
+    changes = {"module": {"topology": topology((1, 1, 2))}, "tensor_parallel": {"autotp_size": 2}}
+    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), SECTION, stages=None, **changes))
+
+
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
     """Return the error of a model whose config and plan have other entries: None takes one out."""
     config = changed_config(family, fields)

@@ -336,6 +336,7 @@ def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:
         "gradient_clipping": CLIP_NORM if case.clipping else 0.0,
         **PRECISIONS[case.precision][1],
         "terapipe": terapipe_section(case),
+        "tensor_parallel": {"autotp_size": model.autotp_size if changes.get("terapipe", case) is not None else 0},
         **changes,
     }
     return start(model, initialize={"model_parameters": list(model.parameters())}, **ds_config)

@@ -101,7 +101,7 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        ("base elsewhere", "'somebody/model', which is no folder here"),
+        ("base elsewhere", "'somebody/model' is no folder, and not on the hub or in its cache"),
         ("other adapters", "do not agree on"),
         ("two", "leave out adapter="),
         ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),

@@ -16,6 +16,7 @@ from tests.distributed.hugging_face_tensor_jobs import (
     by_strategy,
     read_checkpoint,
     refusal,
+    refusal_of_plain_layers,
     through_folders,
     train_adapters,
     train_divided,
@@ -150,3 +151,8 @@ def test_divisions_that_are_refused_on_all_ranks(text: str) -> None:
     grid = given.get("grid", (1, 1, 2))
     for error in rank_pool(grid[2]).run(refusal, **defaults | given):
         assert kind in " ".join(error) and text in error[1], error  # a peer may report the one that failed first
+
+
+def test_the_size_is_refused_where_nothing_divides_layers() -> None:
+    for kind, text in rank_pool(2).run(refusal_of_plain_layers):
+        assert kind == "TeraPipeConfigError" and "AutoTP would replace layers without knowing of pipeline" in text

@@ -277,13 +277,19 @@ def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
     return records, run
 
 
+def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return gpt.gpt_loss(logits, labels)
+
+
 def job_overflows() -> dict[str, Any]:
     options = scaled(lr=1e-4)  # small, so that rounding does not drive the runs apart
     layers = functools.partial(gpt_layers, "float32")
     found = {}
     systems = {"stock": None, "whole": section(slices=1, schedule="1f1b"), "sliced": section(slices=PLAN)}
     for name, terapipe in {**systems, "watched": WATCHED}.items():
-        with engine_of(layers(), terapipe, **options) as engine:
+        # the same bits as by the stock engine, from the same logits
+        loss_fn = loss_of_logits if name == "whole" else gpt.gpt_loss
+        with engine_of(layers(), terapipe, loss_fn=loss_fn, **options) as engine:
             found[name] = follow(engine)
     return found
 

@@ -12,6 +12,7 @@ import torch
 
 import terapipe_ds
 from terapipe_ds.costs.profile import Profile
+from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
@@ -42,9 +43,10 @@ Forwards = dict[str, float]
 
 
 def forwards_per_slice(engine: Any) -> Forwards:
-    """Train one batch; return how often each layer of this stage ran for each slice of it."""
+    """Train one batch; return how often each layer of this stage, but the output matrix, ran for each slice of it."""
     count: Counter[str] = Counter()
-    layers = {name: layer for name, layer in engine.module.named_children() if name.isdigit()}
+    children = [(n, layer) for n, layer in engine.module.named_children() if not isinstance(layer, gpt.LMHead)]
+    layers = {name: layer for name, layer in children if name.isdigit()}
     handles = [
         layer.register_forward_hook(lambda *_, name=name: count.update([name])) for name, layer in layers.items()
     ]

@@ -18,6 +18,7 @@ from tests.distributed.trainer_jobs import (
     differences,
     mean_of_step,
     play_alone,
+    pushed,
     refusal,
     sharded_by_rank,
 )
@@ -55,7 +56,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+USUAL = ("exact", "evaluated and saved", "resumed")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in SETTINGS]
+)
 def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
@@ -78,6 +84,7 @@ UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", UNDER_DEEPSPEED)
 def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
     given = UNDER_DEEPSPEED[name]
@@ -91,6 +98,7 @@ def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path
     assert name == "bf16" or differ["weights"] <= 1e-4
 
 
+@pytest.mark.full
 def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
     """One process accumulates over the micro-batches of both replicas."""
     setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}
@@ -146,3 +154,19 @@ def test_objects_are_refused_by_name(given: str, tmp_path: Path) -> None:
     value = (print, None) if given == "optimizers" else print
     for told in rank_pool(2).run(refusal, given={}, folder=str(tmp_path), **{given: value}):
         assert f"pipeline stages cannot serve this PipelineTrainer: {given}: " in told
+
+
+@pytest.mark.full
+def test_the_hub_gets_the_model_from_one_rank(tmp_path: Path) -> None:
+    first, second = rank_pool(2).run(pushed, folder=str(tmp_path))
+    assert second == [] and len(first) == 2
+    wanted = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"}
+    assert all(wanted - {"README.md"} <= files for files in first) and wanted <= set().union(*first)
+
+
+@pytest.mark.full
+def test_dropout_and_lengths_leave_stages_with_the_same_data(tmp_path: Path) -> None:
+    """Stages draw other numbers for dropout, and the same ones for the order of the data."""
+    setting = {"model": {"attention_dropout": 0.3}}
+    found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
+    assert found["ranks"] and 1e-4 < found["logs"] < 1.0 and not found["events"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+USUAL = ("assistant only, recomputed", "packed", "by name")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in SETTINGS]
+)
 def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     setting = SETTINGS[name]
     found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
@@ -38,3 +46,19 @@ def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     for key in ("logs", "results", "best"):
         assert found[key] <= 2e-6, (key, found)
     assert not found["events"] and not found["files"] and not found["missing"] and found["ranks"], found
+
+
+@pytest.mark.full
+def test_the_example_trains_goes_on_and_answers(tmp_path: Path) -> None:
+    """In processes of their own, by DeepSpeed's launcher."""
+    root = Path(__file__).parents[2]
+    script = root / "examples/sft_trl.py"
+    assert len(script.read_text().splitlines()) <= 60
+    launch = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", str(script), "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500, "env": environment, "check": True}
+    printed = subprocess.run([*launch, "--steps", "50"], **options).stdout
+    assert "What follows three? " in printed and (tmp_path / "checkpoint-50").is_dir()
+    again = subprocess.run([*launch, "--steps", "52"], **options)
+    assert "52/52" in again.stdout + again.stderr and " 49/52" not in again.stdout + again.stderr
+    assert (tmp_path / "checkpoint-52").is_dir()

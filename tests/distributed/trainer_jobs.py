@@ -354,3 +354,22 @@ def sharded_by_rank(folder: str) -> str:
             except Exception as error:
                 return str(error)
     return ""
+
+
+def pushed(folder: str) -> list[set[str]]:
+    """Return the files of each folder that a run pushes, to a hub that only writes them down."""
+    uploads: list[set[str]] = []
+
+    def upload(folder_path: str, **_: Any) -> mock.Mock:
+        uploads.append({path.name for path in Path(folder_path).iterdir()})
+        return mock.Mock(is_done=lambda: True)
+
+    hub = mock.Mock(upload_folder=upload, create_repo=lambda name, **_: mock.Mock(repo_id=name))
+    setting = setting_of({"args": {"push_to_hub": True, "hub_model_id": "me/model", "max_steps": 2}})
+    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+        AcceleratorState._reset_state(True)
+        trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+        trainer.train()
+        trainer.save_model()
+        trainer.push_to_hub()
+    return uploads

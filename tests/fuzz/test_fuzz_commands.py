@@ -67,7 +67,16 @@ VALUES = {  # by the metavar of the help
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
     "NAME_OR_JSON": [*FILES, *NAMES],
     "F[,B]": ["bf16", "int8,bf16", "fp8", "fp8,int8", ",bf16", "bf16,", ",", "fp64", "off"],
-    "NAME=VALUE": ["policy=B", "policy=C", "slots=4,5,3", "slots=4,,3", "slots=0,1,1", "policy", "=B", "x=1"],
+    "NAME=VALUE": [
+        "policy=B",
+        "policy=C",
+        "max_live_slices=9",
+        "max_live_slices=0",
+        "max_live_slices=none",
+        "policy",
+        "=B",
+        "x=1",
+    ],
 }
 WRITTEN = {"out", "csv", "trace", "timeline", "as_json", "html", "perfetto"}
 FAST = dict.fromkeys(("stages", "sequence_length", "micro_batches"), NUMBERS[:8]) | {"granularity": NUMBERS[5:]}

@@ -71,7 +71,7 @@ class PipelineAccelerator(Accelerator):
         if isinstance(item, DummyScheduler):
             config = self.state.deepspeed_plugin.hf_ds_config.config
             if "scheduler" not in config:
-                return None  # Trainer makes its own, as without DeepSpeed
+                return item.lr_scheduler_callable(self._optimizers[-1])  # Trainer's own, which Trainer steps
             self._schedulers.append(DeepSpeedSchedulerWrapper(self.stages.own_scheduler(config), self._optimizers[-1]))
             return self._schedulers[-1]
         return item

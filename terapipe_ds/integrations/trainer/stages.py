@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
 from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.wrong_keys import refuse_misspelt_section
 from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, from_pretrained
@@ -52,8 +53,10 @@ class Stages:
         deepspeed.init_distributed(dist_backend=torch_dist.get_backend(), verbose=False)
         self._raw, world = raw, torch_dist.get_world_size()
         self.section = dict(raw["terapipe"])
-        planned = TeraPipeConfig.from_deepspeed({"terapipe": self.section} | _named(raw, "strategy")).planned
-        count = raw.get("pipeline", {}).get("stages", "auto") if planned is None else planned.grid["pipe"]
+        # mistakes of the section are errors here; the rest of the config is complete only later
+        TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
+        path = self.section.get("strategy")
+        count = raw.get("pipeline", {}).get("stages", "auto") if path is None else read_strategy(path).grid["pipe"]
         count = world if count == "auto" else count
         if not isinstance(count, int) or count < 1 or world % count:
             raise TeraPipeConfigError(
@@ -204,7 +207,3 @@ def _on_host(values: Any) -> Any:
     if isinstance(values, Tensor):
         return values.detach().cpu()
     return type(values)(map(_on_host, values)) if isinstance(values, tuple | list) else values
-
-
-def _named(raw: Mapping[str, Any], key: str) -> dict[str, Any]:
-    return {key: raw[key]} if key in raw else {}

@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
-from terapipe_ds.losses import Head, hands_on_hidden, head_of
+from terapipe_ds.losses import Head, hand_on, hands_on_hidden, head_of
 from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -223,7 +223,7 @@ class OutputMatrix(Piece):
 
     def forward(self, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
-            return hidden
+            return hand_on(hidden)
         return self.outline.run_head(self.held[0], hidden, places(hidden))
 
 
@@ -232,7 +232,7 @@ class TiedLogits:
 
     def __call__(self, embedding: TiedEmbedding, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
-            return hidden
+            return hand_on(hidden)
         held = embedding.held[0]
         weight = held.get_parameter("weight")
         product = held.logits if isinstance(held, VocabEmbedding) else lambda x: F.linear(x, weight)

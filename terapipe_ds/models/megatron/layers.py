@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention.documents import Starts
-from terapipe_ds.losses import Head, hands_on_hidden
+from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
@@ -273,7 +273,7 @@ class MegatronHead(nn.Module):
         return self._blueprint.head_of(self.output_layer, self.output_layer.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return (hidden if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
+        return (hand_on(hidden) if hands_on_hidden() else self.output_layer(hidden)[0]).transpose(0, 1)
 
 
 @dataclass
@@ -284,7 +284,7 @@ class TiedLogits:
 
     def __call__(self, embedding: MegatronEmbedding, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
-            return hidden.transpose(0, 1)
+            return hand_on(hidden).transpose(0, 1)
         return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
 
     def output_head(self, embedding: MegatronEmbedding) -> Head | str:

@@ -100,6 +100,8 @@ class Priced(Bounded):
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
         there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
         peak = rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
+        ends = self.length * float(self.layers.output_bytes(self.candidate.setting)[0])  # a stage's input or output
+        peak = peak + (live - there) / num_slices * ends * ((stage_id > 0) + (stage_id < self.num_stages - 1))
         running = rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
         loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
         peak = peak + np.maximum(running, loss)
@@ -192,15 +194,20 @@ class Priced(Bounded):
         recompute = (False,) * self.num_stages
         memory = self.memory(bounds, recompute, owners)
         held = replay(memory=memory)
-        if max(held.peak_bytes) > limit_bytes and self.may_recompute(schedule):
-            recompute = tuple(peak > limit_bytes for peak in held.peak_bytes)
-            memory = self.memory(bounds, recompute, owners)
-            held = replay(memory=memory)
+        host_limit = USABLE * (self.cluster.card.host_memory_bytes or math.inf)
+        few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
+        if self.may_recompute(schedule):
+            again = tuple(peak > limit_bytes for peak in held.peak_bytes)
+            if not all(again) and self.host_bytes(few(), bounds, plan, memory, owners) > host_limit:
+                again = (True,) * self.num_stages  # the host has no room for all that slices keep
+            if any(again):
+                recompute, memory = again, self.memory(bounds, again, owners)
+                held = replay(memory=memory)
         if (need := max(held.peak_bytes)) > limit_bytes:
             self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
             return None
-        hosts = self.host_bytes(replays(min(self.num_micro_batches, shape.filling)), bounds, plan, memory, owners)
-        if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
+        hosts = self.host_bytes(few(), bounds, plan, memory, owners)
+        if hosts > host_limit:
             return None
         timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
         seconds = self._step_s(list(timed.ends_s), bounds, owners)

@@ -175,7 +175,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     links.waiting = watchdog.waiting
     return Stage(
         engine.stage_id,
-        DeepSpeedCalls(engine),
+        DeepSpeedCalls(engine, config.offload_activations),
         links,
         store,
         watchdog,

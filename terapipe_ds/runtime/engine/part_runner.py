@@ -80,8 +80,8 @@ class Stage:
 class DeepSpeedCalls:
     """Run layers and backwards as `DeepSpeedEngine` does for a micro-batch: with its hooks, loss scale and timers."""
 
-    def __init__(self, engine: PipelineEngine) -> None:
-        self._engine = engine
+    def __init__(self, engine: PipelineEngine, offloads: bool) -> None:
+        self._engine, self._offloads = engine, offloads
         self.open_batch()
 
     def open_batch(self) -> None:
@@ -98,7 +98,7 @@ class DeepSpeedCalls:
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
         """Run the layers of the active part, and return their outputs."""
-        with checkpointing_with_gradients(self._engine.module) if self.checkpoints else _NOTHING:
+        with checkpointing_with_gradients(self._engine.module, self._offloads) if self.checkpoints else _NOTHING:
             outputs = DeepSpeedEngine.forward(self._engine, inputs)
         if not training:
             ds_checkpointing.reset()  # as the stock engine does between evaluation forwards
@@ -234,6 +234,9 @@ class PartRunner:
         """Add the last part's outputs to the results; say once what logits take, if anybody wants them."""
         results = self._stage.results
         if not active.wants_logits:
+            assert self._of_hidden is not None
+            if self._stage.flops is not None:
+                self._stage.flops.defer(active.micro_batch_id, self._of_hidden.operations(outputs))
             return results.add(active, outputs, self._of_hidden)
         if not self._has_told_of_logits:
             self._has_told_of_logits = True

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
@@ -72,26 +74,35 @@ def _shown(config: TeraPipeConfig) -> str:
 
 
 @contextmanager
-def checkpointing_with_gradients(module: Any) -> Iterator[None]:
+def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterator[None]:
     """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward."""
     # only during a forward: DeepSpeed recognises reentrant checkpointing by the identity of the module's function
     checkpoint = getattr(module, "activation_checkpoint_func", None)
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint)
+    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads)
     try:
         yield
     finally:
         module.activation_checkpoint_func = checkpoint
 
 
-def checkpoint_with_gradients(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+def checkpoint_with_gradients(checkpoint: Callable[..., Any], offloads: bool = False) -> Callable[..., Any]:
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
     A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
     never get a gradient. The recomputation runs under the autocast of the forward, which DeepSpeed forgets.
+
+    With `offloads`, torch's reentrant checkpoint stands in for DeepSpeed's, which holds the inputs of a range itself:
+    autograd has to save them, so that they go to the host.
     """
+    if (
+        offloads
+        and checkpoint is ds_checkpointing.checkpoint
+        and not ds_checkpointing.get_cuda_rng_tracker().get_states()
+    ):
+        checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:
         function = _under_the_same_autocast(function)

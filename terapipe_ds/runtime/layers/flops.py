@@ -87,6 +87,7 @@ class StageFlops:
         replica_ranks = grid.get_data_parallel_rank(), grid.get_slice_parallel_rank(), sequence_ranks_of(grid).rank
         self._is_chosen = not any(replica_ranks)
         self._is_counting = False
+        self._deferred = 0
         self.totals: Counter[Kind] = Counter()
         self.forward_of: Counter[str] = Counter()  # path of a module -> operations of its forward
 
@@ -100,6 +101,12 @@ class StageFlops:
         if self._is_counting:
             self.totals.clear()
             self.forward_of.clear()
+            self._deferred = 0
+
+    def defer(self, micro_batch_id: int, operations: int) -> None:
+        """Count a product of the model's forward that a loss leaves to the backward."""
+        if self._is_counting and not micro_batch_id:
+            self._deferred += operations
 
     def of_model(self) -> float:
         """Return the operations that the last counted micro-batch needs on this stage; 0 if none was counted.
@@ -107,7 +114,7 @@ class StageFlops:
         This is three times the forward's count: recomputation does not count. If parameters are frozen, it is the
         actual count, if that is less.
         """
-        forward, counted = self.totals[Kind.FORWARD], sum(self.totals.values())
+        forward, counted = self.totals[Kind.FORWARD] + self._deferred, sum(self.totals.values())
         is_trained = all(parameter.requires_grad for parameter in self._engine.module.parameters())
         return float(3 * forward if is_trained else min(3 * forward, counted))
 

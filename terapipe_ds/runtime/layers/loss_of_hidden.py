@@ -50,6 +50,10 @@ class LossOfHidden:
             return None
         return cls(loss_fn, head, weights, autocast, around)
 
+    def operations(self, hidden: Tensor) -> int:
+        """Return the operations of the product that gives logits."""
+        return 2 * hidden.numel() * self._head().weight.shape[0]
+
     def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
         """Return the share of a slice in the loss, whose value is there after its backward."""
         head = self._head()

@@ -1,0 +1,186 @@
+"""Test strategies for long sequences: sequence ranks, offload, recomputation, bytes by kind, and the acceptance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from terapipe_ds.config.strategy_file import contradictions, section_of
+from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
+from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.memory import MemoryModel
+from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy, price_strategy, rank_strategies
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator.offload import offloaded_until
+from terapipe_ds.simulator.peak_memory import host_bytes
+from terapipe_ds.strategy import Grid
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+LONG: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 65536}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("qwen") / "config.json"
+    path.write_text(json.dumps(QWEN3_8B))
+    return str(path)
+
+
+def ranks(count: int, **changes: Any) -> AnalyticCosts:
+    (whole,) = analytic_costs("llama-3-8b", "h100", num_stages=1)
+    return dataclasses.replace(whole, sequence_parallel=count, **changes)
+
+
+def test_sequence_ranks_share_the_work_and_exchange_tokens_for_heads() -> None:
+    """With free links four ranks take a quarter of products and attention; the all-to-all has the bytes."""
+    free = dataclasses.replace(device_card("h100").node_link, bandwidth_bytes_per_s=1e30, latency_s=0.0)
+    one, four = ranks(1), ranks(4, peer_link=free)
+    assert four.forward_s(65536, 0) == pytest.approx(one.forward_s(65536, 0) / 4, rel=0.03)
+    slow = dataclasses.replace(free, bandwidth_bytes_per_s=1e9)
+    wired = ranks(4, peer_link=slow).forward_s(65536, 0) - four.forward_s(65536, 0)
+    # queries, keys and values there and the output back: 3/4 of a rank's 16,384 tokens in bfloat16, in 32 layers
+    moved = 65536 // 4 * (2 * 32 + 2 * 8) * 128 * 2
+    assert wired == pytest.approx(32 * 0.75 * moved / 1e9, rel=1e-6)
+
+
+def test_sequence_ranks_share_keys_values_and_states() -> None:
+    size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1}
+    one, four = (MemoryModel.of_model(size, **shape, sequence_ranks=count).parts[1] for count in (1, 4))
+    assert four.store_bytes_per_token == one.store_bytes_per_token / 4
+    assert four.store_grad_bytes_per_token == one.store_grad_bytes_per_token / 4
+    assert four.slice_bytes_per_token < one.slice_bytes_per_token / 3  # attention's output is there twice
+    # bfloat16 with ZeRO divides twelve bytes of states per parameter, and nothing else
+    parameters = one.static_bytes / 20
+    assert four.static_bytes == pytest.approx(parameters * (8 + 12 / 4), rel=1e-6)
+    sixteen = MemoryModel.of_model(size, **shape, sequence_ranks=16).parts[1]
+    assert sixteen.store_bytes_per_token == one.store_bytes_per_token / 8  # each has a whole key head
+
+
+def test_offloaded_optimizer_states_leave_the_device() -> None:
+    size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1, "zero_stage": 1}
+    there, away = (MemoryModel.of_model(size, **shape, offload_optimizer=is_away).parts[0] for is_away in (False, True))
+    assert away.static_bytes == pytest.approx(there.static_bytes * 8 / 20, rel=1e-6)
+
+
+def test_a_loss_without_logits_needs_one_chunk() -> None:
+    size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1}
+    plain, fused = (MemoryModel.of_model(size, **shape, fused_loss=is_fused) for is_fused in (False, True))
+    kept = plain.slice_bytes(1, 4096, 0) - fused.slice_bytes(1, 4096, 0)
+    assert kept == pytest.approx(4096 * size.vocab_size * 4, rel=0.01)  # fp32 log-probabilities
+    long, longer = (fused.working_bytes(1, tokens, 0) for tokens in (8192, 65536))
+    assert longer - long < 57344 * size.vocab_size  # a chunk is a chunk
+
+
+def test_bytes_on_the_host_are_those_of_slices_that_are_away() -> None:
+    schedule = build("terapipe", 2, 1, 8)
+    memory = MemoryModel.of_model(model_size("mini"), num_stages=2, dtype="float32", micro_batch=1)
+    spans = [[(64 * i, 64 * i + 64) for i in range(8)]]
+    order = schedule.orders[0]
+    away = offloaded_until(order)
+    assert 0 < len(away) < 8
+    assert host_bytes(order, spans, memory) == sum(memory.slice_bytes(0, 64, 64 * unit[1]) for _, unit in away)
+
+
+def test_the_fullest_node_has_the_sum_of_its_ranks() -> None:
+    import numpy as np
+
+    cluster = Cluster("h100", 2, 4)
+    assert cluster.fullest_node(Grid(2, 1, 4), np.array([1.0, 2.0])) == 8.0
+    assert cluster.fullest_node(Grid(2, 4, 1), np.array([1.0, 2.0])) == 8.0
+    assert cluster.fullest_node(Grid(4, 1, 1, sequence=2, axes=("pipe", "data", "sequence")), np.arange(4.0)) == 10.0
+
+
+def test_gradients_are_summed_over_sequence_ranks() -> None:
+    cluster = Cluster("h100", 1, 4)
+    sequence = cluster.all_reduce_s(Grid(1, 1, 1, ("pipe", "data", "sequence"), 4), 1e9, 0)
+    assert sequence == cluster.all_reduce_s(Grid(1, 4, 1), 1e9, 0) > 0
+
+
+def test_a_strategy_with_sequence_ranks_runs_as_its_files_say() -> None:
+    words = {"sequence_parallel": 2, "stages": 4, "offload_activations": True, "offload_optimizer": True}
+    strategy = plan_strategy("llama-3-8b", Cluster("h100", 1, 8), **LONG, **words)
+    assert strategy.grid == {"pipe": 4, "data": 1, "model": 1, "sequence": 2} and strategy.axes[2] == "sequence"
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    assert strategy.placement[3, 0, 1] == (0, 7)
+    config = strategy.to_deepspeed()
+    assert config["terapipe"]["offload_activations"] is True and config["zero_optimization"]["stage"] == 1
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert section_of(strategy)["offload_activations"] is True
+    assert not list(contradictions(strategy, {}, config))
+    plain = {**config, "zero_optimization": {"stage": 1}}
+    (line,) = contradictions(strategy, {}, plain)
+    assert "offload_optimizer" in line and '"cpu"' in line
+
+
+def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
+    cluster, fixed = Cluster("h100", 1, 8), {"stages": 8, "schedule": "seq1f1b", "memory_limit_gb": 200}
+    plain = plan_strategy("llama-3-8b", cluster, **LONG, **fixed, offload_activations=False, offload_optimizer=False)
+    for stage_id, peak in enumerate(plain.memory_bytes):
+        assert sum(of[stage_id] for of in plain.memory_by_kind.values()) == peak
+        assert all(of[stage_id] >= 0 for of in plain.memory_by_kind.values())
+    away = plan_strategy("llama-3-8b", cluster, **LONG, **fixed, offload_activations=True, offload_optimizer=True)
+    fullest = [max(strategy.memory_by_kind["live_slices"]) for strategy in (plain, away)]
+    assert fullest[1] < fullest[0] / 4
+    assert max(away.memory_by_kind["model_states"]) < 0.5 * max(plain.memory_by_kind["model_states"])
+    assert away.host_memory_bytes > 16 * model_size("llama-3-8b").num_parameters()
+    assert away.predicted_s > plain.predicted_s
+
+
+def test_a_host_without_room_limits_what_goes_there() -> None:
+    card = dataclasses.replace(device_card("h100"), host_memory_bytes=10**9)
+    words: dict[str, Any] = {"stages": 8, "offload_activations": True, "offload_optimizer": False}
+    with pytest.raises(PlannerError):
+        plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words)
+
+
+def test_a_strategy_is_priced_as_it_was_planned() -> None:
+    cluster = Cluster("h100", 1, 8)
+    strategy = rank_strategies("llama-3-8b", cluster, **LONG, stages=4, schedule="seq1f1b")[0]
+    again = price_strategy(strategy, "llama-3-8b", cluster)
+    assert again.predicted_s == pytest.approx(strategy.predicted_s, rel=1e-9)
+    assert again.memory_bytes == strategy.memory_bytes
+
+
+def test_what_cannot_fit_is_told_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terapipe_ds.planner.strategy.search.Search._search", lambda *_: pytest.fail("it searched"))
+    with pytest.raises(MemoryLimitError, match=r"from about 128 of these devices on it can fit"):
+        plan_strategy("llama-3-405b", Cluster("a100-40gb", 8, 8), global_batch_size=256, sequence_length=8192)
+
+
+@pytest.mark.full
+def test_llama_3_8b_with_262144_tokens_fits_in_60_gb() -> None:
+    words = {"global_batch_size": 1, "sequence_length": 262144, "memory_limit_gb": 60}
+    strategy = plan_strategy("llama-3-8b", Cluster("h100", 1, 8), **words)
+    assert max(strategy.memory_bytes) <= 60e9
+
+
+@pytest.mark.full
+def test_qwen3_8b_with_a_million_tokens_takes_less_than_380_s(qwen: str) -> None:
+    words = {"global_batch_size": 1, "sequence_length": 1048576, "memory_limit_gb": 81.6}
+    strategy = plan_strategy(qwen, Cluster("h100", 1, 8), **words)
+    assert strategy.predicted_s <= 380 and max(strategy.memory_bytes) <= 81.6e9
+    # keys, values and their fp32 gradients of all layers, divided over eight devices
+    stored = 36 * 2 * 8 * 128 * (2 + 4) * 1048576 / 8
+    kinds = strategy.memory_by_kind
+    assert max(map(sum, zip(kinds["keys_and_values"], kinds["their_gradients"], strict=True))) == pytest.approx(
+        stored, rel=0.01
+    )
+    assert math.isclose(strategy.mfu * 989.4e12, strategy.model_flops_per_s, rel_tol=1e-6)
+
+
+def test_the_config_of_the_tests_is_qwen3_8b(qwen: str) -> None:
+    from terapipe_ds.planner.strategy import size_of
+
+    read, known = size_of(Path(qwen)), model_size("qwen3-8b")
+    assert dataclasses.replace(read, name=known.name, rope_base=known.rope_base) == known

@@ -142,6 +142,15 @@ class MemoryModel:
         """Return the bytes that a slice whose backward is not split keeps from its B to the product of its group."""
         return math.ceil(self.parts[part_id].joined_bytes_per_token * tokens)
 
+    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int) -> int:
+        """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix).
+
+        The factors of all slices are copied, one weight at a time: as many numbers per token as a backward works on.
+        """
+        own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
+        copies = self.working_bytes(part_id, group_tokens, 0) - self.working_bytes(part_id, *span)
+        return max(0, own + copies)
+
     def sent_bytes(self, part_id: int, tokens: int) -> int:
         """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""
         return math.ceil(self.parts[part_id].working_sent_bytes_per_token * tokens)
@@ -182,7 +191,8 @@ def fill_drain_peak_bytes(
                 is_first = slice_id == plan.num_slices - 1
                 live[slice_id] += waiting + (own if is_first else max(0, own + sent[slice_id] - slices[slice_id]))
                 waiting += own
-            live[closing] += waiting
+            group_tokens = sum(plan.lengths[slice_id] for slice_id in [*group, closing])
+            live[closing] += waiting + (memory.product_bytes(part_id, spans[closing], group_tokens) if group else 0)
         # one slice keeps its keys and values itself; several keep them in the store
         if plan.num_slices == 1:
             whole = memory.whole_bytes(part_id, plan.sequence_length)

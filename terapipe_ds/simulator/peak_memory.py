@@ -35,6 +35,7 @@ class Memory(Protocol):
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
     def weight_groups(self, part_id: int, lengths: Sequence[int]) -> Sequence[Sequence[int]]: ...
     def joined_bytes(self, part_id: int, tokens: int) -> int: ...
+    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int) -> int: ...
 
 
 def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
@@ -51,7 +52,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    gained, after = _changes(order, schedule.forward_only, spans, memory)
+    gained, after, late = _changes(order, schedule.forward_only, spans, memory)
     # messages stay until the stage knows that they have arrived
     for index, until, action in _unheard(schedule, stage_id, outstanding):
         if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it receives
@@ -67,7 +68,9 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     for index, action in enumerate(order):
         start, stop = spans[action.micro_batch_id][action.slice_id]
         now += gained[index]
-        numbers.append(max(now, now + after[index]) + memory.working_bytes(action.part_id, stop - start, start))
+        numbers.append(
+            max(now + late[index], now + after[index]) + memory.working_bytes(action.part_id, stop - start, start)
+        )
         now += after[index]
         numbers.append(now)
     return numbers
@@ -75,8 +78,11 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
 
 def _changes(
     order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory
-) -> tuple[Counter[int], Counter[int]]:
-    """Return, by index in the order, the bytes that come when a computation starts, and when it has run."""
+) -> tuple[Counter[int], Counter[int], Counter[int]]:
+    """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
+
+    The third result has the bytes that come before the end of a computation, and go at its end.
+    """
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     last: dict[_Held, int] = {}
     gained: Counter[int] = Counter()
@@ -90,19 +96,25 @@ def _changes(
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
-    _join(order, split, spans, memory, after)
+    late = _join(order, split, spans, memory, after)
     for held, index in last.items():
         after[index] -= _size(held, spans, memory)
     # the gradients of a part's parameters come with its first B, and stay
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
         after[index] += memory.gradient_bytes(part_id)
-    return gained, after
+    return gained, after, late
 
 
-def _join(order: Sequence[Action], split: Collection[_Part], spans: Spans, memory: Memory, after: Counter[int]) -> None:
-    """Add the bytes that wait after a W, or a whole B, until the slices whose products are one have all run."""
-    groups: dict[_Part, tuple[set[_Part], list[int]]] = {}
+def _join(
+    order: Sequence[Action], split: Collection[_Part], spans: Spans, memory: Memory, after: Counter[int]
+) -> Counter[int]:
+    """Add the bytes that wait after a W, or a whole B, until the slices whose products are one have all run.
+
+    Return the bytes by which their products exceed the B of the last one.
+    """
+    late: Counter[int] = Counter()
+    groups: dict[_Part, tuple[set[_Part], list[int], int]] = {}  # missing slices, bytes that wait, tokens of all
     for index, action in enumerate(order):
         part_id, (m, slice_id) = key = action.part_id, action.unit
         if action.kind is Kind.FORWARD or (action.kind is Kind.BACKWARD and key in split):
@@ -112,17 +124,20 @@ def _join(order: Sequence[Action], split: Collection[_Part], spans: Spans, memor
         if key not in groups:
             (own,) = (group for group in memory.weight_groups(part_id, lengths) if slice_id in group)
             members = {(part_id, (m, other)) for other in own}
-            groups |= dict.fromkeys(members, (members, []))
-        missing, waiting = groups[key]
+            groups |= dict.fromkeys(members, (members, [], sum(lengths[other] for other in own)))
+        missing, waiting, tokens = groups[key]
         missing.discard(key)
+        size = memory.joined_bytes(part_id, lengths[slice_id])
         if missing:
-            size = memory.joined_bytes(part_id, lengths[slice_id])
             if key in split:
                 size = memory.weight_bytes(part_id, lengths[slice_id], spans[m][slice_id][0])
             waiting.append(size)
             after[index] += size
         else:
             after[index] -= sum(waiting)
+            if waiting and key not in split:
+                late[index] = memory.product_bytes(part_id, (lengths[slice_id], spans[m][slice_id][0]), tokens)
+    return late
 
 
 def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[int, int, Action]]:

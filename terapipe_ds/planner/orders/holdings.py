@@ -107,13 +107,7 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
             after[backward] += left
             after[weight] -= left
             working[weight] = memory.working_bytes(part, *span)
-        else:
-            weight, left = backward, memory.joined_bytes(part, span[0])
-        # weight gradients wait for the slices that share their products, the first one in the sequence at last
-        group = next(group for group in memory.weight_groups(part, plan.lengths) if s in group)
-        if s != group[-1]:
-            after[weight] += left
-            after[weight + group[-1] - s] -= left
+    _add_joined(nodes, memory, after, working)
     # parameters, and the messages of each link to another stage
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
@@ -124,3 +118,18 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
     limits = (limit_bytes,) * nodes.num_stages
     return Holdings(nodes, limits, tuple(base), gain, after, working, gradients_of)
+
+
+def _add_joined(nodes: PricedNodes, memory: Memory, after: list[float], working: list[float]) -> None:
+    """Add the bytes that wait for slices whose weight gradients are one product, the first of them in the sequence."""
+    for part, (unit, (m, s)) in itertools.product(range(nodes.num_parts), enumerate(nodes.units)):
+        plan = nodes.plans[m]
+        span = plan.lengths[s], plan.starts[s]
+        node = nodes.node(2 if nodes.is_split else 1, part, unit)
+        left = memory.weight_bytes(part, *span) if nodes.is_split else memory.joined_bytes(part, span[0])
+        group = next(group for group in memory.weight_groups(part, plan.lengths) if s in group)
+        if s != group[-1]:
+            after[node] += left
+            after[node + group[-1] - s] -= left
+        elif len(group) > 1 and not nodes.is_split:  # at the end of its B
+            working[node] += memory.product_bytes(part, span, sum(plan.lengths[other] for other in group))

@@ -53,7 +53,8 @@ MEMORY: Any = SimpleNamespace(
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
     working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
     sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
-    joined_bytes=lambda part_id, tokens: 60 * tokens + part_id,
+    joined_bytes=lambda part_id, tokens: 560 * tokens + part_id,
+    product_bytes=lambda part_id, span, group_tokens: 21 * span[0] + 5 * span[1] + 13 * group_tokens + part_id,
     weight_groups=lambda part_id, lengths: weight_groups(lengths, JOINED_ROWS / FEWEST_JOINED),
 )
 """Bytes that tell all kinds of things apart."""
@@ -215,8 +216,20 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
                         total += size
         return total
 
+    def late(action: Action) -> int:
+        """By how much products of weight gradients exceed the backward of the last slice of a group."""
+        plan, s = case.plans[action.micro_batch_id], action.slice_id
+        others, part = joined_with(plan.lengths, s), action.part_id
+        if action.kind is not Kind.BACKWARD or indices(part, "W", *action.unit) or len(others) == 1:
+            return 0
+        last = max(others, key=lambda other: indices(part, "B", action.micro_batch_id, other))
+        tokens = sum(plan.lengths[other] for other in others)
+        return memory.product_bytes(part, (plan.lengths[s], plan.starts[s]), tokens) if s == last else 0
+
     for i, action in enumerate(order):
         if times[i][0] <= time_s < times[i][1]:
             start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
-            return max(held(i), held(i + 0.5)) + memory.working_bytes(action.part_id, stop - start, start)
+            return max(held(i) + late(action), held(i + 0.5)) + memory.working_bytes(
+                action.part_id, stop - start, start
+            )
     return held(sum(end_s <= time_s for _, end_s in times) - 0.5)

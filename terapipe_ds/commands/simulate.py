@@ -20,7 +20,6 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-from terapipe_ds.costs.devices import device_card
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule.show import many
 
@@ -117,12 +116,15 @@ def run(arguments: argparse.Namespace) -> None:
     rates = _utilisation(options, timeline, plans)
     told = to_dict(timeline, plans) | found | ({} if rates is None else rates.to_dict())
     if not write_json(json.dumps(told, indent=1, allow_nan=False), options.as_json):
+        from terapipe_ds.costs.devices import device_card
+
         shown = [] if rates is None else rates.lines(device_card(str(options.device)))
         print("\n".join([*_lines(timeline, plans), *shown, *_found_lines(found, timeline.makespan_s)]))
 
 
 def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[SlicePlan]) -> Utilisation | None:
     """Return model FLOP/s and MFU of a training step of a counted model."""
+    from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.planner.strategy import size_of
 
@@ -302,6 +304,7 @@ def _costs(
 
         return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, part_share), None
     from terapipe_ds.costs.analytic import analytic_costs
+    from terapipe_ds.costs.devices import device_card
     from terapipe_ds.planner import MemoryModel
     from terapipe_ds.planner.strategy import size_of
 

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from terapipe_ds.costs.devices import DeviceCard
 from terapipe_ds.costs.model_sizes import ModelSize
 
-_HOPPER = (0.38, 0.43, "Llama 3 405B, Grattafiori et al. 2024, arXiv 2407.21783, table 4")
-_AMPERE = (0.41, 0.56, "22B to 1T, Korthikanti et al. 2022, arXiv 2205.05198, table 5")
+_HOPPER = (0.38, 0.43, "Llama 3 405B, arXiv 2407.21783, table 4")
+_AMPERE = (0.41, 0.56, "22B to 1T, arXiv 2205.05198, table 5")
 _PUBLISHED = {"h100": _HOPPER, "h200": _HOPPER, "h800": _HOPPER, "a100": _AMPERE}
 """The least and the largest MFU of large dense models on a device, and who reports them."""
 

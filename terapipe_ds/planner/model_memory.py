@@ -187,7 +187,7 @@ class Setup:
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=waiting,
-            joined_bytes_per_token=0 if self.activation_checkpointing else waiting,
+            joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
             joined_tokens=JOINED_ROWS / share,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,

@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, *SMALL)
     assert text.startswith("gpt3-1b in fp16 on 4 x NVIDIA V100 SXM2 16 GB, costs counted\n4 stages, tensor")
-    for word in ("(chosen)", "predicted", "unsliced", "best equal slices", "bubble", "memory", "the limit is 17.18 GB"):
+    for word in ("(chosen)", "predicted", "unsliced", "best equal slices", "bubble", "memory", "the limit is 15.46 GB"):
         assert word in text
 
 

@@ -233,8 +233,7 @@ class OpenBatch:
             self._stage.weights.open_batch()
         else:
             groups = batch.weight_groups(self._stage.sequence.size)
-            # layers that run a second time would keep many times what a slice keeps
-            if self._stage.deepspeed.checkpoints:
+            if not self._stage.deepspeed.joins_unsplit:
                 groups = [group for group in groups if group <= batch.split]
             self._stage.weights.open_batch(batch.split, groups)
         self._stage.results.begin(batch)

@@ -42,7 +42,7 @@ from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
 from terapipe_ds.runtime.layers.offload import ActivationOffload
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, joins_unsplit
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.stage_links import StageLinks
@@ -89,6 +89,7 @@ class DeepSpeedCalls:
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
         self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+        self.joins_unsplit = joins_unsplit(engine.module)
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""

@@ -4,8 +4,8 @@ Autograd makes a gradient for each backward and then adds it to `.grad`: once pe
 keep in B the factors of their weight gradients (input and output gradient). The factors of several slices are joined
 (`plan.weight_groups`), and their product adds to the sum in one pass, as the fused accumulation of Megatron-LM does:
 after the B of the last of these slices or, if the schedule splits backwards, in its W (zero bubble, Qi et al., arXiv
-2401.10241). A slice that is alone in its group, or whose layers run a second time in B (activation checkpointing), has
-its product in B, unless backwards are split.
+2401.10241). A slice that is alone in its group, or does not join others (`joins_unsplit`), has its product in B, unless
+backwards are split.
 
 This holds for `nn.Linear` itself, and any module that has `defer_weight_gradients(gradients)`, which gets the
 `WeightGradients` of its stage once (`docs/how-it-works.md`). Biases, norms, embeddings and every other layer have all
@@ -41,6 +41,17 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
             layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
+
+
+def joins_unsplit(module: nn.Module) -> bool:
+    """Return whether slices of this stage join their products although their backwards are not split.
+
+    What waits for a joint product takes almost as much memory as the activations that slices save. That pays where
+    gradients are narrower than the sums to which they are added, which makes an addition cost most. Layers that run a
+    second time in B would keep many times what a slice keeps.
+    """
+    is_narrow = any(parameter.itemsize < 4 for parameter in module.parameters())
+    return is_narrow and getattr(module, "activation_checkpoint_interval", 0) == 0
 
 
 class _Product(NamedTuple):

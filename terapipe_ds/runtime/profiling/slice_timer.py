@@ -23,7 +23,7 @@ from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, joins_unsplit
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -95,8 +95,8 @@ class SliceTimer:
 
     @property
     def joins_unsplit(self) -> bool:
-        """Return whether slices whose backward is not split join their products, too: not if layers run again in B."""
-        return self.can_split and getattr(self.module, "activation_checkpoint_interval", 0) == 0
+        """Return whether slices whose backward is not split join their products, too."""
+        return self.can_split and joins_unsplit(self.module)
 
     @contextmanager
     def leaving_weights(self) -> Iterator[None]:

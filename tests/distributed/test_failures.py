@@ -163,7 +163,7 @@ def _exit_code(report: RankReport) -> int | None:
 
 
 SHAPE = r"SA1.2>1: LinkError: .*\(2, 4, 32\).*\(2, 4, 16\).*may depend on .* only"
-PLAIN = r"F1.2: PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*Call .*sliced_attention"
+PLAIN = r"F1.2: PlainAttentionError: .*slice \[8, 12\) of a sequence of 16 .*is_causal is False.*\"slices\": 1"
 RAISING = [  # the stages, the fault, its stage, and the reported text
     (2, Fault("raise", "F", 0, step=1), "F1.2: BrokenError: the F is broken"),
     (2, Fault("raise", "recompute", 0), "B1.2: BrokenError: the recompute is broken"),

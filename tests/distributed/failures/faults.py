@@ -21,6 +21,7 @@ from torch import distributed
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.schedule.action import Action, Kind
 
 FAULT_MARK = "the fault strikes at"
@@ -169,7 +170,9 @@ def _drawing(data: Iterator[Any], act: Act) -> Iterator[Any]:
 
 
 def _in_loss(engine: PipelineEngine, act: Act, unit: Unit) -> None:
-    wrap(engine.module, "loss_fn", act, lambda *_: (found := active_slice()) is not None and _is_unit(found, unit))
+    """Strike in the loss, of logits or of hidden states."""
+    for owner, name in ((engine.module, "loss_fn"), (LossOfHidden, "__call__")):
+        wrap(owner, name, act, lambda *_: (found := active_slice()) is not None and _is_unit(found, unit))
 
 
 def _before(kind: Kind) -> Arm:

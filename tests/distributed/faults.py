@@ -523,7 +523,7 @@ def dropped_weight(compute: Any, self: Any, unit: tuple[int, int, int], around: 
     return count
 
 
-fault("engine", EQUAL, "the product of several slices leaves one out", FACTORS)(
+fault("engine", SPLIT, "the product of several slices leaves one out", FACTORS)(
     dropped_factors=lambda factors, products: factors(products[:-1] or products)
 )
 

@@ -225,7 +225,7 @@ def _finish_gradients(c: Case, model: Whole, records: list[RankRecord], step: in
     before = to_numpy({name: parameter.grad for name, parameter in model.named()})
     if c.clipping:
         norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
-        for record in records if c.zero_stage else ():  # the plain engine does not report it
+        for record in records:
             record.norms.append(float(norm))
     after = before if c.zero_stage else to_numpy({name: parameter.grad for name, parameter in model.named()})
     for record in records:
@@ -323,12 +323,26 @@ def _batches(case: Case, drawn: list[tuple[Any, Tensor]]) -> list[Any]:
     return [dict_batches.of(case.batch, *rows, labels) for rows, labels in drawn]
 
 
+def _keep_norms(engine: PipelineEngine) -> None:
+    """Let the stock engine tell the norm when it clips without ZeRO; a single stage has all gradients."""
+    clip = engine.clip_fp32_gradients
+
+    def keep_and_clip() -> None:
+        gradients = [parameter.grad for parameter in engine.module.parameters() if parameter.grad is not None]
+        engine._global_grad_norm = nn.utils.get_total_norm(gradients)
+        clip()
+
+    engine.clip_fp32_gradients = keep_and_clip
+
+
 def train_by(engine: PipelineEngine, case: Case) -> RankRecord:
     """Train the steps of a case with an existing engine, and record them."""
     replica = engine.grid.get_data_parallel_id()
     record = RankRecord(engine.global_rank, engine.stage_id, replica, type(engine).__name__)
     snapshots: list[dict[str, Any]] = []
     record_gradients(engine, lambda gradients: snapshots.append(to_numpy(gradients)))
+    if type(engine) is PipelineEngine and case.stages == 1:
+        _keep_norms(engine)
     for step in range(1, case.steps + 1):
         returned = engine.train_batch(iter(_batches(case, micro_batches(case, replica, step))))
         # the last stage returns fp64, the others the received number

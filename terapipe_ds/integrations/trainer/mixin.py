@@ -19,6 +19,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
+from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, as_replica, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
@@ -253,7 +254,9 @@ class PipelineTrainerMixin(Trainer):
             if processing is not None:
                 processing.save_pretrained(folder)
             with as_rank(self.args):  # a pickle names the class that the user made
-                torch.save(self.args, os.path.join(folder, "training_args.bin"))
+                write_atomically(
+                    os.path.join(folder, "training_args.bin"), lambda temporary: torch.save(self.args, temporary)
+                )
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -23,7 +23,7 @@ from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.wrong_keys import refuse_misspelt_section
 from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, from_pretrained
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.register import lay_out, register
 
@@ -53,10 +53,7 @@ class Stages:
         deepspeed.init_distributed(dist_backend=torch_dist.get_backend(), verbose=False)
         self._raw, world = raw, torch_dist.get_world_size()
         self.section = dict(raw["terapipe"])
-        # mistakes of the section are errors here; the rest of the config is complete only later
-        TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
-        path = self.section.get("strategy")
-        count = raw.get("pipeline", {}).get("stages", "auto") if path is None else read_strategy(path).grid["pipe"]
+        count = everywhere(self._wanted_stages)  # a rank that cannot read a file tells the others, which would wait
         count = world if count == "auto" else count
         if not isinstance(count, int) or count < 1 or world % count:
             raise TeraPipeConfigError(
@@ -69,6 +66,13 @@ class Stages:
         self.replica: int = place.data
         self.is_first: bool = place.pipe == 0
         self.engine: TeraPipeEngine | None = None
+
+    def _wanted_stages(self) -> Any:
+        """Return the number of stages that the config asks for, in a strategy's file or itself."""
+        # mistakes of the section are errors here; the rest of the config is complete only later
+        TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
+        path = self.section.get("strategy")
+        return self._raw.get("pipeline", {}).get("stages", "auto") if path is None else read_strategy(path).grid["pipe"]
 
     def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:
         """Cut the model into stages; this rank keeps the weights of its own stage."""

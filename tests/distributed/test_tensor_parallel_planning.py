@@ -49,9 +49,9 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
         ran.append(("F", active.start, active.stop))
         return forward(self, active, *rest)
 
-    def note_backward(self: SliceTimer, live: Any) -> None:
+    def note_backward(self: SliceTimer, live: Any, **options: Any) -> None:
         ran.append(("B", live.active.start, live.active.stop))
-        backward(self, live)
+        backward(self, live, **options)
 
     patch.setattr(SliceTimer, "_forward", note_forward)
     patch.setattr(SliceTimer, "issue_backward", note_backward)

@@ -89,6 +89,8 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     question, answer = out / "question.json", out / "strategy.json"
     write_text(question, json.dumps(asked))
     command = [sys.executable, "-m", "terapipe_ds", "strategy", "--config", str(question)]
+    if not any(option.startswith("--offload-optimizer") for option in options):  # the optimizer's section stays
+        options = [*options, "--offload-optimizer", "no"]
     if subprocess.run([*command, "--strategy-out", str(answer), *options], check=False).returncode != 0:
         end_with("terapipe strategy has found none, for the reason above")
     question.unlink()

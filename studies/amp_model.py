@@ -161,6 +161,8 @@ class DecoderCosts:
 class AmpLayers(CountedLayers):
     """Cost the embedding, decoder layers and head of AMP's runs."""
 
+    fused_loss = False
+
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(amp_size(), cluster, "fp16")
 
@@ -189,6 +191,8 @@ class AmpLayers(CountedLayers):
                     part,
                     slice_bytes_per_token=part.slice_bytes_per_token + decoders * per_layer,
                     working_bytes_per_token=max(part.working_bytes_per_token - in_place, 0.0),
+                    joined_bytes_per_token=0,  # each micro-batch has its own products of weight gradients
+                    joined_tokens=0,
                 )
             )
         return tuple(parts)

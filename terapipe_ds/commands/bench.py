@@ -62,6 +62,7 @@ Schedules of each system:
     f"  terapipe: {', '.join((*(name for name in SCHEDULE_NAMES if name != 'dapple'), SEARCH))}",
     118,
     subsequent_indent="    ",
+    break_on_hyphens=False,
 )
 
 _SIZES = ("stages", "micro_batch", "sequence_length", "hidden", "layers", "heads")

@@ -13,6 +13,7 @@ import torch
 
 import terapipe_ds
 from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
 from tests.distributed.engines import (
     LENGTH,
     batches,
@@ -81,7 +82,7 @@ def job_train(path: str, **changes: Any) -> tuple[dict[str, float], bool, float,
 
 
 def test_what_the_log_recommends_trains_as_fast_as_predicted(measured: Path, tmp_path: Path) -> None:
-    """Two micro-batches on two stages with F = B = W: on a V the second stage waits for half as long as on a line."""
+    """Two micro-batches on two stages with F = B = W: with two parts per stage the second waits for half as long."""
     path = str(by_hand(measured, 1e-6, tmp_path, num_bytes=1))  # the sums of gradients, of chimera, take too long
     first, second = rank_pool(2).run(job_train, path=path)
     assert not violations([first[0], second[0]])
@@ -89,7 +90,7 @@ def test_what_the_log_recommends_trains_as_fast_as_predicted(measured: Path, tmp
     advice = next(line for line in first[3].splitlines() if "needs another layout of the layers" in line)
     gain = float(advice.split("take ")[1].split("%")[0]) / 100
     changes = json.loads("{" + advice.split("set ")[1].removesuffix(" to try it") + "}")
-    assert changes["schedule"] == "zbv" and len(changes["partition"]) == 5 and gain > 0.01
+    assert changes["schedule"] in V_SHAPED + LOOPED and len(changes["partition"]) == 5 and gain > 0.01
     moved, other = rank_pool(2).run(job_train, path=path, **changes)
     assert not violations([moved[0], other[0]])
     assert not moved[1] and moved[2] == pytest.approx((1 - gain) * first[2], rel=2e-3)  # the advice has one digit

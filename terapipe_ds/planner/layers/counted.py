@@ -28,6 +28,7 @@ class CountedLayers(Layers):
 
     is_sliceable = whole_is_least = recomputes_before_weights = True
     levers = frozenset({"offload_activations", "offload_optimizer"})
+    fused_loss = True  # the last part keeps no logits
 
     def __init__(self, size: ModelSize, cluster: Cluster, dtype: str = "auto") -> None:
         self.size, self._cluster = size, cluster
@@ -65,7 +66,7 @@ class CountedLayers(Layers):
                 *links,
                 sequence_parallel=setting.sequence,
                 keeps_attention=setting.keeps_attention,
-                fused_loss=True,
+                fused_loss=self.fused_loss,
             )
 
         return [kind(0, embedding=True), *[kind(1)] * self.size.num_layers, kind(0, head=True)]
@@ -134,7 +135,7 @@ class CountedLayers(Layers):
             fused_norm=not on_cpu,  # plain operations there
             on_cpu=on_cpu,
             keeps_attention=setting.keeps_attention,
-            fused_loss=True,
+            fused_loss=self.fused_loss,
             offload_optimizer=setting.offload_optimizer,
         )
         return setup.count_parts()

@@ -141,7 +141,7 @@ def test_the_usual_competitors() -> None:
     labels = cases_of()
     assert labels[:5] == ["deepspeed 1f1b", "terapipe 1f1b, 1 slice", *sliced]
     assert any(label.startswith("torch") for label in labels)
-    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 8 * 2 + 1 + 4
+    assert len(cases_of(full=True)) == len(all_cases((8, PLAN))) == 2 + 4 + 9 * 2 + 1 + 4
 
 
 def test_the_help_lists_every_schedule() -> None:

@@ -32,7 +32,10 @@ from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 PRECISIONS = ("fp16", "bf16")
-BY_STRATEGY = ("schedule", "schedule_options", "chunks_per_stage", "slices", "partition", "recompute")
+BY_STRATEGY = (
+    *("schedule", "schedule_options", "chunks_per_stage", "slices", "partition", "recompute"),
+    "offload_activations",
+)
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,10 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     asked = {key: saved.config[key] for key in PRECISIONS if key in saved.config} | {"train_batch_size": saved.batch}
     question, answer = out / "question.json", out / "strategy.json"
     write_text(question, json.dumps(asked))
+    # the optimizer stays where the checkpoint's configuration has it
+    offloaded = (saved.config["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
     command = [sys.executable, "-m", "terapipe_ds", "strategy", "--config", str(question)]
-    if not any(option.startswith("--offload-optimizer") for option in options):  # the optimizer's section stays
-        options = [*options, "--offload-optimizer", "no"]
+    command += ["--offload-optimizer", "no" if offloaded == "none" else "yes"]
     if subprocess.run([*command, "--strategy-out", str(answer), *options], check=False).returncode != 0:
         end_with("terapipe strategy has found none, for the reason above")
     question.unlink()
@@ -136,7 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where ds.json and strategy.json go")
     parser.add_argument("plan", nargs="+", metavar="PLAN_OPTION", help="after --: options of `terapipe strategy`")
     args = parser.parse_args()
-    for taken in ("--config", "--strategy-out", "--global-batch", "--json"):
+    for taken in ("--config", "--strategy-out", "--global-batch", "--json", "--offload-optimizer"):
         if any(option == taken or option.startswith(f"{taken}=") for option in args.plan):
             parser.error(f"{taken}: this comes from the checkpoint; leave it out")
     if not any(option.startswith("--devices") for option in args.plan):

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-import terapipe_ds.models.megatron.gradients as gradients_module
+from terapipe_ds.models import rank_gradients
 from terapipe_ds.models.megatron import module as megatron_module
 from tests.distributed.cases import worst_error
 from tests.distributed.engines import count_products
@@ -99,7 +99,7 @@ def job_gradient_elsewhere(precision: str) -> None:
         return lambda parameter: None
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients_module, "gradient_reader", nowhere)
+        patch.setattr(rank_gradients, "gradient_reader", nowhere)
         with engine_of(replace(SPLIT, precision=precision)) as engine:
             train(engine, SPLIT, [0])
 

@@ -34,6 +34,7 @@ from tests.small_models import tuples
 
 PLAN = [8, 9, 6]  # slice 1 has the tokens [8, 17)
 WATCHED = section(slices=PLAN, check_finite="every_step")
+SLICE_0 = r"micro-batch 0, slice 0 \(tokens \[0, 8\) of 23\)"
 SLICE_1 = r"micro-batch 0, slice 1 \(tokens \[8, 17\) of 23\)"
 Where = tuple[int, int]  # micro-batch, slice
 
@@ -168,7 +169,10 @@ GROUPS: list[tuple[str, dict[str, Any], dict[str, tuple[Poison, str]]]] = [  # w
     ("terapipe", NON_REENTRANT, {
         "gradient, non-reentrant": (Poison("gradient", HERE, 3), rf"{FIRST % 3}backward: the gradient of its input"),
     }),
-    ("seq1f1b-zb", {}, {"parameter of W": (Poison("product", HERE, 6), rf"{SECOND}{OF_PARAMETER}product")}),
+    ("seq1f1b-zb", {}, {  # the last W of a group, that of slice 0, computes the product of all its slices
+        "parameter of W": (Poison("product", HERE, 6),
+                           rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_0}, {OF_PARAMETER}product"),
+    }),
     ("seq1f1b", BF16, {
         "parameter, bf16 and ZeRO 1": (Poison("parameter", HERE, 3), rf"{FIRST % 3}{OF_PARAMETER}scale"),
     }),

@@ -158,6 +158,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
     # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
+    if finite is not None:
+        finite.sums = weights.sums
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)

@@ -24,6 +24,7 @@ from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.carry.states import CarriedEntry
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_other_parts, replace_layers
 
@@ -59,7 +60,8 @@ class Look:
 class FiniteCheck:
     """Check one stage; `world` is a group of all ranks on the CPU, None for a single rank.
 
-    `gradients` are checked unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks.
+    `gradients` are checked unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks,
+    unless `sums` is set: then they are in these sums. Products of several slices that are joined come with the last.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class FiniteCheck:
     ) -> None:
         self._module, self._store, self._stage_id, self._world = module, store, stage_id, world
         self._gradients, self._collected = gradients, collected
+        self.sums: GradientSums | None = None
         self._looks: list[Look] = []
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and the name of its gradient
 
@@ -89,7 +92,8 @@ class FiniteCheck:
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             self._store.carried.on_gradient = self._look_at_state
-            if self._collected:
+            # with sums a hook would keep products from being joined, and change numbers
+            if self._collected and self.sums is None:
                 handles += [p.register_hook(self._hook(*place)) for p, place in self._parameters.items()]
         try:
             yield
@@ -167,11 +171,12 @@ class FiniteCheck:
 
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""
-        if self._gradients and not self._collected:
+        if self._gradients and (self.sums is not None or not self._collected):
             others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
             for parameter, (layer, what) in self._parameters.items():
-                if parameter.grad is not None and id(parameter) not in others:
-                    self.look(layer, what, parameter.grad, is_backward=True)
+                gradient = parameter.grad if self.sums is None else self.sums.so_far(parameter)
+                if gradient is not None and id(parameter) not in others:
+                    self.look(layer, what, gradient, is_backward=True)
 
     def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:
         start, gradients = entry.accumulated(stop)

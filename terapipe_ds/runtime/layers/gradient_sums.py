@@ -80,6 +80,11 @@ class GradientSums:
         """Return whether there is a sum for the gradients of `weight`."""
         return id(weight) in self._places or id(weight) in self._lent
 
+    def so_far(self, parameter: Tensor) -> Tensor | None:
+        """Return the sum of a parameter, None if it has no gradient in this step."""
+        place = self._places.get(id(parameter))
+        return None if place is None else self._present(place)
+
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
 
@@ -149,6 +154,9 @@ class GradientSums:
     def _sum(self, place: _Place) -> Tensor:
         raise NotImplementedError
 
+    def _present(self, place: _Place) -> Tensor | None:
+        return self._sum(place)
+
     def _clear(self, place: _Place) -> None:
         self._sum(place).zero_()
 
@@ -176,6 +184,10 @@ class _SumsOfBf16(GradientSums):
         total: Tensor = self._optimizer.fp32_groups_gradients[group][number]
         return total
 
+    def _present(self, place: _Place) -> Tensor | None:
+        group, number = place
+        return self._sum(place) if self._optimizer.fp32_groups_has_gradients[group][number] else None
+
     def _mark(self, parameter: Any, place: _Place) -> _Place:
         group, number = place
         has_gradients = self._optimizer.fp32_groups_has_gradients[group]
@@ -199,6 +211,10 @@ class _SumsOfZero1(GradientSums):
         if place.grad_accum is None:
             place.grad_accum = torch.zeros_like(place, dtype=self._optimizer.gradient_accumulation_dtype)
         total: Tensor = place.grad_accum
+        return total
+
+    def _present(self, place: _Place) -> Tensor | None:
+        total: Tensor | None = place.grad_accum
         return total
 
     def _clear(self, place: _Place) -> None:

@@ -63,11 +63,11 @@ def hands_on_hidden() -> bool:
 
 def hand_on(hidden: Tensor) -> Tensor:
     """Return `hidden` with a graph, as logits have one: DeepSpeed begins a backward at a hook on the last output."""
-    if not torch.is_grad_enabled():
-        return hidden
     # the layers before may be frozen, or on another stage
-    hidden = hidden if hidden.requires_grad else hidden.detach().requires_grad_()
-    return hidden.view_as(hidden) if hidden.is_leaf else hidden
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    # another tensor: DeepSpeed's checkpoints in parts empty the one that a layer gets
+    return hidden.view_as(hidden)
 
 
 def head_of(layer: nn.Module) -> Head | str:

@@ -126,10 +126,10 @@ class AnalyticCosts:
         """Time the weight gradients: FLOPs as in the forward, and their addition to the sums.
 
         A slice has its share of the products and additions that it has together with others (`plan.weight_groups`). If
-        layers run a second time in the backward, or without sums that are wider than the parameters, it has its own.
+        layers run a second time in the backward, it has its own.
         """
         most = JOINED_ROWS * self.sequence_parallel / self.micro_batch
-        joined = np.maximum(i, most) if self._has_sums and not self.activation_checkpointing else i
+        joined = i if self.activation_checkpointing else np.maximum(i, most)
         seconds = self.num_layers * self._matmul_s(joined, adds=True)
         if self.has_head and not self.fused_loss:
             seconds = seconds + self._head_s(joined, adds=True)

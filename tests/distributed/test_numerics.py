@@ -258,9 +258,7 @@ def test_it_changes_no_number() -> None:
     assert rank_pool(2).run(job_watched_training) == [dict.fromkeys(KINDS, 0.0)] * 2
 
 
-@pytest.mark.xfail(
-    strict=True, reason="recomputed bf16 layers round gradients in another order under the check"
-)
+@pytest.mark.xfail(strict=True, reason="recomputed bf16 layers round gradients in another order under the check")
 def test_it_changes_no_rounding() -> None:
     assert rank_pool(2).run(job_watched_training, kinds=ROUNDED) == [dict.fromkeys(ROUNDED, 0.0)] * 2
 

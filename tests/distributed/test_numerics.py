@@ -141,6 +141,7 @@ def bad_steps(terapipe: dict[str, Any], poisons: dict[str, Poison], **options: A
 REENTRANT = {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}
 NON_REENTRANT = {"pipeline": {"activation_checkpoint_interval": 2, "use_reentrant": False}}
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
 LATER: tuple[Where, ...] = ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 HERE = ((0, 1),)
@@ -175,6 +176,9 @@ GROUPS: list[tuple[str, dict[str, Any], dict[str, tuple[Poison, str]]]] = [  # w
     }),
     ("seq1f1b", BF16, {
         "parameter, bf16 and ZeRO 1": (Poison("parameter", HERE, 3), rf"{FIRST % 3}{OF_PARAMETER}scale"),
+    }),
+    ("seq1f1b", {**BF16, **SUMS}, {
+        "parameter, sums in fp32": (Poison("parameter", HERE, 3), rf"{FIRST % 3}{OF_PARAMETER}scale"),
     }),
     ("seq1f1b", FP16, {
         "output, dynamic loss scale": (Poison("overflow", HERE, 6), rf"{SECOND}forward: its output is infinite"),
@@ -236,16 +240,15 @@ TIED = functools.partial(gpt_layers, "float32", tied_embedding=True)
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "an infinite mask, which is no mistake": (masked_layers, {}),
     "fp32, reentrant": (TIED, REENTRANT),
+    "bf16 and ZeRO 1 with sums in fp32": (TIED, {**BF16, **SUMS}),
+    "bf16 and ZeRO 1, non-reentrant": (TIED, {**BF16, **NON_REENTRANT}),
 }
 
 
-ROUNDED: dict[str, tuple[Any, dict[str, Any]]] = {"bf16 and ZeRO 1, non-reentrant": (TIED, {**BF16, **NON_REENTRANT})}
-
-
-def job_watched_training(kinds: dict[str, tuple[Any, dict[str, Any]]] = KINDS) -> dict[str, float]:
+def job_watched_training() -> dict[str, float]:
     """Bit for bit the same training with and without the check, tied embeddings included."""
     errors = {}
-    for name, (layers, options) in kinds.items():
+    for name, (layers, options) in KINDS.items():
         plain, watched = (
             run_training(layers, section(slices=PLAN, check_finite=check), batches(2), **options)
             for check in ("off", "every_step")
@@ -256,11 +259,6 @@ def job_watched_training(kinds: dict[str, tuple[Any, dict[str, Any]]] = KINDS) -
 
 def test_it_changes_no_number() -> None:
     assert rank_pool(2).run(job_watched_training) == [dict.fromkeys(KINDS, 0.0)] * 2
-
-
-@pytest.mark.xfail(strict=True, reason="recomputed bf16 layers round gradients in another order under the check")
-def test_it_changes_no_rounding() -> None:
-    assert rank_pool(2).run(job_watched_training, kinds=ROUNDED) == [dict.fromkeys(ROUNDED, 0.0)] * 2
 
 
 # -- the loss scale of fp16 --------------------------------------------------------------------------------------------

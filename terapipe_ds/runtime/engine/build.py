@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import SliceStore
@@ -37,6 +36,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
+from terapipe_ds.runtime.layers.gradient_sums import hooks_without_need
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
@@ -154,7 +154,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     if config.check_finite == "every_step":
-        is_collected = isinstance(engine.optimizer, DeepSpeedOptimizer)
+        is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
         finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
     # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)

@@ -125,11 +125,11 @@ class AnalyticCosts:
     def _weight_s(self, i: Array) -> Array:
         """Time the weight gradients: FLOPs as in the forward, and their addition to the sums.
 
-        A slice has its share of the products and additions that it has together with others (`plan.weight_groups`). If
-        layers run a second time in the backward, it has its own.
+        A slice has its share of the products and additions that it has together with others (`plan.weight_groups`). It
+        has its own if gradients are as wide as their sums, or if layers run a second time in the backward.
         """
-        most = JOINED_ROWS * self.sequence_parallel / self.micro_batch
-        joined = i if self.activation_checkpointing else np.maximum(i, most)
+        joins = self._has_sums and not self.activation_checkpointing
+        joined = np.maximum(i, JOINED_ROWS * self.sequence_parallel / self.micro_batch) if joins else i
         seconds = self.num_layers * self._matmul_s(joined, adds=True)
         if self.has_head and not self.fused_loss:
             seconds = seconds + self._head_s(joined, adds=True)

@@ -143,12 +143,7 @@ def _sleeper() -> Any:
                 self.seconds[span] = costs.forward_s(*span), costs.backward_s(*span), costs.weight_s(*span)
             shifted = inputs + self.shift  # the inputs of the model need no gradient, and without one there is no W
             gradients: Any = self.gradients
-            if gradients is None or not gradients.splits_now() or not gradients.takes(shifted, self.weight):
-                return sleep.apply(shifted, self.weight, None, self.seconds[span])
-
-            def keep(*factors: Any) -> None:
-                gradients.keep(self.weight, *factors)
-
-            return sleep.apply(shifted, self.weight.detach(), keep, self.seconds[span])
+            keep = gradients.taker(shifted, self.weight) if gradients is not None and gradients.splits_now() else None
+            return sleep.apply(shifted, self.weight if keep is None else self.weight.detach(), keep, self.seconds[span])
 
     return Sleeper

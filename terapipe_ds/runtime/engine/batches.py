@@ -182,7 +182,7 @@ class OpenBatch:
         """Begin `batch`, whose training step is `step`, counted from 1."""
         stage = self._stage
         # each collaborator drops the previous batch and gets this one
-        stage.deepspeed.open_batch()
+        stage.deepspeed.open_batch()  # `_set` reads from it whether layers are checkpointed
         self._set(batch)
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)
@@ -233,7 +233,7 @@ class OpenBatch:
             self._stage.weights.open_batch()
         else:
             groups = batch.weight_groups(self._stage.sequence.size)
-            if not self._stage.deepspeed.joins_unsplit:
+            if not self._stage.weights.joins_unsplit(self._stage.deepspeed.checkpoints):
                 groups = [group for group in groups if group <= batch.split]
             self._stage.weights.open_batch(batch.split, groups)
         self._stage.results.begin(batch)

@@ -42,7 +42,7 @@ from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
 from terapipe_ds.runtime.layers.offload import ActivationOffload
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, joins_unsplit
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.stage_links import StageLinks
@@ -89,13 +89,11 @@ class DeepSpeedCalls:
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
         self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
-        self.joins_unsplit = joins_unsplit(engine.module)
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
-        if (
-            self.checkpoints and ds_checkpointing.PARTITION_ACTIVATIONS
-        ):  # it empties hidden states that a layer hands on
+        # partitioned checkpoints empty the hidden states that a layer hands on
+        if self.checkpoints and ds_checkpointing.PARTITION_ACTIVATIONS:
             return None
         activate(self._engine.module, chunk_id)
         autocast = partial(autocast_if_enabled, self._engine)
@@ -310,12 +308,15 @@ class PartRunner:
     def _weights_of(self, action: Action) -> int:
         """Compute the weight gradients that wait for this B or W, if any; return how many its slice had."""
         stage, key = self._stage, self._open().key(action)
+        is_due = stage.weights.is_due(key)
         stage.own_time.layers_begin()
         # nobody waits for weight gradients, but the stage before waits for this slice's
-        if self._sends_gradients and action.kind is Kind.BACKWARD and stage.weights.is_due(key):
+        if is_due and self._sends_gradients and action.kind is Kind.BACKWARD:
             self._send_gradients(action)
             self._sent = action.unit
-        with push_slice(self._active(action, "weight")):
+        # most often the products wait for other slices, or there are none
+        has_work = is_due or stage.finite is not None
+        with push_slice(self._active(action, "weight")) if has_work else _NOTHING:
             count = stage.weights.compute(key, stage.deepspeed.weight_backward)
             if stage.finite is not None:
                 stage.finite.look_at_parameters()

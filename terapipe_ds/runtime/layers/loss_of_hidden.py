@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from terapipe_ds.attention import active_slice, push_slice
 from terapipe_ds.losses import Head, find_head
 from terapipe_ds.runtime.batch.loss import exact_zero
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
@@ -64,15 +63,10 @@ class LossOfHidden:
             kind = hidden.device.type
             if torch.is_autocast_enabled(kind):
                 hidden = hidden.to(torch.get_autocast_dtype(kind))
-            loss: Tensor = self._of_hidden(hidden, labels, head, weight, self._adder(hidden, head), self._around)
+            # W would need the gradients of all logits
+            add = self._weights.adder(hidden, head.weight, waits=False)
+            loss: Tensor = self._of_hidden(hidden, labels, head, weight, add, self._around)
         return loss
-
-    def _adder(self, hidden: Tensor, head: Head) -> Callable[[Tensor, Tensor, Tensor], Tensor | None] | None:
-        active = active_slice()
-        assert active is not None
-        # as in a slice without a W, which would need the gradients of all logits
-        with push_slice(active.replace(slice_id=-1)):
-            return self._weights.adder(hidden, head.weight)
 
 
 def tell_of_logits(who: str, outputs: Any, num_tokens: int) -> None:

@@ -31,7 +31,8 @@ from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without
 def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients:
     """Prepare the plain linear layers of `module` and those that split their backwards; the result runs their W."""
     hooks = hooks_without_need(optimizer)
-    gradients = WeightGradients(hooks is None, GradientSums.of(optimizer), hooks or 0)
+    is_narrow = any(parameter.itemsize < 4 for parameter in module.parameters())
+    gradients = WeightGradients(hooks is None, GradientSums.of(optimizer), hooks or 0, is_narrow)
     for layer in module.modules():
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
@@ -41,17 +42,6 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
             layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
-
-
-def joins_unsplit(module: nn.Module) -> bool:
-    """Return whether slices of this stage join their products although their backwards are not split.
-
-    What waits for a joint product takes almost as much memory as the activations that slices save. That pays where
-    gradients are narrower than the sums to which they are added, which makes an addition cost most. Layers that run a
-    second time in B would keep many times what a slice keeps.
-    """
-    is_narrow = any(parameter.itemsize < 4 for parameter in module.parameters())
-    return is_narrow and getattr(module, "activation_checkpoint_interval", 0) == 0
 
 
 class _Product(NamedTuple):
@@ -72,11 +62,18 @@ class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
 
     With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks. It must learn of each gradient, except
-    those that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do.
+    those that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do. Gradients
+    are narrower than fp32 if `is_narrow`.
     """
 
-    def __init__(self, is_watched: bool = False, sums: GradientSums | None = None, own_hooks: int = 0) -> None:
-        self.is_watched, self.sums, self._own_hooks = is_watched, sums, own_hooks
+    def __init__(
+        self,
+        is_watched: bool = False,
+        sums: GradientSums | None = None,
+        own_hooks: int = 0,
+        is_narrow: bool = False,
+    ) -> None:
+        self.is_watched, self.sums, self._own_hooks, self._is_narrow = is_watched, sums, own_hooks, is_narrow
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
@@ -91,6 +88,15 @@ class WeightGradients:
         self._split, self.running, self.waiting = frozenset(split), None, {}
         self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
+    def joins_unsplit(self, checkpoints: bool) -> bool:
+        """Return whether slices join their products although their backwards are not split.
+
+        What waits for a joint product takes almost as much memory as the activations that slices save. That pays where
+        gradients are narrower than the sums to which they are added, which makes an addition cost most. Layers that run
+        a second time in B (`checkpoints`) would keep many times what a slice keeps.
+        """
+        return self._is_narrow and not checkpoints
+
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
@@ -104,9 +110,8 @@ class WeightGradients:
 
     def is_due(self, key: Key) -> bool:
         """Return whether `compute` will have products to compute, because all slices of a group have run."""
-        group = self._groups.get(key)
-        products = [*self.waiting.get(key, ()), *(() if group is None else group.products)]
-        return bool(products) and (group is None or group.missing == {key})
+        group, is_kept = self._groups.get(key), bool(self.waiting.get(key))
+        return is_kept if group is None else group.missing == {key} and (is_kept or bool(group.products))
 
     def compute(self, key: Key, around: Callable[[], Any]) -> int:
         """Run the W of a slice, or the end of its B, and return how many weight gradients it had.
@@ -236,18 +241,17 @@ class WeightGradients:
     ) -> None:
         self.add(weight, rows, inputs if gather is None else gather(inputs))
 
-    def takes(self, inputs: Tensor, weight: Tensor) -> bool:
-        """Return whether a linear layer that runs now leaves its weight gradient to this object."""
-        return self.adder(inputs, weight) is not None
+    def adder(self, inputs: Tensor, weight: Tensor, waits: bool = True) -> _Add | None:
+        """Return the taker of the weight gradient's factors in the backward; None: autograd.
 
-    def adder(self, inputs: Tensor, weight: Tensor) -> _Add | None:
-        """Return the taker of the weight gradient's factors in the backward, `keep` for later; None: autograd."""
+        It is `keep` where factors wait, unless the caller cannot let them (`waits`).
+        """
         key, is_plain = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
         if key is None or not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
-        if inputs.requires_grad and self._is_kept(key, hooked):
+        if waits and inputs.requires_grad and self._is_kept(key, hooked):
             return self.keep  # otherwise the output would depend only on the weight, which is hidden
         if self.sums is not None and self._has_sum(weight) and not hooked:
             return self.sums.add

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, joins_unsplit
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -94,9 +94,14 @@ class SliceTimer:
         return JOINED_ROWS * self.sequence.size / self.rows
 
     @property
+    def checkpoints(self) -> bool:
+        """Return whether layers run a second time in B."""
+        return getattr(self.module, "activation_checkpoint_interval", 0) > 0
+
+    @property
     def joins_unsplit(self) -> bool:
         """Return whether slices whose backward is not split join their products, too."""
-        return self.can_split and joins_unsplit(self.module)
+        return self.can_split and self.weights.joins_unsplit(self.checkpoints)
 
     @contextmanager
     def leaving_weights(self) -> Iterator[None]:
@@ -143,8 +148,7 @@ class SliceTimer:
         with push_slice(active):
             seconds = layers.backward()
         # DeepSpeed runs a checkpointed layer again inside its backward
-        again = getattr(self.module, "activation_checkpoint_interval", 0) > 0
-        found = [(f, b + f if again else b) for f, b in seconds]
+        found = [(f, b + f if self.checkpoints else b) for f, b in seconds]
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def layer_weights(self, tokens: int) -> list[float]:

@@ -153,13 +153,12 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     config, module, store = setup.config, engine.module, SliceStore()
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
-    if config.check_finite == "every_step":
-        is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
-        finite = FiniteCheck(module, store, engine.stage_id, groups.world, not may_overflow(engine), is_collected)
     # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
-    if finite is not None:
-        finite.sums = weights.sums
+    if config.check_finite == "every_step":
+        is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
+        where = store, engine.stage_id, groups.world
+        finite = FiniteCheck(module, *where, not may_overflow(engine), is_collected, weights.sums)
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)

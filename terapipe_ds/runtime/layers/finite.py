@@ -61,15 +61,22 @@ class FiniteCheck:
     """Check one stage; `world` is a group of all ranks on the CPU, None for a single rank.
 
     `gradients` are checked unless the loss scale is dynamic. With `collected` the optimizer collects them by hooks,
-    unless `sums` is set: then they are in these sums. Products of several slices that are joined come with the last.
+    unless it has `sums`: then they are in these. Products of several slices that are joined come with the last.
     """
 
     def __init__(
-        self, module: PipelineModule, store: SliceStore, stage_id: int, world: Any, gradients: bool, collected: bool
+        self,
+        module: PipelineModule,
+        store: SliceStore,
+        stage_id: int,
+        world: Any,
+        gradients: bool,
+        collected: bool,
+        sums: GradientSums | None = None,
     ) -> None:
         self._module, self._store, self._stage_id, self._world = module, store, stage_id, world
-        self._gradients, self._collected = gradients, collected
-        self.sums: GradientSums | None = None
+        # with sums a hook would keep products from being joined, and change numbers
+        self._gradients, self._collected, self._sums = gradients, collected and sums is None, sums
         self._looks: list[Look] = []
         self._parameters: dict[nn.Parameter, tuple[str, str]] = {}  # its layer, and the name of its gradient
 
@@ -92,8 +99,7 @@ class FiniteCheck:
         if self._gradients:
             self._store.on_gradients = self._look_at_accumulators
             self._store.carried.on_gradient = self._look_at_state
-            # with sums a hook would keep products from being joined, and change numbers
-            if self._collected and self.sums is None:
+            if self._collected:
                 handles += [p.register_hook(self._hook(*place)) for p, place in self._parameters.items()]
         try:
             yield
@@ -171,10 +177,10 @@ class FiniteCheck:
 
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""
-        if self._gradients and (self.sums is not None or not self._collected):
+        if self._gradients and not self._collected:
             others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
             for parameter, (layer, what) in self._parameters.items():
-                gradient = parameter.grad if self.sums is None else self.sums.so_far(parameter)
+                gradient = parameter.grad if self._sums is None else self._sums.so_far(parameter)
                 if gradient is not None and id(parameter) not in others:
                     self.look(layer, what, gradient, is_backward=True)
 

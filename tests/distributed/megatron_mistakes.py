@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d
 
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
 from terapipe_ds.models.megatron import module as megatron_module
-from terapipe_ds.models.megatron.gradients import ReplicatedGradientError
+from terapipe_ds.models.rank_gradients import ReplicatedGradientError
 from tests.distributed import megatron_models
 from tests.distributed.megatron_cases import LAYOUTS, Case
 from tests.distributed.megatron_models import build_model, own_parallel_state

@@ -14,7 +14,8 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, attention
-from terapipe_ds.models.megatron.gradients import ReplicatedGradientError, require_equal_replicas
+from terapipe_ds.models.megatron.gradients import require_equal_replicas
+from terapipe_ds.models.rank_gradients import ReplicatedGradientError
 from tests.distributed.engines import section
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case

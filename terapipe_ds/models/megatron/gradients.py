@@ -8,8 +8,6 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from terapipe_ds.models.megatron.weights import is_split
-from terapipe_ds.models.rank_gradients import ReplicatedGradientError as ReplicatedGradientError
-from terapipe_ds.models.rank_gradients import gradient_reader as gradient_reader
 from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
 
 _ADVICE = (

@@ -39,8 +39,8 @@ from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.megatron.loss import VocabularyRanks
 from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
+from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
 
 @dataclass

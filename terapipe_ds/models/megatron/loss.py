@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,10 +10,8 @@ import torch.distributed as torch_dist
 from megatron.core import tensor_parallel
 from torch import Tensor
 
-from terapipe_ds.losses import Head
-from terapipe_ds.losses.deferred import Add, Tokens, deferred_cross_entropy
+from terapipe_ds.losses import LinearCrossEntropy
 
-Around = Callable[[], AbstractContextManager[Any]]
 IGNORE_INDEX = -100
 Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 
@@ -73,45 +70,6 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = No
     return _VocabParallelCrossEntropy.apply(logits, labels, group)
 
 
-class VocabularyRanks:
-    """Do the joint work of ranks that divide the vocabulary, and with `shares_tokens` the tokens of a slice."""
-
-    def __init__(self, group: Any, shares_tokens: bool) -> None:
-        self.size, self.rank = group.size(), group.rank()
-        self._group, self._shares_tokens = group, shares_tokens
-
-    def span(self, share: int) -> tuple[int, int]:
-        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
-        return share * self.rank, share * self.size
-
-    def largest(self, of_tokens: Tensor) -> None:
-        """Put the maximum over the ranks into `of_tokens`."""
-        _all_reduce(of_tokens, self._group, torch_dist.ReduceOp.MAX)
-
-    def sum(self, of_tokens: Tensor) -> None:
-        """Put the sum over the ranks into `of_tokens`."""
-        _all_reduce(of_tokens, self._group, torch_dist.ReduceOp.SUM)
-
-    def gather(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens [B, T, H], for this rank's."""
-        if not self._shares_tokens:
-            return hidden
-        own = hidden.transpose(0, 1).contiguous()
-        whole = own.new_empty((own.shape[0] * self.size, *own.shape[1:]))
-        torch_dist.all_gather_into_tensor(whole, own, group=self._group)
-        return whole.transpose(0, 1)
-
-    def own_sum(self, gradient: Tensor) -> Tensor:
-        """Return this rank's tokens of the sum over the ranks of `gradient` [B, T, H]."""
-        if not self._shares_tokens:
-            self.sum(gradient)
-            return gradient
-        whole = gradient.transpose(0, 1).contiguous()
-        own = whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:]))
-        torch_dist.reduce_scatter_tensor(own, whole, group=self._group)
-        return own.transpose(0, 1)
-
-
 def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
     if group is not None and torch_dist.get_world_size(group) > 1:
         torch_dist.all_reduce(tensor, op=op, group=group)
@@ -129,6 +87,8 @@ class VocabParallelLoss:
             own, always in fp32.
     """
 
+    of_hidden = staticmethod(LinearCrossEntropy(ignore_index=IGNORE_INDEX).of_hidden)
+
     def __init__(self, cross_entropy: str = "exact") -> None:
         if cross_entropy not in ("exact", "megatron"):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
@@ -143,15 +103,6 @@ class VocabParallelLoss:
     def needs_logits(self) -> str:
         """Return why the engine must pass logits, or ""."""
         return 'VocabParallelLoss("megatron") takes them' if self.cross_entropy == "megatron" else ""
-
-    def of_hidden(
-        self, hidden: Tensor, labels: Labels, head: Head, share: float, add: Add | None, around: Around
-    ) -> Tensor:
-        """Return `share` times the loss of hidden states, as `LinearCrossEntropy.of_hidden` does."""
-        targets, mask = _targets_and_mask(labels)
-        weights = mask.flatten().to(torch.promote_types(hidden.dtype, torch.float32))
-        tokens = Tokens(targets.flatten(), weights * (share / weights.sum()), add=add, around=around)
-        return deferred_cross_entropy(hidden, head, tokens)
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]."""

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
-from torch import Tensor, nn
+from torch import nn
 
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.forward.probe import Way, difference, trial_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, RowLinear, SharedHeads, VocabEmbedding
+from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
 _COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _ALONE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input")  # their inputs and outputs are whole
@@ -27,12 +27,12 @@ _OF_ADAPTERS = re.compile(r"\.(base_layer|lora_A\.\w+|lora_B\.\w+)$")
 _OF_HEADS = ("k_proj", "v_proj")
 
 
-class TensorRanks:
-    """Divide modules over the ranks of one group; a loss without logits divides the vocabulary (`VocabularyRanks`)."""
+class TensorRanks(VocabularyRanks):
+    """Divide modules over the ranks of one group, which have uneven shares of a vocabulary that does not divide."""
 
     def __init__(self, outline: Outline, group: Any, device: str) -> None:
-        self._outline, self.group, self.device = outline, group, device
-        self.size, self.rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
+        super().__init__(group, shares_tokens=False)
+        self._outline, self.device = outline, device
         self._vocabulary = outline.module(outline.head).get_parameter("weight").shape[0]
         set_autotp_mode(training=True)  # DeepSpeed's layers would freeze their weights
 
@@ -52,23 +52,6 @@ class TensorRanks:
     def span(self, share: int) -> tuple[int, int]:
         """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
         return sum(get_shard_size_list(self._vocabulary, self.size, AutoTPMeta())[: self.rank]), self._vocabulary
-
-    def largest(self, of_tokens: Tensor) -> None:
-        """Put the maximum over the ranks into `of_tokens`."""
-        torch_dist.all_reduce(of_tokens, op=torch_dist.ReduceOp.MAX, group=self.group)
-
-    def sum(self, of_tokens: Tensor) -> None:
-        """Put the sum over the ranks into `of_tokens`."""
-        torch_dist.all_reduce(of_tokens, group=self.group)
-
-    def gather(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states, which each rank has."""
-        return hidden
-
-    def own_sum(self, gradient: Tensor) -> Tensor:
-        """Return the sum over the ranks."""
-        self.sum(gradient)
-        return gradient
 
     def _divided_embedding(self, module: nn.Module) -> nn.Module:
         try:

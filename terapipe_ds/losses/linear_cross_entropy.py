@@ -103,22 +103,28 @@ class LinearCrossEntropy:
 
     def slice_weight(self, labels: Labels) -> float:
         """Return how much the labels of a slice count in the loss of their sequence."""
-        _, mask = self._targets_and_mask(labels)
+        _, mask = targets_and_mask(labels, self.ignore_index)
         return float(mask.sum(dtype=torch.float64))
-
-    def _targets_and_mask(self, labels: Labels) -> tuple[Tensor, Tensor]:
-        if torch.is_tensor(labels):
-            valid = labels != self.ignore_index
-            return labels.where(valid, 0), valid
-        if len(labels) != 2 or labels[0].shape != labels[1].shape:
-            shapes = [tuple(each.shape) for each in labels]
-            raise ValueError(f"labels must be [B, T], or (labels, mask) of one shape, got {shapes}")
-        targets, mask = labels
-        valid = (mask != 0) & (targets != self.ignore_index)
-        return targets.where(valid, 0), mask.where(valid, 0)
 
     def _targets_and_weights(self, labels: Labels, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a label in the vocabulary and the share in the loss for each token, flat."""
-        targets, mask = self._targets_and_mask(labels)
+        targets, mask = targets_and_mask(labels, self.ignore_index)
         weights = mask.flatten().to(torch.promote_types(dtype, torch.float32))
         return targets.flatten(), weights / weights.sum()
+
+
+def targets_and_mask(labels: Labels, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """Return labels that are in the vocabulary everywhere, and the weight of each token.
+
+    Raises:
+        ValueError: the labels have another form than `LinearCrossEntropy` takes.
+    """
+    if torch.is_tensor(labels):
+        valid = labels != ignore_index
+        return labels.where(valid, 0), valid
+    if len(labels) != 2 or labels[0].shape != labels[1].shape:
+        shapes = [tuple(each.shape) for each in labels]
+        raise ValueError(f"labels must be [B, T], or (labels, mask) of one shape, got {shapes}")
+    targets, mask = labels
+    valid = (mask != 0) & (targets != ignore_index)
+    return targets.where(valid, 0), mask.where(valid, 0)

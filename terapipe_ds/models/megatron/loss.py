@@ -11,9 +11,10 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from terapipe_ds.losses import LinearCrossEntropy
+from terapipe_ds.losses.linear_cross_entropy import Labels, targets_and_mask
 
 IGNORE_INDEX = -100
-Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
+_OF_HIDDEN = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -87,7 +88,7 @@ class VocabParallelLoss:
             own, always in fp32.
     """
 
-    of_hidden = staticmethod(LinearCrossEntropy(ignore_index=IGNORE_INDEX).of_hidden)
+    of_hidden, slice_weight = staticmethod(_OF_HIDDEN.of_hidden), staticmethod(_OF_HIDDEN.slice_weight)
 
     def __init__(self, cross_entropy: str = "exact") -> None:
         if cross_entropy not in ("exact", "megatron"):
@@ -106,7 +107,7 @@ class VocabParallelLoss:
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
         """Return the loss of logits [B, T, V / tp]."""
-        targets, mask = _targets_and_mask(labels)
+        targets, mask = targets_and_mask(labels, IGNORE_INDEX)
         if self.cross_entropy == "megatron":
             first = (tensor.transpose(0, 1).contiguous() for tensor in (logits, targets))
             losses = tensor_parallel.vocab_parallel_cross_entropy(*first).transpose(0, 1)
@@ -114,21 +115,3 @@ class VocabParallelLoss:
             losses = vocab_parallel_cross_entropy(logits, targets, self._group())
         mask = mask.to(losses.dtype)
         return (losses * mask).sum() / mask.sum()
-
-    @staticmethod
-    def slice_weight(labels: Labels) -> float:
-        """Return the sum of the mask over the tokens of a slice."""
-        return float(_targets_and_mask(labels)[1].double().sum())
-
-
-def _targets_and_mask(labels: Labels) -> tuple[Tensor, Tensor]:
-    """Return labels that are in [0, V) everywhere, and the weight of each token."""
-    if torch.is_tensor(labels):
-        valid = labels != IGNORE_INDEX
-        return labels.where(valid, torch.zeros_like(labels)), valid
-    if len(labels) != 2 or labels[0].shape != labels[1].shape:
-        shapes = [tuple(t.shape) for t in labels]
-        raise ValueError(f"labels must be [B, T], or (labels, loss_mask) of one shape, got {shapes}")
-    targets, mask = labels
-    valid = (mask != 0) & (targets != IGNORE_INDEX)
-    return targets.where(valid, torch.zeros_like(targets)), mask.where(valid, torch.zeros_like(mask))

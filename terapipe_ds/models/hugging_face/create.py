@@ -133,8 +133,7 @@ def from_pretrained(
                 if isinstance(source, str | os.PathLike):
                     finish_saving(Path(source))
     with refused_on_all_ranks():  # each may have a disk of its own
-        name, adapter = _folders(folder, adapter, of_hub)
-        folder = downloaded(name, **of_hub)
+        name, folder, adapter = _folders(folder, adapter, of_hub)
         config = _config_of(name, folder)
         with _family_named(config):
             _check_not_quantized(config)
@@ -242,14 +241,16 @@ def skeleton(name: str | os.PathLike[str], dtype: torch.dtype | str | None = Non
 
 def _folders(
     folder: str | os.PathLike[str], adapter: Adapter, of_hub: dict[str, Any]
-) -> tuple[str | os.PathLike[str], Adapter]:
-    """Return the folder or the name of the model, and the adapters. Raises ModelRefusedError where there is neither.
+) -> tuple[str | os.PathLike[str], Path, Adapter]:
+    """Return the model's folder as it was named and on this machine, and the adapters.
+
+    Raises ModelRefusedError where there is no such folder or model.
 
     A folder that contains adapters is read as adapters, even if it also contains a model, as transformers does.
     """
     path = downloaded(folder, **of_hub)
     if not (path / ADAPTER_CONFIG).is_file():
-        return folder, adapter
+        return folder, path, adapter
     if adapter is not None and not (
         isinstance(adapter, str | os.PathLike) and Path(adapter).resolve() == path.resolve()
     ):
@@ -261,7 +262,7 @@ def _folders(
             f"{path} has adapters, and does not say for which model: give the folder of the model, and "
             f"adapter={str(path)!r}"
         )
-    return base, path
+    return base, downloaded(base, **of_hub), path
 
 
 def _adapters(

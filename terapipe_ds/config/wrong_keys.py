@@ -53,11 +53,16 @@ def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Pa
         location = detail["loc"]
         path = location[:2] if location[:1] in models and len(location) > 1 else location[:1]
         value = functools.reduce(operator.getitem, path, section)
-        allowed = models[path[:-1]].model_fields[str(path[-1])].description
-        names = re.findall(r'"([a-z_-]+)"', str(allowed)) or re.findall(r"[\w-]+", str(allowed).removeprefix("one of"))
-        hint = nearest(value, names) if isinstance(value, str) else ""
+        allowed = str(models[path[:-1]].model_fields[str(path[-1])].description)
+        hint = nearest(value, _names_in(allowed)) if isinstance(value, str) else ""
         problems[path] = f"{shown_value(value, *path)}: must be {allowed}{hint}"
     return problems
+
+
+def _names_in(allowed: str) -> list[str]:
+    """Return the names among the allowed values; other words describe."""
+    listed = allowed.removeprefix("one of ")
+    return re.findall(r'"([\w-]+)"', allowed) if listed == allowed else re.split(", (?:or )?", listed)
 
 
 def unknown_key(path: Path, value: Any, models: Models) -> str:

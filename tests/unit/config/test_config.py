@@ -553,3 +553,8 @@ def test_what_trainer_would_fill_in_is_named() -> None:
 def test_the_nearest_value_is_named(section: dict[str, Any], near: str) -> None:
     assert problem(section).endswith(f"; did you mean {near}?")
     assert "did you mean" not in problem({next(iter(section)): "something else"})
+
+
+@pytest.mark.parametrize("section", [{"strategy": "paths"}, {"compile": "false"}])
+def test_words_that_describe_a_value_are_not_suggested(section: dict[str, Any]) -> None:
+    assert "did you mean" not in problem(section)

@@ -10,6 +10,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, Kind, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
+UNSPLIT = 'give "auto", or a schedule that does not split backwards (seq1f1b)'
 _RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "auto"}
 
 
@@ -59,8 +60,7 @@ def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
     name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
     if splits_backwards(name):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
-        fix = 'give "auto", or a schedule that does not split backwards (seq1f1b), or set compile to false'
-        yield f"{shown} with schedule = {show_value(name)}: {why}; {fix}"
+        yield f"{shown} with schedule = {show_value(name)}: {why}; {UNSPLIT}, or set compile to false"
     if _planner(section)["profile"] != "measure":
         fix = 'set it to "measure", which measures the compiled layers in the job'
         yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"

@@ -42,8 +42,9 @@ def wrong_kernel(kernel: Backend, q: Tensor, need: Need) -> str | None:
     """Return how a kernel differs from plain torch in calls like `q` with such a need; None where it does not."""
     checked = need._replace(value_dim=None, documents=need.documents and kernel.takes_documents)
     key = q.device, q.dtype, widest_head(q, need), checked, torch.are_deterministic_algorithms_enabled()
-    problem, asked = wrong_result(kernel.forward, kernel.backward, CHECKED, *key), str(need).removeprefix(", ")
-    return f"with {asked} {problem}" if problem and asked else problem
+    problem = wrong_result(kernel.forward, kernel.backward, CHECKED, *key)
+    asked = problem and str(need).removeprefix(", ")
+    return f"with {asked} {problem}" if asked else problem
 
 
 def widest_head(q: Tensor, need: Need) -> int:

@@ -12,7 +12,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.config.combinations import splits_backwards
+from terapipe_ds.config.combinations import UNSPLIT, splits_backwards
 from terapipe_ds.messages import show_value
 
 
@@ -48,8 +48,7 @@ def problem_of_split(module: object, schedule: str) -> str | None:
     reason: str | None = getattr(module, "split_backwards_problem", None)
     if reason is None or not splits_backwards(schedule):
         return None
-    fix = 'give "auto", or a schedule that does not split backwards (seq1f1b)'
-    return f"terapipe.schedule = {show_value(schedule)}: {reason}, so that nothing is left for W; {fix}"
+    return f"terapipe.schedule = {show_value(schedule)}: {reason}, so that nothing is left for W; {UNSPLIT}"
 
 
 def problem_of_device_waits(receives_on_device: bool) -> str | None:

@@ -36,10 +36,15 @@ def colored(text: str, color: str, stream: TextIO) -> str:
     return f"\x1b[{ {'red': 31, 'green': 32, 'yellow': 33, 'cyan': 36}[color] }m{text}\x1b[0m"
 
 
+def nearest_of(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the known name that is nearest, or None where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known name that is nearest, or "" where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {close[0]}?" if close else ""
+    near = nearest_of(name, known)
+    return f"; did you mean {near}?" if near else ""
 
 
 def describe(error: BaseException) -> str:
@@ -84,6 +89,6 @@ def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str],
     wanted = name.lower() if isinstance(name, str) else ""
     if wanted in known:
         return known[wanted]
-    nearest = difflib.get_close_matches(wanted, known, n=1)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    near = nearest_of(wanted, known)
+    hint = f"did you mean {near!r}? " if near else ""
     raise error(f"unknown {what} {show_value(name)}; {hint}Known: {', '.join(listed)}")

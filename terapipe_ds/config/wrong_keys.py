@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import operator
 import re
@@ -12,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
-from terapipe_ds.messages import nearest, show_key, show_value
+from terapipe_ds.messages import nearest, nearest_of, show_key, show_value
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
 Models = Mapping[Path, type[BaseModel]]
@@ -22,7 +21,7 @@ def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
     """Refuse a section that DeepSpeed would silently ignore: the run would go on without slices."""
     for key, value in ds_config.items():
         is_other = isinstance(key, str) and key != SECTION and isinstance(value, dict)
-        if is_other and difflib.get_close_matches(key.strip().lower(), [SECTION], cutoff=0.8):
+        if is_other and nearest_of(key.strip().lower(), [SECTION], cutoff=0.8):
             shown = f"{show_key(key)} = {show_value(value)}"
             raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
 
@@ -64,8 +63,8 @@ def problems_of(error: ValidationError, section: Any, models: Models) -> dict[Pa
 def unknown_key(path: Path, value: Any, models: Models) -> str:
     """Return the problem of an unknown key, with the nearest known one."""
     known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
-    close = difflib.get_close_matches(show_key(path[-1]).strip().lower(), known, n=1)
+    near = nearest_of(show_key(path[-1]).strip().lower(), known)
     hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"
-    if close:
-        hint = f"did you mean {'.'.join([SECTION, *known[close[0]]])}?"
+    if near:
+        hint = f"did you mean {'.'.join([SECTION, *known[near]])}?"
     return f"{shown_value(value, *map(show_key, path))}: unknown key; {hint}"

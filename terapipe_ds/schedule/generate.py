@@ -6,11 +6,10 @@ stage. The tables show unit time slots (a forward and a backward take one each) 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from terapipe_ds.messages import check_count
+from terapipe_ds.messages import check_count, nearest_of
 from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError, Unit
 from terapipe_ds.schedule.chunked import (
     chimera,
@@ -172,8 +171,8 @@ def _check_name(name: str) -> None:
     if name == SEARCH:
         fix = "find one with `terapipe simulate --schedule search` or `terapipe plan --schedule search`"
         raise ScheduleError(f"schedule {name!r} has no order without costs: {fix}, or give a name: {_KNOWN}")
-    near = difflib.get_close_matches(str(name).lower(), SCHEDULE_NAMES, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    near = nearest_of(str(name).lower(), SCHEDULE_NAMES, cutoff=0.5)
+    hint = f" (did you mean {near!r}?)" if near else ""
     raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {_KNOWN}")
 
 

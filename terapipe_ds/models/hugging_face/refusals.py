@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import inspect
 import re
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from torch import nn
 from transformers import cache_utils
 
 from terapipe_ds import compat
+from terapipe_ds.messages import nearest_of
 
 T = TypeVar("T")
 SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of its weights
@@ -87,8 +87,8 @@ def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) ->
     arguments |= {"revision", "token", "local_files_only"}
     for name in options:
         if name not in arguments:
-            nearest = difflib.get_close_matches(name, arguments, n=1)
-            advice = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(arguments))}"
+            near = nearest_of(name, arguments)
+            advice = f"did you mean {near}?" if near else f"known are {', '.join(sorted(arguments))}"
             advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
             raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
     return dtype

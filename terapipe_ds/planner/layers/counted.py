@@ -65,7 +65,6 @@ class CountedLayers(Layers):
                 recompute,
                 *links,
                 sequence_parallel=setting.sequence,
-                keeps_attention=setting.keeps_attention,
                 fused_loss=self.fused_loss,
             )
 
@@ -134,7 +133,6 @@ class CountedLayers(Layers):
             sequence_ranks=setting.sequence,
             fused_norm=not on_cpu,  # plain operations there
             on_cpu=on_cpu,
-            keeps_attention=setting.keeps_attention,
             fused_loss=self.fused_loss,
             offload_optimizer=setting.offload_optimizer,
         )

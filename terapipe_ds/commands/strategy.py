@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         from terapipe_ds.commands.strategy_picture import draw_strategy
 
         draw_strategy(best, question.model, question.cluster, options.picture)
-    if not (options.as_json and write_json(_as_json(strategies, options), options.as_json)):
+    if not write_json(lambda: _as_json(strategies, options), options.as_json):
         print("\n".join([*_lines(strategies, question, options), *_against_lines(best, other, options)]))
 
 
@@ -380,11 +380,11 @@ def _choices(strategy: Strategy) -> dict[str, str]:
 
 def _other(options: StrategyOptions, question: _Question) -> Strategy | None:
     """Return the strategy of --against with its predicted time and memory, before a long search begins."""
+    if options.against is None:
+        return None
     from terapipe_ds.config.strategy_file import read_strategy
     from terapipe_ds.planner.strategy import price_strategy
 
-    if options.against is None:
-        return None
     try:
         return price_strategy(read_strategy(options.against), question.model, question.cluster)
     except ValueError as error:

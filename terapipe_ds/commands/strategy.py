@@ -326,10 +326,9 @@ def _rate_lines(best: Strategy, question: _Question) -> list[str]:
 
 def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) -> list[str]:
     """Return the peaks by stage beside the limit, and the kinds of bytes on the fullest stage."""
-    from terapipe_ds.planner.strategy import USABLE
+    from terapipe_ds.planner.strategy import check_limit
 
-    card = cluster.card.memory_bytes
-    limit = USABLE * card if options.memory_limit_gb is None else 1e9 * options.memory_limit_gb
+    card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
     peaks = _runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))

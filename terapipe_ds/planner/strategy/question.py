@@ -222,7 +222,7 @@ def _check_levers(layers: Layers, **levers: bool | None) -> None:
     """Raise PlannerError where a lever is fixed on, and its costs are not known for these layers."""
     for name, value in levers.items():
         if value and name not in layers.levers:
-            raise PlannerError(f"{name} = True: its costs are known for counted models only; name the model, or leave it out")
+            raise PlannerError(f"{name} = True: only counted models have its costs; give one, or leave it out")
 
 
 def _rates(score: Score, space: Space) -> dict[str, Any]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
-import time
 from pathlib import Path
 from typing import NoReturn
+
+from terapipe_ds.run import leave_word_to_first_rank
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,12 +18,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def end_with(message: str) -> NoReturn:
-    """Print what is wrong and exit, with the first rank of each machine speaking for all.
-
-    The launcher ends the other ranks when one has gone; one that is still there after a while failed alone.
-    """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks: without a report of ours
-        time.sleep(30)
+    """Print what is wrong and exit, with the first rank of each machine speaking for all."""
+    leave_word_to_first_rank()
     print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
     raise SystemExit(2)

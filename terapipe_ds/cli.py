@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"] and any(word.partition("=")[0] == "--devices" for word in words):
         print("terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs", file=sys.stderr)
         words[0] = "strategy"
-    parser = _parser()
+    parser = _parser([name for name in COMMANDS if name in words[:1]] or COMMANDS)
     _complete(parser)
     if not words:
         parser.print_help()
@@ -70,6 +70,8 @@ def _one_line(error: Exception) -> str:
 
 def _complete(parser: argparse.ArgumentParser) -> None:
     """Answer a shell that asks which words may follow, and end the process; argcomplete is an optional package."""
+    if "_ARGCOMPLETE" not in os.environ:
+        return
     with contextlib.suppress(ImportError):
         import argcomplete
 
@@ -88,7 +90,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
     return arguments
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser; of a command line that names its command, no other command is imported."""
     parser = _Parser(
         prog="terapipe",
         description="Token-level pipeline parallelism for DeepSpeed: schedules and timelines.",
@@ -97,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     width = min(shutil.get_terminal_size((100, 24)).columns, 120) - 2
-    for name in COMMANDS:
+    for name in names:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
         lines = [textwrap.fill(line, width) for line in module.DESCRIPTION.splitlines()]
         command = commands.add_parser(

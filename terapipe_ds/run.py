@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 _USAGE = (
     "usage: deepspeed [LAUNCHER OPTIONS] --module terapipe_ds.run [--verify] SCRIPT.py [SCRIPT OPTIONS]\n"
@@ -75,19 +74,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         runpy.run_path(script, run_name="__main__")
     except TeraPipeConfigError as error:
-        _end_with(error)
+        leave_word_to_first_rank()
+        raise SystemExit(f"terapipe_ds.run: {error}") from None
 
 
-def _end_with(error: Exception) -> NoReturn:
-    """Print a mistake in the config once for a machine, without a traceback, and end with exit code 1.
+def leave_word_to_first_rank() -> None:
+    """Wait on all ranks of a machine but its first, which says what is wrong for all of them and ends.
 
-    All ranks find it at the same place, and the launcher ends the others when one has gone. A rank that is still there
-    after some seconds is alone with its mistake, and prints it too.
+    All ranks find a mistake at the same place, and the launcher ends the others when one has gone. A rank that is still
+    there after some seconds is alone with its mistake, and says it too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks: without a report of ours
         time.sleep(15)
-    raise SystemExit(f"terapipe_ds.run: {error}")
 
 
 if __name__ == "__main__":

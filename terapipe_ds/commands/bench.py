@@ -137,7 +137,7 @@ def run(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     result = {"command": command_line(arguments.words), **_measure(options)}
     # first, so that the figures are kept even if the table or the report fails
-    if not write_json(json.dumps(result, indent=1, allow_nan=False), options.as_json):
+    if not write_json(lambda: json.dumps(result, indent=1, allow_nan=False), options.as_json):
         from terapipe_ds.bench.table import render
 
         print(render(result))

@@ -76,9 +76,12 @@ def run(arguments: argparse.Namespace) -> None:
     for group, checks in _groups(options):
         found += [(group, line) for check in checks for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
-    listed = [{"group": group, **dataclasses.asdict(line)} for group, line in found]
-    document = {"version": __version__, "counts": dict(counts), "checks": listed}
-    if not write_json(json.dumps(document, indent=1), options.as_json):
+
+    def as_json() -> str:
+        listed = [{"group": group, **dataclasses.asdict(line)} for group, line in found]
+        return json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1)
+
+    if not write_json(as_json, options.as_json):
         print(f"terapipe doctor, terapipe_ds {__version__}")
         print("\n".join(_report(found, options.quiet)))
         words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])

@@ -118,16 +118,19 @@ def json_option(what: str = "the result", *, group: str = "") -> Any:
     return option(help, "FILE", group=group, flags=("--json",), nargs="?", const=STDOUT)
 
 
-def write_json(text: str, target: str | None) -> bool:
-    """Write JSON where `--json` says, and return whether it took the place of the text on stdout."""
+def write_json(text_of: Callable[[], str], target: str | None) -> bool:
+    """Write JSON where `--json` says, and return whether it took the place of the text on stdout.
+
+    `text_of` makes the JSON; nobody calls it without `--json`.
+    """
     if target is None:
         return False
     if target == STDOUT:
-        print(text)
+        print(text_of())
         return True
     from terapipe_ds.files.atomic import write_text
 
-    write_text(target, text + "\n")
+    write_text(target, text_of() + "\n")
     return False
 
 

@@ -53,11 +53,14 @@ def run(arguments: argparse.Namespace) -> None:
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
-    ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
     rates = setup.utilisation(result.predicted_s)
-    document = result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked
-    document |= {} if rates is None else rates.to_dict()
-    if write_json(json.dumps(document, indent=1), options.as_json):
+
+    def as_json() -> str:
+        ranked = {} if ranking is None else {"ranking": ranking.to_dicts()}
+        document = result.to_dict() | {"setup": setup.title, "terapipe": section} | ranked
+        return json.dumps(document | ({} if rates is None else rates.to_dict()), indent=1)
+
+    if write_json(as_json, options.as_json):
         return
     lines = describe(result, schedule_chosen=ranking is not None)
     if rates is not None:

@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
     with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json
         profile = profile_model(job, lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n), _warn)
     profile.save(options.out)
-    if write_json(profile.to_json().rstrip(), options.as_json):
+    if write_json(lambda: profile.to_json().rstrip(), options.as_json):
         return
     print(f"{options.out}: {profile.key.model} on {profile.key.device}, {profile.key.dtype}, {length} tokens")
     for model in CostModel.from_profile(profile):

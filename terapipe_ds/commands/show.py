@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> None:
         print(to_csv(schedule), end="")
     elif options.csv is not None:
         write_text(options.csv, to_csv(schedule))
-    elif not write_json(json.dumps(to_dict(schedule), indent=1), options.as_json):
+    elif not write_json(lambda: json.dumps(to_dict(schedule), indent=1), options.as_json):
         print(_text(schedule, options))
 
 

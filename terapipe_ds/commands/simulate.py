@@ -114,8 +114,12 @@ def run(arguments: argparse.Namespace) -> None:
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     _write(options, schedule, timeline)
     rates = _utilisation(options, timeline, plans)
-    told = to_dict(timeline, plans) | found | ({} if rates is None else rates.to_dict())
-    if not write_json(json.dumps(told, indent=1, allow_nan=False), options.as_json):
+
+    def as_json() -> str:
+        told = to_dict(timeline, plans) | found | ({} if rates is None else rates.to_dict())
+        return json.dumps(told, indent=1, allow_nan=False)
+
+    if not write_json(as_json, options.as_json):
         from terapipe_ds.costs.devices import device_card
 
         shown = [] if rates is None else rates.lines(device_card(str(options.device)))

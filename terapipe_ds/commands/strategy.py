@@ -128,7 +128,7 @@ def run(arguments: argparse.Namespace) -> None:
         from terapipe_ds.commands.strategy_picture import draw_strategy
 
         draw_strategy(best, question.model, question.cluster, options.picture)
-    if not (options.as_json and write_json(_as_json(strategies, options), options.as_json)):
+    if not write_json(lambda: _as_json(strategies, options), options.as_json):
         print("\n".join([*_lines(strategies, question, options), *_against_lines(best, other, options)]))
 
 
@@ -326,10 +326,9 @@ def _rate_lines(best: Strategy, question: _Question) -> list[str]:
 
 def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) -> list[str]:
     """Return the peaks by stage beside the limit, and the kinds of bytes on the fullest stage."""
-    from terapipe_ds.planner.strategy import USABLE
+    from terapipe_ds.planner.strategy import check_limit
 
-    card = cluster.card.memory_bytes
-    limit = USABLE * card if options.memory_limit_gb is None else 1e9 * options.memory_limit_gb
+    card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
     peaks = _runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
@@ -380,11 +379,11 @@ def _choices(strategy: Strategy) -> dict[str, str]:
 
 def _other(options: StrategyOptions, question: _Question) -> Strategy | None:
     """Return the strategy of --against with its predicted time and memory, before a long search begins."""
+    if options.against is None:
+        return None
     from terapipe_ds.config.strategy_file import read_strategy
     from terapipe_ds.planner.strategy import price_strategy
 
-    if options.against is None:
-        return None
     try:
         return price_strategy(read_strategy(options.against), question.model, question.cluster)
     except ValueError as error:

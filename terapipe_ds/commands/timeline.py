@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     comparison = compare(predicted, timeline)
     _write(options, [(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)])
-    if not write_json(json.dumps(comparison.to_dict(), indent=1, allow_nan=False), options.as_json):
+    if not write_json(lambda: json.dumps(comparison.to_dict(), indent=1, allow_nan=False), options.as_json):
         print(comparison.render())
 
 

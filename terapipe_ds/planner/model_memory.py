@@ -124,7 +124,6 @@ class Setup:
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
-    keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
     fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
@@ -160,8 +159,7 @@ class Setup:
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
         # kept from F to B by each live slice
-        again = message + (self._attention_kept if self.keeps_attention else 0)
-        kept = layers * (again if self.activation_checkpointing else self._layer_saved)
+        kept = layers * (message if self.activation_checkpointing else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
@@ -282,11 +280,6 @@ class Setup:
     def _outputs(self) -> int:
         """Return the copies of attention's output: that of all tokens, and a rank's own tokens for the projection."""
         return 2 if self.sequence_ranks > 1 else 1
-
-    @property
-    def _attention_kept(self) -> int:
-        """Return the bytes of attention's output and log-sum-exp."""
-        return (self._query * self._item + self.size.num_heads * self._wide) // self.tensor_parallel
 
     @property
     def _logit_bytes(self) -> int:

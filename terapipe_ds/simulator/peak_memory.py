@@ -119,24 +119,25 @@ def _join(
         part_id, (m, slice_id) = key = action.part_id, action.unit
         if action.kind is Kind.FORWARD or (action.kind is Kind.BACKWARD and key in split):
             continue
-        lengths = [stop - start for start, stop in spans[m]]
-        # the first of a group finds the others
+        # the first of a micro-batch finds the groups of all
         if key not in groups:
-            (own,) = (group for group in memory.weight_groups(part_id, lengths) if slice_id in group)
-            members = {(part_id, (m, other)) for other in own}
-            groups |= dict.fromkeys(members, (members, [], sum(lengths[other] for other in own)))
+            lengths = [stop - start for start, stop in spans[m]]
+            for own in memory.weight_groups(part_id, lengths):
+                members = {(part_id, (m, other)) for other in own}
+                groups |= dict.fromkeys(members, (members, [], sum(lengths[other] for other in own)))
         missing, waiting, tokens = groups[key]
         missing.discard(key)
-        size = memory.joined_bytes(part_id, lengths[slice_id])
+        start, stop = spans[m][slice_id]
         if missing:
+            size = memory.joined_bytes(part_id, stop - start)
             if key in split:
-                size = memory.weight_bytes(part_id, lengths[slice_id], spans[m][slice_id][0])
+                size = memory.weight_bytes(part_id, stop - start, start)
             waiting.append(size)
             after[index] += size
         else:
             after[index] -= sum(waiting)
             if waiting and key not in split:
-                late[index] = memory.product_bytes(part_id, (lengths[slice_id], spans[m][slice_id][0]), tokens)
+                late[index] = memory.product_bytes(part_id, (stop - start, start), tokens)
     return late
 
 

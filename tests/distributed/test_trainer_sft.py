@@ -14,6 +14,7 @@ pytest.importorskip("trl", reason="needs the extra trl: pip install terapipe_ds[
 
 from tests.distributed.harness import rank_pool
 from tests.distributed.sft_jobs import compare
+from tests.distributed.test_trainer import check_same, usual
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -36,16 +37,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 USUAL = ("assistant only, recomputed", "packed", "by name")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.full) for name in SETTINGS]
-)
+@pytest.mark.parametrize("name", usual(USUAL, SETTINGS))
 def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
-    setting = SETTINGS[name]
-    found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
-    assert found["weights"] <= 1e-4, found
-    for key in ("logs", "results", "best"):
-        assert found[key] <= 1e-6, (key, found)
-    assert not found["events"] and not found["files"] and not found["missing"] and found["ranks"], found
+    check_same(rank_pool(2).run(compare, given=SETTINGS[name], folder=str(tmp_path))[0], 1e-4)
 
 
 @pytest.mark.full

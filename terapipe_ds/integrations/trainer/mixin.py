@@ -8,13 +8,13 @@ the places where the loop touches the model: forwards, the optimizer's parameter
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
@@ -27,6 +27,7 @@ from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+from terapipe_ds.runtime.checkpoints.save import replaced
 
 
 class PipelineTrainerMixin(Trainer):
@@ -135,7 +136,7 @@ class PipelineTrainerMixin(Trainer):
             self.optimizer = DeepSpeedOptimizerWrapper(stages.engine.optimizer)
             return self.optimizer
         stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
-        with _replaced(self, "model", _OfStage(stages.module, self.model)):
+        with replaced(self, "model", _OfStage(stages.module, self.model)):
             return super().create_optimizer()
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
@@ -198,7 +199,7 @@ class PipelineTrainerMixin(Trainer):
             self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
             self.model_preparation_time = round(time.time() - start, 4)
         self._reduce_logits = self.preprocess_logits_for_metrics
-        with _replaced(self, "preprocess_logits_for_metrics", None):
+        with replaced(self, "preprocess_logits_for_metrics", None):
             return super().evaluation_loop(*args, **kwargs)
 
     def prediction_step(
@@ -220,7 +221,7 @@ class PipelineTrainerMixin(Trainer):
         loss = None if loss is None else loss.to(self.args.device)
         if prediction_loss_only:
             return loss, None, None
-        return loss, _on_device(logits, self.args.device), labels
+        return loss, send_to_device(logits, self.args.device), labels
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
         """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
@@ -288,19 +289,3 @@ class _OfStage:
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         names = self._module.checkpoint_names()
         return ((names.get(name, name), parameter) for name, parameter in self._module.named_parameters())
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
-
-
-def _on_device(values: Any, device: torch.device) -> Any:
-    if isinstance(values, Tensor):
-        return values.to(device)
-    return type(values)(_on_device(each, device) for each in values) if isinstance(values, tuple | list) else values

@@ -50,7 +50,7 @@ _REPLACED = ("compute_loss", "training_step", "prediction_step")
 
 def is_sft(kind: type) -> bool:
     """Return whether the class is TRL's SFTTrainer, or made of it."""
-    return any((base.__module__, base.__name__) == ("trl.trainer.sft_trainer", "SFTTrainer") for base in kind.__mro__)
+    return any(map(is_sft_itself, kind.__mro__))
 
 
 def outer_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,14 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as torch_dist
+from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+from transformers.trainer_pt_utils import nested_detach
 
 from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
@@ -167,8 +169,9 @@ class Stages:
         if engine.is_last_stage():
             loss = result[0] if isinstance(result, list) else result
             logits = logits if with_loss else loss
-            reduced = None if reduce_logits is None else reduce_logits(logits)
-            found = loss.detach().float().cpu().reshape(()) if with_loss else None, _on_host(reduced)
+            reduced = None if reduce_logits is None else nested_detach(reduce_logits(logits))
+            of_batch = loss.detach().float().cpu().reshape(()) if with_loss else None
+            found = of_batch, send_to_device(reduced, "cpu")
         loss, reduced = next(each for each in gather(found, self._pipe_group()) if each is not None)
         return loss, reduced, self._sums()
 
@@ -205,9 +208,3 @@ def leave_no_weights(model: nn.Module) -> None:
         if isinstance(module, PreTrainedModel):
             module.tie_weights()  # so that Trainer counts tied weights once
             module.register_forward_pre_hook(refuse, with_kwargs=True)
-
-
-def _on_host(values: Any) -> Any:
-    if isinstance(values, Tensor):
-        return values.detach().cpu()
-    return type(values)(map(_on_host, values)) if isinstance(values, tuple | list) else values

@@ -65,7 +65,6 @@ class CountedLayers(Layers):
                 recompute,
                 *links,
                 sequence_parallel=setting.sequence,
-                keeps_attention=setting.keeps_attention,
                 fused_loss=self.fused_loss,
             )
 
@@ -112,7 +111,9 @@ class CountedLayers(Layers):
             card, link = self._cluster.card, self._cluster.host_link
             copied_s = (4 + ITEMSIZE[self.dtype]) / link.bandwidth_bytes_per_s  # gradients down, parameters up
             host_s = copied_s + self._cluster.devices_per_node / HOST_ADAM_PARAMETERS_PER_S
-            moved = host_s / divided * card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
+            host_bytes = host_s * card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
+            # a CPU is its own host: nothing is faster there
+            moved = max(OPTIMIZER_BYTES_PER_PARAMETER, host_bytes) / divided
         return bytes_summed(self.dtype, setting.zero_stage), moved
 
     def _is_decoder(self, layer: int) -> bool:
@@ -134,7 +135,6 @@ class CountedLayers(Layers):
             sequence_ranks=setting.sequence,
             fused_norm=not on_cpu,  # plain operations there
             on_cpu=on_cpu,
-            keeps_attention=setting.keeps_attention,
             fused_loss=self.fused_loss,
             offload_optimizer=setting.offload_optimizer,
         )

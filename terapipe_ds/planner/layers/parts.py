@@ -31,7 +31,6 @@ class Setting:
     zero_stage: int = 0
     sequence: int = 1  # ranks that divide the tokens of a slice; tensor is 1 then
     offload_optimizer: bool = False
-    keeps_attention: bool = False  # layers that recompute do so but for attention
 
 
 class TiedCopy(NamedTuple):

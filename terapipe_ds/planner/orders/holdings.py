@@ -122,14 +122,18 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
 
 def _add_joined(nodes: PricedNodes, memory: Memory, after: list[float], working: list[float]) -> None:
     """Add the bytes that wait for slices whose weight gradients are one product, the first of them in the sequence."""
-    for part, (unit, (m, s)) in itertools.product(range(nodes.num_parts), enumerate(nodes.units)):
-        plan = nodes.plans[m]
-        span = plan.lengths[s], plan.starts[s]
-        node = nodes.node(2 if nodes.is_split else 1, part, unit)
-        left = memory.weight_bytes(part, *span) if nodes.is_split else memory.joined_bytes(part, span[0])
-        group = next(group for group in memory.weight_groups(part, plan.lengths) if s in group)
-        if s != group[-1]:
-            after[node] += left
-            after[node + group[-1] - s] -= left
-        elif len(group) > 1 and not nodes.is_split:  # at the end of its B
-            working[node] += memory.product_bytes(part, span, sum(plan.lengths[other] for other in group))
+    first_units = itertools.accumulate((plan.num_slices for plan in nodes.plans), initial=0)
+    batches = list(zip(nodes.plans, first_units, strict=False))
+    for part, (plan, first_unit) in itertools.product(range(nodes.num_parts), batches):
+        spans = list(zip(plan.lengths, plan.starts, strict=True))
+        first = nodes.node(2 if nodes.is_split else 1, part, first_unit)
+        for *group, closing in memory.weight_groups(part, plan.lengths):
+            for s in group:
+                left = (
+                    memory.weight_bytes(part, *spans[s]) if nodes.is_split else memory.joined_bytes(part, spans[s][0])
+                )
+                after[first + s] += left
+                after[first + closing] -= left
+            if group and not nodes.is_split:  # at the end of its B
+                tokens = sum(plan.lengths[s] for s in (*group, closing))
+                working[first + closing] += memory.product_bytes(part, spans[closing], tokens)

@@ -29,6 +29,7 @@ from terapipe_ds.planner.strategy.question import (
     simulate_strategy,
     size_of,
 )
+from terapipe_ds.planner.strategy.space import check_limit
 from terapipe_ds.strategy import Strategy
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Cluster",
     "LayerChain",
     "Strategy",
+    "check_limit",
     "plan_strategy",
     "price_strategy",
     "rank_strategies",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -198,7 +198,7 @@ class Priced(Bounded):
         few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
         if self.may_recompute(schedule):
             again = tuple(peak > limit_bytes for peak in held.peak_bytes)
-            if not all(again) and self.host_bytes(few(), bounds, plan, memory, owners) > host_limit:
+            if not all(again) and self.host_bytes(few, bounds, plan, memory, owners) > host_limit:
                 again = (True,) * self.num_stages  # the host has no room for all that slices keep
             if any(again):
                 recompute, memory = again, self.memory(bounds, again, owners)
@@ -206,7 +206,7 @@ class Priced(Bounded):
         if (need := max(held.peak_bytes)) > limit_bytes:
             self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
             return None
-        hosts = self.host_bytes(few(), bounds, plan, memory, owners)
+        hosts = self.host_bytes(few, bounds, plan, memory, owners)
         if hosts > host_limit:
             return None
         timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
@@ -233,13 +233,16 @@ class Priced(Bounded):
         return self._step_s(list(found.ends_s), bounds, owners), found.peak_bytes
 
     def host_bytes(
-        self, replay: Replay, bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
+        self, replay: Callable[[], Replay], bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
     ) -> int:
-        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node."""
+        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node.
+
+        Nobody calls `replay`, which may have to build its schedule, unless slices are offloaded.
+        """
         levers = self.candidate.levers
         if levers == NO_LEVERS:
             return 0
-        of_stages = np.array(replay.host_bytes(plan, memory) if memory.offloads else [0] * self.num_stages, float)
+        of_stages = np.array(replay().host_bytes(plan, memory) if memory.offloads else [0] * self.num_stages, float)
         of_layers = self.layers.host_bytes(self.candidate.setting)
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             of_stages[stage_id] += of_layers[start:stop].sum()

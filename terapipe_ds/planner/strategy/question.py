@@ -75,6 +75,7 @@ def rank_strategies(
     # the checked question: layers with costs, counts, and a schedule that strategies can have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
+    _check_levers(layers, offload_activations=offload_activations, offload_optimizer=offload_optimizer)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
     fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
     counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
@@ -215,6 +216,13 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
         except ScheduleError as error:
             raise PlannerError(error.reason) from None
     return schedule
+
+
+def _check_levers(layers: Layers, **levers: bool | None) -> None:
+    """Raise PlannerError where a lever is fixed on, and its costs are not known for these layers."""
+    for name, value in levers.items():
+        if value and name not in layers.levers:
+            raise PlannerError(f"{name} = True: only counted models have its costs; give one, or leave it out")
 
 
 def _rates(score: Score, space: Space) -> dict[str, Any]:

@@ -255,15 +255,15 @@ def is_leader(engine: PipelineEngine) -> bool:
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Make `value` the attribute `name` of one object for a while."""
-    before = vars(owner).get(name)
+    is_own, before = name in vars(owner), vars(owner).get(name)  # otherwise its class has the attribute
     setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is None:
-            delattr(owner, name)
-        else:
+        if is_own:
             setattr(owner, name, before)
+        else:
+            delattr(owner, name)
 
 
 def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:

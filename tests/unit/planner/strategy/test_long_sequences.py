@@ -16,7 +16,14 @@ from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.model_sizes import model_size
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.memory import MemoryModel
-from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy, price_strategy, rank_strategies
+from terapipe_ds.planner.strategy import (
+    Cluster,
+    LayerChain,
+    Strategy,
+    plan_strategy,
+    price_strategy,
+    rank_strategies,
+)
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.offload import offloaded_until
 from terapipe_ds.simulator.peak_memory import host_bytes
@@ -152,6 +159,24 @@ def test_a_strategy_is_priced_as_it_was_planned() -> None:
     again = price_strategy(strategy, "llama-3-8b", cluster)
     assert again.predicted_s == pytest.approx(strategy.predicted_s, rel=1e-9)
     assert again.memory_bytes == strategy.memory_bytes
+
+
+def test_an_optimizer_stays_on_a_device_that_has_room() -> None:
+    """A CPU is its own host: no optimizer steps faster there than where it is."""
+    words: dict[str, Any] = {"global_batch_size": 4, "sequence_length": 256, "stages": 2, "data_parallel": 2}
+    free = plan_strategy("nano", Cluster("cpu", 1, 4), **words)
+    assert not free.offload_optimizer and free.zero_stage == 0
+    away = plan_strategy("nano", Cluster("cpu", 1, 4), **words, offload_optimizer=True)
+    assert away.offload_optimizer and away.predicted_s >= free.predicted_s
+
+
+@pytest.mark.parametrize("lever", ["offload_activations", "offload_optimizer"])
+def test_a_lever_without_known_costs_is_refused(lever: str) -> None:
+    chain = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
+    words: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 64}
+    with pytest.raises(PlannerError, match=f"{lever} = True: only counted models have its costs"):
+        plan_strategy(chain, Cluster("h100", 1, 2), **words, **{lever: True})
+    assert plan_strategy(chain, Cluster("h100", 1, 2), **words, **{lever: False}).model_dump()[lever] is False
 
 
 def test_what_cannot_fit_is_told_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] f
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", default="out/sft_trl", help="the folder of checkpoints and of the trained model")
-parser.add_argument("--steps", type=int, default=100, help="optimizer steps, with those of the checkpoint")
+parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, before and after a resume")
 parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it
 
 

@@ -30,17 +30,17 @@ class Row:
 
 
 def row(model: str, device: str, nodes: int, tokens: int, limit_gb: float | None) -> Row:
-    """Return the best strategy for one sequence of so many tokens per step."""
+    """Return the best strategy for steps of one sequence of `tokens` tokens."""
     begin_s = time.perf_counter()
-    found, problem = None, ""
+    answer, problem = None, ""
     try:
         strategy = plan_strategy(
             model, Cluster(device, nodes, 8), global_batch_size=1, sequence_length=tokens, memory_limit_gb=limit_gb
         )
-        found = strategy.model_dump(mode="json") | {"grid": strategy.grid}
+        answer = strategy.model_dump(mode="json") | {"grid": strategy.grid}
     except MemoryLimitError as error:
         problem = str(error)
-    return Row(tokens, found, problem, time.perf_counter() - begin_s)
+    return Row(tokens, answer, problem, time.perf_counter() - begin_s)
 
 
 def shown(one: Row) -> str:

@@ -39,8 +39,8 @@ from terapipe_ds.bench.ranks import (
 EXAMPLES = """  python -m studies.long_context
   python -m studies.long_context --sequence-length 16384 --slices 32 --growth"""
 LINEAR = 2.5
-"""Numbers of the whole length over those of half of it: linear ones double, apart from the first slices, quadratic ones
-are four times as many."""
+"""Numbers may grow by this factor from half the length to the whole: linear ones double, apart from the first slices,
+quadratic ones are four times as large."""
 TINY = 1000  # calls: fewer decide nothing
 
 
@@ -189,8 +189,8 @@ def main(argv: list[str] | None = None) -> None:
             both = run(rank_main, arguments, system, span)
             row = {name: max(own[name] for own in both) for name in ("seconds", "bytes", "loss")}
             rows.append({"attention": name, "system": system, **row})
-            told = f"{row['seconds']:8.1f} s  {row['bytes'] / 1e6:8.0f} MB  loss {row['loss']:.7f}"
-            print(f"{name:<7} {system:<7} {told}", flush=True)
+            figures = f"{row['seconds']:8.1f} s  {row['bytes'] / 1e6:8.0f} MB  loss {row['loss']:.7f}"
+            print(f"{name:<7} {system:<7} {figures}", flush=True)
     write_report(arguments.json, machine=machine(), options=vars(arguments), rows=rows)
 
 

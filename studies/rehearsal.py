@@ -6,7 +6,7 @@ the shortest slice lasts `--slice-ms`, forward and backward together; W takes a 
 table has the seconds of a step, measured and simulated, and how many times as fast it is as DeepSpeed's own engine.
 The difference is the work of engine and messages, and the wait of ranks for a core where they are more than cores: all
 stages begin a slot at once. So the table has per slot (a computation of a stage) the seconds beyond the simulation, and
-the processor seconds of all stages over the cores, the least that a slot takes longer if no stage sleeps meanwhile.
+the processor seconds of all stages over the cores: the least by which a slot grows if no stage sleeps during it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXAMPLES = """\
 
 @dataclass(frozen=True)
 class SleepCosts:
-    """Hold the seconds of a part: those of a stage, scaled, by its share of the layers."""
+    """Hold the seconds of a part: the scaled seconds of a stage, by the part's share of the layers."""
 
     of_stage: ParametricCosts
     scale: float

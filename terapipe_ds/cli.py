@@ -84,8 +84,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
         parser.error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)} Known: {', '.join(COMMANDS)}")
     arguments, unknown = parser.parse_known_args(words, argparse.Namespace(words=words))
     if unknown:
-        known = re.findall(r"--[a-z][a-z-]*", arguments.parser.format_help())
-        hint = nearest(unknown[0].partition("=")[0], known)
+        options = re.findall(r"--[a-z][a-z-]*", arguments.parser.format_help())
+        hint = nearest(unknown[0].partition("=")[0], options)
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 

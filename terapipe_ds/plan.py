@@ -135,7 +135,7 @@ class _File(BaseModel):
 
 
 JOINED_ROWS = 4096
-"""Rows of one product for weight gradients: with so many, a GPU adds to fp32 sums in the time of the product alone."""
+"""Rows of one product for weight gradients: from this number on, a GPU adds to fp32 sums in the time of the product."""
 
 
 def weight_groups(lengths: Sequence[int], rows: float) -> list[list[int]]:

@@ -122,7 +122,7 @@ class Strategy(BaseModel):
     offload_optimizer: bool = False  # DeepSpeed's, to the host's memory
     memory_by_kind: dict[str, list[int]] = {}  # of `memory_bytes`: kind -> by stage, at its peak
     host_memory_bytes: int = 0  # of the fullest node
-    model_flops_per_s: _Seconds = 0.0  # of a device: those of the model, without recomputation
+    model_flops_per_s: _Seconds = 0.0  # of a device, without recomputation
     mfu: _Seconds = 0.0  # share of the device's peak; 0: not known
 
     @property

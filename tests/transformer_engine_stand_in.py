@@ -139,7 +139,7 @@ class _Product(torch.autograd.Function):
 
 @contextmanager
 def transformer_engine() -> Iterator[Any]:
-    """Install the stand-in; yield megatron-core's module of layers as it is with Transformer Engine 2.8."""
+    """Install the stand-in; yield megatron-core's module of layers, imported as with Transformer Engine 2.8."""
     named = types.SimpleNamespace
     pytorch: Any = types.ModuleType("transformer_engine.pytorch")
     pytorch.Linear, pytorch.LayerNormLinear, pytorch.fp8_autocast = Linear, LayerNormLinear, fp8_autocast

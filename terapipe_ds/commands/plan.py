@@ -64,8 +64,8 @@ def run(arguments: argparse.Namespace) -> None:
         return
     lines = describe(result, schedule_chosen=ranking is not None)
     if rates is not None:
-        told = zip(("rate", "", ""), rates.lines(device_card(options.device)), strict=False)
-        lines += [f"{name:<9} {text}" for name, text in told]
+        rows = zip(("rate", "", ""), rates.lines(device_card(options.device)), strict=False)
+        lines += [f"{name:<9} {text}" for name, text in rows]
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))

@@ -58,7 +58,7 @@ Offload = Annotated[bool, BeforeValidator(_as_switch)]
 class StrategyOptions(CostOptions):
     """Choose the cluster, the size of a step, and the output files."""
 
-    devices: int = option("so many in all", "N", 0, group="cluster", ge=1, le=MAX_DEVICES)
+    devices: int = option("number of devices in all", "N", 0, group="cluster", ge=1, le=MAX_DEVICES)
     devices_per_node: int = option(
         "default: what nodes of the device card have", "N", 0, group="cluster", ge=1, le=MAX_DEVICES
     )
@@ -231,9 +231,9 @@ def _write(best: Strategy, options: StrategyOptions) -> None:
 
 def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
-        found = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
-        found["sequence_length"] = strategy.plans[0].sequence_length
-        return found | ({"slices": strategy.equal_slices} if strategy.equal_slices else {})
+        fields = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
+        fields["sequence_length"] = strategy.plans[0].sequence_length
+        return fields | ({"slices": strategy.equal_slices} if strategy.equal_slices else {})
 
     best = strategies[0]
     return json.dumps(

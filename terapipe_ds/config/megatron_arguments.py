@@ -162,7 +162,7 @@ def translation(name: str) -> str:
 def render_table() -> str:
     """Return the table of all arguments in Markdown."""
     rows = [f"| `{name}` | {translation(name)} |" for name in (*IN_JSON, *SCHEDULER, *LOST)]
-    return "\n".join(["| argument of Megatron-LM | its place here |", "|---|---|", *rows])
+    return "\n".join(["| argument of Megatron-LM | in this package |", "|---|---|", *rows])
 
 
 def _read(text: str) -> tuple[dict[str, str], list[str]]:

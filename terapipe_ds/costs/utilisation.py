@@ -1,7 +1,7 @@
 """Relate the time of a step to a device's peak: model FLOP/s, MFU and tokens per second, beside published runs.
 
-Model FLOPs are those of one forward and its backward, three forwards: 2 per parameter of a matrix and token, and 2 for
-each product in attention, of which a causal mask leaves half. Recomputation does not count.
+Model FLOPs count one forward and its backward, which is three forwards: 2 per parameter of a matrix and token, and 2
+for each product in attention. A causal mask leaves half of these products. Recomputation does not count.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class _Pass:
         flat = whole.reshape(-1, whole.shape[-1])
         if self._needs[0]:
             self.hidden_gradient = torch.empty_like(flat)
-        # autocast may ask for products in another dtype than that of the weight
+        # autocast may ask for products in another dtype than the weight's
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
         loss = torch.zeros_like(self._tokens.weights[:1]).sum()

@@ -34,8 +34,8 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
         name = "grad_accum" if optimizer.use_grad_accum_attribute else "grad"
         return lambda parameter: getattr(parameter, name, None)
     if isinstance(optimizer, ZeROOptimizer):
-        problem = f"where {type(optimizer).__name__} keeps gradients is not known"
-        raise TypeError(f"{problem}, so that those of tensor-parallel ranks cannot be summed. Use ZeRO stage 0 or 1")
+        problem = f"{type(optimizer).__name__} keeps gradients in a place of its own"
+        raise TypeError(f"{problem}, so tensor-parallel ranks cannot sum them. Use ZeRO stage 0 or 1")
     return lambda parameter: parameter.grad
 
 
@@ -103,6 +103,6 @@ def require_equal_gradients(replicated: Parameters, optimizer: Any, group: Any, 
     if names:
         raise ReplicatedGradientError(
             f"tensor-parallel ranks {torch_dist.get_process_group_ranks(group)} have different gradients for "
-            f"{len(names)} of {len(replicated)} parameters of which each keeps a copy: {_few(names)}. {advice}"
+            f"{len(names)} of {len(replicated)} parameters that each rank keeps a copy of: {_few(names)}. {advice}"
         )
     return True

@@ -86,7 +86,7 @@ class PartMemory:
     working_sent_bytes_per_token: float = 0  # of gradients for the part before, until they are known to be there
     staying_bytes_per_token: float = 0  # of `slice_bytes_per_token`: inputs and outputs of a part, never offloaded
     joined_bytes_per_token: float = 0  # of a B that is not split, until the slices that join it have run
-    joined_tokens: float = 0  # slices join until they have so many, and share their product for weight gradients
+    joined_tokens: float = 0  # slices join up to this number, and share their product for weight gradients
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
 
@@ -278,7 +278,7 @@ class Setup:
 
     @property
     def _outputs(self) -> int:
-        """Return the copies of attention's output: that of all tokens, and a rank's own tokens for the projection."""
+        """Return the copies of attention's output: of all tokens, and of a rank's own tokens for the projection."""
         return 2 if self.sequence_ranks > 1 else 1
 
     @property

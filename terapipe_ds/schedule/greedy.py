@@ -35,7 +35,7 @@ Unit = TypeVar("Unit", int, SliceKey)
 class Times(NamedTuple):
     """Hold what F, B and W take; without W where that is 0.
 
-    `growth`: by how much more of its mean the F and the whole backward of a last slice take than those of a first one.
+    `growth`: how much longer F and the whole backward of the last slice take than of the first one, over their mean.
     """
 
     forward: int

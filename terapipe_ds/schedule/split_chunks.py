@@ -27,8 +27,8 @@ def seq1f1b_interleaved_zb(
 ) -> list[list[PlacedUnit]]:
     """Run `seq1f1b-interleaved` with W, as `seq1f1b-zb` runs `seq1f1b`, within `max_live_slices` (see `_most_live`).
 
-    No group of units reaches over the end of a micro-batch, where units are many enough. Where the limit is less than
-    the forwards and backwards themselves need, orders come from list scheduling.
+    With enough units no group reaches over the end of a micro-batch. If the limit is less than the forwards and
+    backwards themselves need, orders come from list scheduling.
     """
     placement = loop(num_stages, num_chunks)
     limit = _most_live(placement, num_slices, max_live_slices)
@@ -88,8 +88,8 @@ def _as_in_1f1b(placement: Placement, num_slices: tuple[int, ...]) -> int:
 def _listed(placement: Placement, num_slices: tuple[int, ...], limit: int) -> list[list[PlacedUnit]]:
     """Return orders of list scheduling in which no stage holds more than `limit` slices.
 
-    Where the limit is short, stages share it out among their chunks as work goes on, or beforehand by the number of
-    parts that follow: either may be shorter. Where it is not, orders without a wait at even times are within reach.
+    If the limit is short, stages share it out among their chunks as work goes on, or beforehand by the number of
+    parts that follow: either may be shorter. Else orders without a wait at even times are within reach.
     """
     num_stages, chunks, of_one = _sizes(placement, num_slices)
     rooms, weights = [room_on_stages(limit, num_slices, chunks)], (1, 1, 1)

@@ -212,7 +212,7 @@ def _own_batches(engine: Any) -> list[Any]:
 
 
 def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]]:
-    """Train by the config of a strategy alone; return the config, and the losses beside those of the whole model."""
+    """Train by the config of a strategy alone; return the config, and the losses beside the whole model's."""
     planned = Strategy.from_json(strategy)
     config, changes = config_of(family, 4), planned.to_deepspeed()
     module = terapipe_ds.from_config(config, topology=terapipe_ds.topology_of(planned), dtype=torch.float32)

@@ -70,5 +70,5 @@ def trainer_of(kind: type[SFTTrainer], setting: Mapping[str, Any], folder: str, 
 
 def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return how the pipeline's run differs from SFTTrainer's in one process."""
-    given = {"section": {"slices": 3, "granularity_tokens": 1}, **given}
-    return trainer_jobs.compare(given, folder, (SFTTrainer, PipelineSFTTrainer), trainer_of)
+    with_slices = {"section": {"slices": 3, "granularity_tokens": 1}, **given}
+    return trainer_jobs.compare(with_slices, folder, (SFTTrainer, PipelineSFTTrainer), trainer_of)

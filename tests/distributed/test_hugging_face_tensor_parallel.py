@@ -32,7 +32,7 @@ BOTH = (2, 1, 2)
 CASES: dict[str, dict[str, Any]] = {
     # fewer key and value heads than ranks, and norms whose gradients the ranks sum
     "shared heads": {"family": "qwen3", "grid": (1, 1, 4)},
-    # tied embeddings, of which one rank has more than the other
+    # tied embeddings: one rank has more of them than the other
     "odd vocabulary, clipping": {"family": "gemma2", "grid": BOTH, "fields": {"vocab_size": 67}, "clipping": 0.01},
     # biases beside divided weights, which count once in the norm; DeepSpeed's norm is fp32
     "biases, clipping": {"family": "phi", "grid": BOTH, "clipping": 0.01},
@@ -105,8 +105,8 @@ def test_a_checkpoint_moves_to_another_layout(
     expected = pool.run(write_checkpoint, family=family, grid=grid_of_writer, folder=folder, **fields)[0]
     grids = [(1, 1, 4), *([BOTH, (2, 2, 1), (4, 1, 1)] if FULL else [])]
     for grid, universal in [*((grid, True) for grid in grids), *([(grid_of_writer, False)] if FULL else [])]:
-        given = {"family": family, "grid": grid, "folder": folder, "universal": universal}
-        for losses in pool.run(read_checkpoint, **given, **fields):
+        options = {"family": family, "grid": grid, "folder": folder, "universal": universal}
+        for losses in pool.run(read_checkpoint, **options, **fields):
             assert losses == pytest.approx(expected, rel=1e-5), grid
 
 

@@ -14,7 +14,7 @@ from tests.distributed.harness import rank_pool
 
 SLICE, DOCUMENT = 8, 8
 _ATTENTION = ("_scaled_dot_product_flash_attention_for_cpu_backward", "add_.Tensor")
-"""Operations of full attention: the gradients of all keys before a slice, which are added to those of later slices."""
+"""Operations of full attention: gradients of all keys before a slice, and their addition to later slices' gradients."""
 
 
 def counts_of(length: int, span: int | None, is_packed: bool) -> collections.Counter[str]:

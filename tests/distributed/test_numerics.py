@@ -170,7 +170,7 @@ GROUPS: list[tuple[str, dict[str, Any], dict[str, tuple[Poison, str]]]] = [  # w
     ("terapipe", NON_REENTRANT, {
         "gradient, non-reentrant": (Poison("gradient", HERE, 3), rf"{FIRST % 3}backward: the gradient of its input"),
     }),
-    ("seq1f1b-zb", {}, {  # the last W of a group, that of slice 0, computes the product of all its slices
+    ("seq1f1b-zb", {}, {  # the last W of a group, slice 0's, computes the product of all its slices
         "parameter of W": (Poison("product", HERE, 6),
                            rf"rank 1: stage 1, layer 6 \(Poisoned\), {SLICE_0}, {OF_PARAMETER}product"),
     }),

@@ -123,7 +123,7 @@ class TestFlops:
         for stage_id, rank in enumerate(ranks):
             text = (path if stage_id == 0 else path.with_name("profile.txt.stage1")).read_text()
             assert figure(text, "forward") == pytest.approx(rank["expected"]["forward"], rel=1e-3)
-            # on the last stage only the decoder layers have products: the loss has those of the output matrix
+            # on the last stage only the decoder layers have products: the loss has the products of the output matrix
             assert len(re.findall("forward of ", text)) == 3 - stage_id
             assert not re.search(r"PipelineModule\.\d+\.", text)
             assert rank["same"] == 0.0

@@ -96,11 +96,11 @@ UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
 def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
     given = UNDER_DEEPSPEED[name]
     stock = rank_pool(1).run(play_alone, given=given, folder=str(tmp_path / "one"), kind=Trainer)[0]
-    found = rank_pool(2).run(play_alone, given=given, folder=str(tmp_path / "two"), kind=PipelineTrainer)[0]
-    for log in (log for run in (stock, found) for log in run["logs"]):
+    staged = rank_pool(2).run(play_alone, given=given, folder=str(tmp_path / "two"), kind=PipelineTrainer)[0]
+    for log in (log for run in (stock, staged) for log in run["logs"]):
         log.pop("grad_norm", None)  # DeepSpeed alone does not keep it in fp32
     limit = 1e-2 if name == "bf16" else 1e-6
-    differ = differences(stock, found)
+    differ = differences(stock, staged)
     assert differ["logs"] <= limit and differ["results"] <= limit, differ
     assert name == "bf16" or differ["weights"] <= 1e-4
 
@@ -121,8 +121,8 @@ def test_labels_of_a_step_weigh_alike_without_trainer() -> None:
 def test_sabotage_is_seen(tmp_path: Path) -> None:
     """A mean of means trains other weights, and stages with data of their own are an error."""
     means = {"fp64": True, "section": {"loss_reduction": "mean_valid"}}
-    found = rank_pool(2).run(compare, given=means, folder=str(tmp_path / "means"))[0]
-    assert found["weights"] > 1e-3 and found["logs"] > 1e-4
+    errors = rank_pool(2).run(compare, given=means, folder=str(tmp_path / "means"))[0]
+    assert errors["weights"] > 1e-3 and errors["logs"] > 1e-4
     for text in rank_pool(2).run(sharded_by_rank, folder=str(tmp_path / "shards")):
         assert "the stages of a pipeline disagree on the token ids" in text
 

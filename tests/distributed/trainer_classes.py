@@ -48,7 +48,7 @@ def refusals_of_classes(folder: str) -> list[str]:
 
 
 def without_section(folder: str) -> tuple[bool, bool]:
-    """Return whether the mixin leaves a Trainer as it is without an enabled section."""
+    """Return whether the mixin changes nothing of a Trainer without an enabled section."""
     from tests.distributed.trainer_jobs import PipelineTrainer, trainer_of
 
     trainer = trainer_of(PipelineTrainer, setting_of({}), folder, None)

@@ -221,17 +221,17 @@ def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callab
             expected["weights"] = {_plain(name): value.numpy() for name, value in model.state_dict().items()}
     torch_dist.barrier()
     with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
-        found = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
-    trainer = found.pop("trainer")
-    found["weights"] = weights_of(trainer._stages.module)
-    everyone = gathered((found["logs"], found["results"], found["events"]))
+        staged = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
+    trainer = staged.pop("trainer")
+    staged["weights"] = weights_of(trainer._stages.module)
+    everyone = gathered((staged["logs"], staged["results"], staged["events"]))
     trainer._stages.engine.destroy()
     if expected is None:
         return {}
     same = all(repr(each[:2]) == repr(everyone[0][:2]) for each in everyone)
-    for run in (expected, found):
+    for run in (expected, staged):
         run["of_steps"] = bool(setting["one"])
-    return differences(expected, found) | {"ranks": same, "files": files(folder)}
+    return differences(expected, staged) | {"ranks": same, "files": files(folder)}
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:
@@ -277,7 +277,7 @@ def differences(expected: Mapping[str, Any], found: Mapping[str, Any]) -> dict[s
 
 
 def _of_steps(run: Mapping[str, Any]) -> list[Any]:
-    """Return all events, or those of whole steps where the runs have other numbers of micro-batches."""
+    """Return all events, or only events of whole steps if the runs have other numbers of micro-batches."""
     return [event for event in run["events"] if not run.get("of_steps") or event[0] != "on_substep_end"]
 
 
@@ -296,7 +296,7 @@ def _largest_difference(expected: list[dict[str, Any]], found: list[dict[str, An
 
 
 def files(folder: str) -> list[str]:
-    """Return the files of JSON in the folders of the Trainer that are not the same in those of the pipeline's."""
+    """Return the JSON files in the Trainer's folders that differ from the files of the pipeline's Trainer."""
     one = Path(folder, "one")
     other = Path(folder, "stages")
     paths = [path.relative_to(one) for path in one.rglob("*config.json")] if one.is_dir() else []

@@ -29,7 +29,7 @@ PREDICTED = 0.10
 """The largest relative error of a prediction that is allowed."""
 _PAIRS = 7
 MOST_WRITTEN = 1.5
-"""How many times the bytes of one slice's adds, casts and zeros those of 16 may be; a pass per slice is 16 times."""
+"""Most bytes of adds, casts and zeros of 16 slices, over one slice's; a pass per slice writes 16 times as many."""
 _ADDS = ("aten::add_", "aten::copy_", "aten::zero_", "aten::fill_")
 
 

@@ -47,7 +47,7 @@ def checks(settings: Settings) -> Iterator[Check]:
             continue
         for size, row in found["sizes"].items():
             what = f"{name}, messages of {size} MB"
-            yield at_most(f"{what}: loss over that of whole sequences", row["difference"], 1e-2)
+            yield at_most(f"{what}: loss over the loss of whole sequences", row["difference"], 1e-2)
             yield Check(f"{what}: step, ms", row["step_s"] * 1e3)
             yield at_most(f"{what}: batches by way of the host", row["host_share"] or 0.0, 3 / BATCHES)
         yield settings.timed(f"{name}: share of multiprocessors that a waiting receive holds", found["held"], MOST_HELD)
@@ -79,14 +79,14 @@ def _rank_main(
 
     prepare_rank(rank, 2, rendezvous, device, binds=binds)
     sizes = {size: _trained(device, count, is_tiny) for size, count in tokens.items()}
-    found = {"sizes": sizes, "held": _held(rank, device)}
+    results = {"sizes": sizes, "held": _held(rank, device)}
     if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(found))
+        Path(folder, "found.json").write_text(json.dumps(results))
     finish_rank([])
 
 
 def _trained(device: str, tokens: int, is_tiny: bool) -> dict[str, Any]:
-    """Train some batches, of which the first ones go by way of the host, beside the same model on whole sequences."""
+    """Train some batches, the first ones by way of the host, beside the same model on whole sequences."""
     from terapipe_ds.bench.ranks import build_engine, micro_batches
 
     hidden, heads = (32, 2) if is_tiny else (4096, 32)
@@ -127,7 +127,7 @@ def _held(rank: int, device: str) -> float:
         waiting.wait()
         torch_dist.send(share, 0, group=group)
     else:
-        time.sleep(2.0)  # the receive waits meanwhile
+        time.sleep(2.0)  # the receive waits during this sleep
         torch_dist.send(message, 1, group=group)
         torch_dist.recv(share, 1, group=group)
     return max(0.0, float(share))

@@ -91,14 +91,14 @@ def test_json_goes_to_stdout_or_to_a_file_of_the_same_content(
 )
 def test_the_shell_completes_words(tmp_path: Path, line: str, words: set[str]) -> None:
     pytest.importorskip("argcomplete", reason="an optional package")
-    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
-    asked |= {
+    variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
+    variables |= {
         "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
         "PYTHONPATH": str(ROOT),
         "_ARGCOMPLETE_IFS": "\n",
     }
     command = [sys.executable, "-c", "from terapipe_ds.cli import main; main()"]
-    subprocess.run(command, env=os.environ | asked, timeout=60, check=True)
+    subprocess.run(command, env=os.environ | variables, timeout=60, check=True)
     assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == words
 
 

@@ -28,7 +28,7 @@ def test_the_dockerfile() -> None:
 
 
 def test_the_train_job() -> None:
-    """The fields are those of the TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
+    """The file has the fields of a TrainJob of Kubeflow Trainer 2 (trainer.kubeflow.org/v1alpha1)."""
     job = yaml.safe_load((FOLDER / "trainjob.yaml").read_text())
     assert (job["apiVersion"], job["kind"]) == ("trainer.kubeflow.org/v1alpha1", "TrainJob")
     assert job["spec"]["runtimeRef"] == {"name": "deepspeed-distributed"}

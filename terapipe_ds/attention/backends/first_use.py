@@ -29,7 +29,7 @@ CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
 (set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
 that fill one block; few blocks of 64 queries before several blocks of keys, which are then divided over the processors
-and merged; one query, whose group takes the place of queries; and so many blocks of queries that none is divided.
+and merged; one query, whose group takes the place of queries; and enough blocks of queries that none is divided.
 """
 _WITH_DROPOUT, _DROPOUT_P = (2, 4, 2, 40, 300), 0.25  # with dropout kernels divide no keys and swap no heads
 _MOST_ERROR = 0.02  # for bf16, whose steps are 0.4 %
@@ -80,9 +80,9 @@ def wrong_result(
 
 @contextmanager
 def _as_outside(device: torch.device) -> Iterator[None]:
-    """Leave random numbers as they are, and pass by what watches operations meanwhile, such as the first batch's check.
+    """Keep the state of random numbers, and suspend modes that watch operations, such as the first batch's check.
 
-    This would replace random numbers.
+    The check would replace random numbers.
     """
     devices = [device] if device.type == "cuda" else []
     with _python_dispatch._disable_current_modes(), torch.random.fork_rng(devices), torch.no_grad():

@@ -34,8 +34,8 @@ class PipelineTrainerMixin(Trainer):
     """Train over the stages that the DeepSpeed JSON names, in token slices. Put it before a Trainer's class.
 
     `"pipeline": {"stages": N}` ("auto": all ranks) and an enabled `terapipe` section in `TrainingArguments(deepspeed=)`
-    switch it on; otherwise it does nothing. Losses, metrics, callbacks, schedules and saved files are those of the
-    Trainer. `trainer.model` keeps no weights.
+    switch it on; otherwise it does nothing. Losses, metrics, callbacks, schedules and saved files equal the
+    Trainer's. `trainer.model` keeps no weights.
 
     Raises:
         ModelRefusedError: on all ranks, for arguments and classes that stages cannot serve.

@@ -44,7 +44,7 @@ _NEW = (
     "_labels_of",
 )  # methods of the mixin that no Trainer has
 _PAIRS = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
-# What the mixin does itself, so that a class below it may only hand the call on.
+# The mixin replaces these methods, so that a class below it may only hand the call on.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
 
 

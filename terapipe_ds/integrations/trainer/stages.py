@@ -89,12 +89,12 @@ class Stages:
     # -- DeepSpeed's config -------------------------------------------------------------------------------------------
 
     def new_config(self, args: TrainingArguments) -> HfTrainerDeepSpeedConfig:
-        """Return the config with the values of `args` in place of "auto"; those of a training run are still open.
+        """Return the config with the values of `args` in place of "auto"; values of a training run stay "auto".
 
         `args` count data-parallel ranks as their processes.
         """
         raw = copy.deepcopy(dict(self._raw))
-        # a size that the JSON leaves out is the one of the arguments, not DeepSpeed's default
+        # a size that the JSON leaves out comes from the arguments, not from DeepSpeed's default
         for name in _SIZES:
             raw.setdefault(name, "auto")
         for name in ("bf16", "fp16"):

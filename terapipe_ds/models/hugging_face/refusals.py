@@ -67,7 +67,7 @@ def refused_on_all_ranks() -> Iterator[None]:
 
 
 def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | None:
-    """Return the dtype that the arguments name; None is the config's, or that of a model in memory.
+    """Return the dtype that the arguments name; None stands for the dtype of the config or of a model in memory.
 
     Raises TypeError for unknown arguments of `from_config` and `from_pretrained`, with the right ones.
     """

@@ -1,4 +1,4 @@
-"""Let weight gradients of megatron-core's linear layers wait for W, or for those of other slices.
+"""Let weight gradients of megatron-core's linear layers wait for W, or for the gradients of other slices.
 
 If a slice has a W of its own (zero bubble, Qi et al., arXiv 2401.10241), B computes the gradients of biases and, with
 megatron-core's collectives, the gradients of the inputs, for which the earlier layers wait. Column-parallel layers sum

@@ -135,7 +135,7 @@ class MegatronGPT(PipelineModule):
     @property
     def split_backwards_problem(self) -> str | None:
         """Return why no schedule may split backwards, None where one may."""
-        kernels = "in fp8 Transformer Engine computes weight gradients together with those of the inputs"
+        kernels = "in fp8 Transformer Engine computes weight gradients and input gradients together"
         return kernels if self.blueprint.config.fp8 else None
 
     @property

@@ -224,7 +224,7 @@ class Priced(Bounded):
     def price(
         self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[bool]
     ) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds and the peak bytes by stage of a cut whose stages recompute as they are told."""
+        """Return the seconds and the peak bytes by stage of a cut whose stages recompute where `recompute` says."""
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
         memory, costs = self.memory(bounds, recompute, owners), self.parts(bounds, recompute, owners)

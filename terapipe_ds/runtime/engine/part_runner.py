@@ -286,7 +286,7 @@ class PartRunner:
         gradients: Tensors = ()
         if not self.place.is_last:
             gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
-        # products for weight gradients wait: for W, or for those of other slices
+        # products for weight gradients wait: for W, or for the products of other slices
         is_split = stage.weights.splits(key)
         with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):
             if self.place.is_last:
@@ -324,7 +324,7 @@ class PartRunner:
         return count
 
     def weight(self, action: Action) -> None:
-        """Compute the weight gradients that the B of this slice has left, with those of its group."""
+        """Compute the weight gradients that the B of this slice and of its group have left."""
         slices = self._open()
         slices.get(action)
         self._begin(action)

@@ -1,7 +1,7 @@
 """Report how the allocator of this rank's device fares. Only the main thread may call these functions.
 
-The allocator holds its lock while it waits for the device. Another thread that asks it then waits as well, and holds
-the interpreter meanwhile: a watch-dog that asks would hang with the thread that it watches.
+The allocator holds its lock while it waits for the device. Another thread that asks it then waits as well, and keeps
+the interpreter's lock: a watch-dog that asks would hang with the thread that it watches.
 """
 
 from __future__ import annotations

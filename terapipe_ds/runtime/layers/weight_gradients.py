@@ -228,7 +228,7 @@ class WeightGradients:
     def taker(self, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
         """Return the function that a layer's backward must call with the factors of its weight gradient.
 
-        Its arguments are those of `keep` after the weight. None: the layer computes the gradient as it would without.
+        It takes the arguments of `keep` after the weight. None: the layer computes the gradient by itself.
         """
         add = self.adder(inputs, weight)
         if add == self.keep:

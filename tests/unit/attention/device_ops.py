@@ -184,7 +184,7 @@ class FlashAttnPackage:
         return out, lse
 
     def gradients(self, *inputs: Any) -> Any:
-        """Return the gradients by the kernel's formula: of `out` and `lse` as they are given, not of its own."""
+        """Return the gradients by the kernel's formula, from the `out` and `lse` of the call, not from its own."""
         grad, q, k, v, out, lse, lengths, p, seed, deterministic, *options = inputs
         self.deterministic.add(deterministic)
         assert lse.is_contiguous()
@@ -240,8 +240,8 @@ class FlashAttnPackage:
 
     def fa3_backward(self, *rest: Any, **options: Any) -> Any:
         *inputs, dq, dk, dv = rest
-        found = self.gradients(*inputs, _lengths(options), 0.0, 0, options["deterministic"], *_numbers(options))
-        self._write((dq, dk, dv), found)
+        gradients = self.gradients(*inputs, _lengths(options), 0.0, 0, options["deterministic"], *_numbers(options))
+        self._write((dq, dk, dv), gradients)
         return [dq.new_empty(0)] * 5
 
     def fa4_forward(

@@ -118,7 +118,7 @@ WITH_DROPOUT = {
 @pytest.mark.parametrize("kernel", [CudaFlash, FlashAttn])
 @pytest.mark.parametrize("name", WITH_DROPOUT)
 def test_attention_dropout_in_one_call_per_slice(name: str, kernel: Any) -> None:
-    """The output shows which probabilities a forward has kept; gradients are those of exactly these."""
+    """The output shows which probabilities a forward has kept; the gradients come from exactly these."""
     case = dataclasses.replace(WITH_DROPOUT[name], dropout_p=0.4)
     with flash_attn_on_cpu() if kernel is FlashAttn else _on_cpu(TorchOps(), CudaFlash):
         found = run_in_slices(case)

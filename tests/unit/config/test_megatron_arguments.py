@@ -57,7 +57,7 @@ def test_deepspeed_reads_every_key() -> None:
     ],
 )
 def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
-    """Each step's rate lies among those of Megatron's scheduler for two steps before to one step after.
+    """Each step's rate lies among the rates of Megatron's scheduler from two steps before to one step after.
 
     DeepSpeed's schedulers count from another step, and the cosine has one step of warm-up at least.
     """

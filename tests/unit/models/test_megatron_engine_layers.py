@@ -105,7 +105,7 @@ def test_other_backwards_are_transformer_engine_s(engine: Any) -> None:
     by_torch(run.plain, hidden.detach().requires_grad_()).square().sum().backward()
     run.assert_same()
     assert len(run.layers.up.calls) == 1
-    # fp8 has products of its own, of which W knows nothing
+    # fp8 has products of its own, which W does not know
     run.gradients.open_batch(UNITS)
     recipe = types.SimpleNamespace(product=F.linear)
     with unit(*UNITS[0]), run.gradients.deferred(UNITS[0]), fp8_autocast(fp8_recipe=recipe):

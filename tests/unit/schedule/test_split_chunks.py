@@ -57,7 +57,7 @@ def test_every_shape_of_a_loop_has_its_bound() -> None:
 @fewer
 @given(ragged_shapes, st.integers(1, 3), st.integers(0, 40), st.sampled_from([LOOP, V]))
 def test_no_stage_holds_more_than_the_limit(shape: tuple[int, list[int]], chunks: int, more: int, name: str) -> None:
-    """Whatever the shape, down to a whole micro-batch; and the default is that of unsliced 1F1B."""
+    """For every shape, with limits down to a whole micro-batch; the default limit is the memory of unsliced 1F1B."""
     num_stages, num_slices = shape
     chunks = 2 if name == V else chunks
     least = chunks * max(num_slices)

@@ -1,6 +1,6 @@
 """Define layers that hold a share of a weight: DeepSpeed's AutoTP layers, on the host and with split backwards.
 
-Their inputs and outputs are those of the layers that they replace. DeepSpeed's collectives sum or gather them.
+They take and return the same tensors as the layers that they replace. DeepSpeed's collectives sum or gather them.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def test_arguments_that_nobody_takes(make: Callable[..., Any], arguments: dict[s
 def test_names_of_dtypes_and_arguments_that_ask_for_nothing(name: str) -> None:
     nothing = {"device_map": None, "trust_remote_code": False, "quantization_config": None}
     options: dict[str, Any] = {"seed_layers": True, **nothing}
-    given = {"dtype": None, "options": options} | ({"dtype": "bfloat16"} if name == "dtype" else {})
+    arguments = {"dtype": None, "options": options} | ({"dtype": "bfloat16"} if name == "dtype" else {})
     options |= {} if name == "dtype" else {name: "bfloat16"}
-    assert check_arguments(**given) is torch.bfloat16
+    assert check_arguments(**arguments) is torch.bfloat16
     assert options == {"seed_layers": True}
     assert check_arguments("auto", {}) is None
 

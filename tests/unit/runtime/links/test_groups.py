@@ -63,14 +63,14 @@ def test_no_rank_is_left_out_of_more_groups_than_another(monkeypatch: pytest.Mon
     outside: Counter[int] = Counter()
     order = []
     for rank in range(STAGES * REPLICAS * TENSOR):
-        asked = made_on(rank, "nccl", monkeypatch)
-        order.append([(each["ranks"], each["backend"]) for each in asked])
-        outside[rank] = sum(each["ranks"] is not None and rank not in each["ranks"] for each in asked)
+        calls = made_on(rank, "nccl", monkeypatch)
+        order.append([(call["ranks"], call["backend"]) for call in calls])
+        outside[rank] = sum(call["ranks"] is not None and rank not in call["ranks"] for call in calls)
     assert all(each == order[0] for each in order), "all ranks make all groups in one order"
     assert set(outside.values()) == {REPLICAS * TENSOR - 1}
 
 
 def test_over_gloo_each_pipeline_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A group connects each of its ranks with each other, and tags tell its messages apart."""
-    asked = made_on(0, "gloo", monkeypatch)
-    assert Counter(len(each["ranks"] or range(128)) for each in asked) == {STAGES: 3 * REPLICAS * TENSOR, 128: 1}
+    calls = made_on(0, "gloo", monkeypatch)
+    assert Counter(len(call["ranks"] or range(128)) for call in calls) == {STAGES: 3 * REPLICAS * TENSOR, 128: 1}

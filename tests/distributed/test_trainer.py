@@ -61,7 +61,7 @@ USUAL = ("exact", "evaluated and saved", "resumed")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
-    """Return the settings, all but those of `names` for the full run alone."""
+    """Return the settings as parameters; only the full run takes those that `names` does not list."""
     return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in settings]
 
 

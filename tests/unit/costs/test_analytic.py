@@ -13,7 +13,7 @@ from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 # One layer of round numbers, on a device that does 1000 FLOP and moves 100 bytes a second.
 TINY = ModelSize("round", 2, 4, 2, 1, head_dim=2, ffn_size=8, vocab_size=10, max_sequence_length=64, gated_mlp=True)
 NEAR, FAR, ANY = LinkCard(50.0, 0.5), LinkCard(5.0, 2.0), LinkCard(1e40, 1e-40)
-SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-9, 1.0, 1.0, 1.0, 4, NEAR, FAR)
+SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-40, 1.0, 1.0, 1.0, 4, NEAR, FAR)
 # One FLOP a second, and everything but arithmetic for nothing: its seconds are FLOPs.
 COUNTER = DeviceCard("counter", "a counter", {"fp32": 1.0}, 1e40, 10**6, 1e-40, 1.0, 1.0, 1.0, 4, ANY, ANY)
 

@@ -157,14 +157,16 @@ class Stages:
         assert engine is not None
         engine.step_label_counts = None if label_count is None else [label_count]
         reduction = "avg" if engine.monitor.enabled and with_loss else None
-        result, logits = engine.eval_batch(
+        wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
+        result = engine.eval_batch(
             iter([batch]),
-            return_logits=True,
+            return_logits=wants_logits,
             compute_loss=with_loss,
             reduce_output=reduction,
             bcast_loss=False,
             num_micro_batches=1,
         )
+        result, logits = result if wants_logits else (result, None)
         found = None
         if engine.is_last_stage():
             loss = result[0] if isinstance(result, list) else result

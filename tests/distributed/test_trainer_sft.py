@@ -42,6 +42,12 @@ def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     check_same(rank_pool(2).run(compare, given=SETTINGS[name], folder=str(tmp_path))[0], 1e-4)
 
 
+def test_sft_trains_over_stages_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    setting = {"args": {"assistant_only_loss": True, "max_steps": 3, **EVALUATE}, "model": {"vocab_size": 31},
+               "ds": {"tensor_parallel": {"autotp_size": 2}}}  # fmt: skip
+    check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+
+
 NO_LOGITS: dict[str, dict[str, Any]] = {
     "assistant only": {"assistant_only_loss": True},
     "packed": {"packing": True, "per_device_train_batch_size": 4},

@@ -45,12 +45,12 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = outer_arguments(args, kwargs)
+        given = outer_arguments(type(self), args, kwargs)
         config = enabled_config(given.get("args"))
         if config is None:
             super().__init__(*args, **kwargs)
             return
-        check_arguments(type(self), PipelineTrainerMixin, given)
+        check_arguments(type(self), PipelineTrainerMixin, given, config)
         self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
         if isinstance(given.get("model"), str | os.PathLike):
             args, kwargs = (), self._with_skeleton(given)

@@ -197,9 +197,8 @@ class _Pass:
     def _watch(self, span: slice, exponentials: Tensor, total: Tensor, top: Tensor) -> None:
         """Tell the entropies of a chunk; `total` is the sum of the exponentials over all ranks."""
         assert self._tokens.watch is not None
-        # in parts of a chunk, whose size is the limit of memory
-        parts = exponentials.split(-(-len(exponentials) // _PARTS))
-        weighted = torch.cat([torch.special.entr(part).sum(dim=-1) for part in parts])
+        # a temporary tensor of a part of the chunk, whose size is the limit of memory
+        weighted = torch.cat([torch.special.entr(part).sum(dim=-1) for part in exponentials.chunk(_PARTS)])
         if self._head.ranks is not None:
             self._head.ranks.sum(weighted)
         self._tokens.watch(span, total.log() + weighted / total, top)

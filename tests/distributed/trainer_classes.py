@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import trl
 from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin
 from tests.distributed.sft_jobs import tokenizer
@@ -86,6 +87,12 @@ def generating(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) 
     return PipelineTrainer(model=model_of(setting), args=args)
 
 
+def smoothing(*given: Any) -> Any:
+    """Make a Trainer as in older versions of transformers."""
+    with mock.patch.object(LabelSmoother, "__call__", lambda self, outputs, labels, shift_labels=False: None):
+        return trainer_of(*given)
+
+
 def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
     args = trl.SFTConfig(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False)
     texts = tokenizer()
@@ -122,6 +129,7 @@ def refusals(folder: str) -> dict[str, str]:
         "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
         "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
+        "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
         "padding on the left": {"given": {}, "make": left_padded},
         "torch_compile: set ": {"given": {}, "make": by_position},

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+import transformers
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
@@ -378,7 +379,10 @@ def pushed(folder: str) -> list[set[str]]:
 
     hub = mock.Mock(upload_folder=upload, create_repo=lambda name, **_: mock.Mock(repo_id=name))
     setting = setting_of({"args": {"push_to_hub": True, "hub_model_id": "me/model", "max_steps": 2}})
-    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+    is_older = not hasattr(transformers.trainer, "hf_api")
+    names = {name: getattr(hub, name) for name in ("create_repo", "upload_folder")}
+    stand_ins = names if is_older else {"hf_api": mock.Mock(return_value=hub)}
+    with mock.patch.multiple("transformers.trainer", **stand_ins):
         AcceleratorState._reset_state(True)
         trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
         trainer.train()

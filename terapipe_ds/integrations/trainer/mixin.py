@@ -76,7 +76,8 @@ class PipelineTrainerMixin(Trainer):
             super().create_accelerator_and_postprocess()
             return
         # keys of the section that follow from the arguments
-        if getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing:
+        wants_recompute = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
+        if wants_recompute and "strategy" not in stages.section:  # which says where to recompute
             stages.section.setdefault("recompute", "full")
         if getattr(self, "padding_free", False):  # TRL's collator then joins texts in rows
             stages.section.setdefault("documents", "position_ids")

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import transformers
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
@@ -108,6 +110,11 @@ def _of_args(args: TrainingArguments) -> list[str]:
     problems = [f"{name}: {why}" for name, why in _REFUSED_ARGS.items() if getattr(args, name, None)]
     if not args.average_tokens_across_devices:
         problems.append("average_tokens_across_devices=False: the labels of a step weigh alike; leave it out")
+    if args.label_smoothing_factor and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
+        problems.append(
+            f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
+            "micro-batches and ranks in place of their mean: install 5.15 or a newer one"
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(name in optimizer for name in _REFUSED_OPTIMIZERS):
         problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another one of torch")

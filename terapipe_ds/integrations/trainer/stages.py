@@ -188,7 +188,7 @@ class Stages:
         engine.step_label_counts = None if label_count is None else [label_count]
         reduction = "avg" if engine.monitor.enabled and with_loss else None
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
-        result = engine.eval_batch(
+        result: Any = engine.eval_batch(
             iter([batch]),
             return_logits=wants_logits,
             compute_loss=with_loss,
@@ -196,7 +196,9 @@ class Stages:
             bcast_loss=False,
             num_micro_batches=1,
         )
-        result, logits = result if wants_logits else (result, None)
+        logits: Any = None
+        if wants_logits:
+            result, logits = result
         found = None
         if engine.is_last_stage():
             loss = result[0] if isinstance(result, list) else result

@@ -199,14 +199,14 @@ class Stages:
         logits: Any = None
         if wants_logits:
             result, logits = result
-        found = None
+        own = None
         if engine.is_last_stage():
             loss = result[0] if isinstance(result, list) else result
             logits = logits if with_loss else loss
             reduced = None if reduce_logits is None else nested_detach(reduce_logits(logits))
             of_batch = loss.detach().float().cpu().reshape(()) if with_loss else None
-            found = of_batch, send_to_device(reduced, "cpu")
-        loss, reduced = next(each for each in gather(found, self._pipe_group()) if each is not None)
+            own = of_batch, send_to_device(reduced, "cpu")
+        loss, reduced = next(each for each in gather(own, self._pipe_group()) if each is not None)
         return loss, reduced, self._sums()
 
     def _sums(self) -> Sums:

@@ -115,9 +115,8 @@ def from_pretrained(
             a model in memory, with or without peft's adapters; then each rank holds the whole model, unless it is a
             `skeleton`. Its requires_grad, gradient checkpointing, dropout and buffers are kept, and any other change
             to it is an error.
-        options: also `revision`, `token` and `local_files_only` of the hub.
-
-    The other arguments are the same as in `from_config`.
+        num_stages, topology, partition, loss_fn, dtype, adapter, seed: as in `from_config`.
+        options: as in `from_config`; also `revision`, `token` and `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
@@ -220,7 +219,7 @@ def skeleton(name: str | os.PathLike[str], dtype: torch.dtype | str | None = Non
     """Return the model of a folder or of a name on the hub, with parameters on the device "meta".
 
     `from_pretrained` and the Trainers of `integrations.trainer` take it: each stage then reads its own weights.
-    `options`: `revision`, `token` and `local_files_only` of the hub.
+    `dtype` is as in `from_config`; `options`: `revision`, `token` and `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: there is no such folder or model, or stages cannot train it.

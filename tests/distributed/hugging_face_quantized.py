@@ -24,16 +24,16 @@ FORM = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double
 
 
 def adapter_of(**fields: Any) -> LoraConfig:
-    return LoraConfig(**{"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **fields})
+    """Return adapters of which no factor is zero, and that are small enough for gradients to be more than rounding."""
+    fields = {"r": 4, "lora_alpha": 1, "target_modules": "all-linear", "init_lora_weights": False, **fields}
+    return LoraConfig(**fields)
 
 
 def write_base(family: str, folder: str, seed: int = 3) -> None:
-    """Write a random model whose attention tells tokens apart, so that no gradient is mostly rounding."""
+    """Write a random model of four layers."""
     if torch_dist.get_rank() == 0:
         torch.manual_seed(seed)
-        config = config_of(family, 4)
-        config.initializer_range = 0.2
-        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(config_of(family, 4), dtype=torch.bfloat16).save_pretrained(folder)
     torch_dist.barrier()
 
 
@@ -45,6 +45,7 @@ def train_quantized(
     is_stored: bool = False,
     adapter: dict[str, Any] | None = None,
     form: dict[str, Any] | None = None,
+    stages: int = 2,
     **changes: Any,
 ) -> dict[str, float]:
     """Return the largest errors on this rank against the model that transformers quantizes, and peft trains."""
@@ -58,7 +59,7 @@ def train_quantized(
         if torch_dist.get_rank() == 0:
             theirs.save_pretrained(base)
         torch_dist.barrier()
-    module = terapipe_ds.from_pretrained(base, num_stages=2, dtype=dtype, adapter=fields, **given)
+    module = terapipe_ds.from_pretrained(base, num_stages=stages, dtype=dtype, adapter=fields, **given)
     model = get_peft_model(theirs, fields).train()
     weights = weights_of_all_stages(module)
     own = {key.removeprefix("base_model.model."): value for key, value in model.named_parameters()}

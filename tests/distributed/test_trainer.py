@@ -64,7 +64,7 @@ USUAL = ("exact", "evaluated and saved", "resumed")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
-    """Return the settings as parameters; the full run alone takes those that `names` lacks; older versions refuse one."""
+    """Return the settings as parameters; only the full run takes those not in `names`; older versions refuse one."""
     known = [name for name in settings if IS_5 or name != "smoothed"]
     return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in known]
 

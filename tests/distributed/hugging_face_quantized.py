@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,8 @@ def train_quantized(
     with engine_of(module, terapipe, **changes) as engine:
         run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
         names = module.checkpoint_names()
-        assert all(p.requires_grad or torch.equal(p, own[names[key]]) for key, p in module.named_parameters()) or is_bf16
+        frozen = {key: p for key, p in module.named_parameters() if not (p.requires_grad or is_bf16)}
+        assert all(torch.equal(value, own[names[key]]) for key, value in frozen.items())
     for each in (run.parameters, *run.gradients):
         each.pop(NOTHING_TRAINED, None)
     run.parameters = {name: p for name, p in run.parameters.items() if module.get_parameter(name).requires_grad}
@@ -146,7 +148,7 @@ def refusals(folder: str) -> dict[str, str]:
         "bias": {**given, "adapter": adapter_of(bias="all")},
         "8 bits": {**given, "quantization_config": BitsAndBytesConfig(load_in_8bit=True), "adapter": adapter_of()},
     }
-    return {case: engines.raised_by(lambda: terapipe_ds.from_pretrained(**each))[1] for case, each in cases.items()}
+    return {case: engines.raised_by(partial(terapipe_ds.from_pretrained, **each))[1] for case, each in cases.items()}
 
 
 def _named(given: dict[str, Any]) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def from_pretrained(
     with refused_on_all_ranks():  # each may have a disk of its own
         name, folder, adapter = _folders(folder, adapter, of_hub)
         config = _config_of(name, folder, quantization_config)
+        require_adapters(config, adapter)
         with _family_named(config):
-            require_adapters(config, adapter)
             outline = Outline(model_without_weights(config, dtype))
         # generation settings are only handed on to what is saved
         with contextlib.suppress(OSError):  # most have one
@@ -235,7 +235,8 @@ def skeleton(
     """Return the model of a folder or of a name on the hub, with parameters on the device "meta".
 
     `from_pretrained` and the Trainers of `integrations.trainer` take it: each stage then reads its own weights.
-    `quantization_config` is the one of `from_pretrained`. `options`: `revision`, `token` and `local_files_only` of the hub.
+    `quantization_config` is that of `from_pretrained`. `options`: `revision`, `token` and `local_files_only` of the
+    hub.
 
     Raises:
         ModelRefusedError: there is no such folder or model, or stages cannot train it.

@@ -118,11 +118,10 @@ def from_pretrained(
             a model in memory, with or without peft's adapters; then each rank holds the whole model, unless it is a
             `skeleton`. Its requires_grad, gradient checkpointing, dropout and buffers are kept, and any other change
             to it is an error.
+        num_stages, topology, partition, loss_fn, dtype, adapter, seed: as in `from_config`.
         quantization_config: of transformers, with load_in_4bit: each stage quantizes the frozen weights beside the
             adapters as it reads them. A folder of quantized weights needs none.
-        options: also `revision`, `token` and `local_files_only` of the hub.
-
-    The other arguments are the same as in `from_config`.
+        options: as in `from_config`; also `revision`, `token` and `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
@@ -235,8 +234,8 @@ def skeleton(
     """Return the model of a folder or of a name on the hub, with parameters on the device "meta".
 
     `from_pretrained` and the Trainers of `integrations.trainer` take it: each stage then reads its own weights.
-    `quantization_config` is that of `from_pretrained`. `options`: `revision`, `token` and `local_files_only` of the
-    hub.
+    `dtype` is as in `from_config`, `quantization_config` as in `from_pretrained`; `options`: `revision`, `token` and
+    `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: there is no such folder or model, or stages cannot train it.

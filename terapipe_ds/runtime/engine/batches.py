@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFligh
 from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
-from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
+from terapipe_ds.runtime.engine.forward_backward import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
@@ -94,12 +94,13 @@ class IncomingBatches:
         scales = self._scales(drawn)
         of_each = zip(drawn, shapes, plans, scales, strict=True)
         micro_batches = [self._in_flight(*each) for each in of_each]
-        self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         # the prediction holds for a step that runs as planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
         is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
         predicted = how.predicted if is_planned else None
-        return BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        batch = BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        self._first_batch.run(batch, engine._compute_loss, self._verify_only)
+        return batch
 
     def _check_options(self) -> None:
         """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""

@@ -183,7 +183,7 @@ def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
 
 def _expected(predicted: Prediction | None) -> str:
     if predicted is None:
-        return 'nothing is predicted: slices were not planned ("slices" or "schedule" is "auto" then)'
+        return 'no prediction without measured costs ("slices": "auto" or "schedule": "auto" measures them)'
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
     if predicted.unsliced_s is not None:
         text += f", {predicted.unsliced_s / predicted.predicted_s:.2f} times as fast as whole sequences"

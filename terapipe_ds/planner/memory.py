@@ -146,7 +146,10 @@ class MemoryModel:
         """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix).
 
         The factors of all slices are copied, one weight at a time: as many numbers per token as a backward works on.
+        Nothing is copied where no factors wait.
         """
+        if not self.parts[part_id].joined_bytes_per_token:
+            return 0
         own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
         copies = self.working_bytes(part_id, group_tokens, 0) - self.working_bytes(part_id, *span)
         return max(0, own + copies)

@@ -104,10 +104,10 @@ def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:
 
 
 def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
-    from terapipe_ds.doctor import deepspeed_json, environment, installation, machine
+    from terapipe_ds.doctor import cuda_and_nccl, deepspeed_json, installation, machine
 
     ranks = None if options.stages is None else options.stages * (options.data or 1)
-    groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *environment.checks()))]
+    groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *cuda_and_nccl.checks()))]
     if options.config is not None:
         shape = options.stages, options.data, options.sequence_length
         groups.append(("config", deepspeed_json.checks(options.config, *shape)))

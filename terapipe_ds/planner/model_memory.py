@@ -49,7 +49,7 @@ from terapipe_ds.costs.model_sizes import ModelSize, loss_chunk_tokens
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.schedule.lower import RECEIVE_AHEAD
+from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}

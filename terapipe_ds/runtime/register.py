@@ -194,7 +194,7 @@ def lay_out(module: Any, ds_config: dict[str, Any] | str) -> None:
     from terapipe_ds.files.bounded import read_bytes
     from terapipe_ds.files.strict_json import parse_json
     from terapipe_ds.runtime.engine.trained_parameters import never_none_at_all
-    from terapipe_ds.runtime.layout.cut_module import lay_out as lay_out_parts
+    from terapipe_ds.runtime.layout.layers_to_parts import lay_out as lay_out_parts
     from terapipe_ds.runtime.layout.layout import layout_of
     from terapipe_ds.runtime.layout.same_model import refuse_other_grid, require_equal_models
 

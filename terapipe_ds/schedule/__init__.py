@@ -13,10 +13,10 @@ from terapipe_ds.schedule.generate import SCHEDULE_NAMES as SCHEDULE_NAMES
 from terapipe_ds.schedule.generate import SPLIT_SCHEDULES as SPLIT_SCHEDULES
 from terapipe_ds.schedule.generate import build as build
 from terapipe_ds.schedule.generate import build_forwards as build_forwards
-from terapipe_ds.schedule.lower import StageSchedule as StageSchedule
 from terapipe_ds.schedule.placement import CHUNKED_SCHEDULES as CHUNKED_SCHEDULES
 from terapipe_ds.schedule.placement import SEARCH as SEARCH
 from terapipe_ds.schedule.placement import placement_for as placement_for
 from terapipe_ds.schedule.schedule import Schedule as Schedule
+from terapipe_ds.schedule.schedule import StageSchedule as StageSchedule
 from terapipe_ds.schedule.show import render as render
 from terapipe_ds.schedule.validate import validate as validate

@@ -13,8 +13,7 @@ from itertools import zip_longest
 from typing import NoReturn
 
 from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, ComputeKey, Kind, ScheduleError
-from terapipe_ds.schedule.lower import COMPUTE_OF
-from terapipe_ds.schedule.schedule import Schedule
+from terapipe_ds.schedule.schedule import COMPUTE_OF, Schedule
 
 _Link = tuple[Kind, int, int, int, int]
 """A wire in one direction: (F or B, source stage, source part, destination stage, destination part)."""

@@ -22,8 +22,8 @@ from time import monotonic
 
 from terapipe_ds.schedule import Schedule, ScheduleError, build
 from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, Kind, SliceKey
-from terapipe_ds.schedule.lower import COMPUTE_OF
 from terapipe_ds.schedule.proofs import budget_of_sends
+from terapipe_ds.schedule.schedule import COMPUTE_OF
 
 DEFAULT_QUEUES = 8
 """The queues of a process that sets no CUDA_DEVICE_MAX_CONNECTIONS (CUDA C++ Programming Guide)."""

@@ -21,8 +21,8 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Schedule, clock, validate
-from terapipe_ds.schedule.lower import message
 from terapipe_ds.schedule.proofs import budget_of_sends, is_ordered
+from terapipe_ds.schedule.schedule import message
 from terapipe_ds.simulator.costs import (
     BACKWARD,
     FORWARD,

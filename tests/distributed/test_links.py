@@ -13,7 +13,7 @@ import torch
 
 import terapipe_ds
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.runtime.links import compression as formats
+from terapipe_ds.runtime.links import choose_formats as formats
 from terapipe_ds.runtime.links.channel import SendChannel
 from tests.distributed.engines import (
     batches,

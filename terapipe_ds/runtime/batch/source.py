@@ -114,7 +114,7 @@ class BatchSource:
                 sums = self._sums(drawn, labels)
         except Exception as caught:
             error = caught
-        # report the data of this rank, and learn the shapes
+        # report the data of this rank, and learn the shapes from the stage with the labels: one sum over all ranks
         seen = tuple(each.seen for each in drawn if each.seen is not None)
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
         starts = tuple(each.starts for each in drawn)

@@ -18,8 +18,8 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
+from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.own_time import OwnTime
-from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -40,7 +40,7 @@ from terapipe_ds.runtime.layers.gradient_sums import hooks_without_need
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
-from terapipe_ds.runtime.layout.cut_module import lay_out
+from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
     refuse_other_grid,
@@ -55,7 +55,7 @@ from terapipe_ds.runtime.layout.sequence_axis import (
 )
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
-from terapipe_ds.runtime.links.compression import problem_of_links, warn_of_links
+from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log

@@ -23,8 +23,8 @@ from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeChec
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
+from terapipe_ds.runtime.engine.forward_backward import PartRunner
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
-from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
@@ -33,7 +33,7 @@ from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compil
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
-from terapipe_ds.runtime.links.compression import packed_wires
+from terapipe_ds.runtime.links.choose_formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
 from terapipe_ds.runtime.planning.plans import Plans
@@ -63,7 +63,8 @@ class TeraPipeEngine(ModelEndsEngine):
     """Train a `PipelineModule` in slices. `deepspeed.initialize` builds it if the `terapipe` section is enabled.
 
     It offers everything that DeepSpeed's `PipelineEngine` offers, with the same arguments and results: `train_batch`,
-    `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest.
+    `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest. `ModelEndsEngine` changes
+    where DeepSpeed finds losses and how it sums them over ranks, but never the course of a batch.
     """
 
     reads_terapipe_section = True  # `compat.unread_section` reads it

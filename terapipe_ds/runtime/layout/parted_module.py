@@ -1,6 +1,6 @@
 """Hold several parts of the layers on each stage of a `PipelineModule`, as DeepSpeed's `DualPipeVModule` holds two.
 
-`cut_module` turns a user's module into a `PartedModule`. The functions at the end work for any module.
+`layers_to_parts` turns a user's module into a `PartedModule`. The functions at the end work for any module.
 """
 
 from __future__ import annotations

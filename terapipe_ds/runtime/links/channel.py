@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.links.buffers import MessageBuffers
-from terapipe_ds.runtime.links.packing import Packing
+from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, to_host
 from terapipe_ds.schedule.action import SliceKey

@@ -166,7 +166,10 @@ class Plans:
     def _plan_missing(
         self, planner: AutoPlanner, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> None:
-        """Plan each length that has no choice yet, the longest first. A collective over all ranks."""
+        """Plan each length that has no choice yet, the longest first. A collective over all ranks.
+
+        All ranks measure slices, rank 0 searches, and every rank gets its choice.
+        """
         # plan again if slices are so short that the engine's own time counts
         for key in planner.misjudged(self._choices):
             del self._choices[key]
@@ -212,7 +215,10 @@ class Plans:
     # -- schedules ---------------------------------------------------------------------------------------------------
 
     def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
-        """Return the schedule for micro-batches of `num_slices` slices, proven to run."""
+        """Return the schedule for micro-batches of `num_slices` slices, proven to run.
+
+        It holds a list of computations for each stage, such as F0.0, F0.1, B0.1, B0.0 (micro-batch, slice).
+        """
         key = name, training, num_slices
         if key not in self._schedules:
             self._schedules[key] = self._built(name, training, num_slices)

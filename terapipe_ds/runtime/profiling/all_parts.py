@@ -36,16 +36,16 @@ from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
 from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
 from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
-from terapipe_ds.runtime.links.packing import Packing
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
-from terapipe_ds.schedule.lower import RECEIVE_AHEAD
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
+from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from schedule_cases import by_hand, schedules
 
 from terapipe_ds.schedule import SCHEDULE_NAMES, Kind, Schedule, build, validate
-from terapipe_ds.schedule.lower import COMPUTE_OF
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS, budget_of_sends, can_run_within
+from terapipe_ds.schedule.schedule import COMPUTE_OF
 
 Wire = tuple[Kind, int, int, int]  # what is sent, by which part, from which stage to which
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.costs.wire_formats import bytes_of_token
-from terapipe_ds.runtime.links.packing import Packing
+from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.specs import TensorSpec
 
 ERROR = {"bf16": 2.0**-8, "fp8": 2.0**-4, "int8": 0.5 / 127}

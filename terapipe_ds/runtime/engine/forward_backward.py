@@ -227,14 +227,14 @@ class PartRunner:
             if stage.finite is not None and training and loss is not None and active.wants_logits:
                 stage.finite.look_at_loss(loss)
         stage.own_time.layers_end()
-        # B needs the leaves and the outputs; a part on the same stage gets the outputs without a message
+        # keep the leaves and the outputs until B; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
         if not self._sends_outputs and not self.place.is_last:
             stage.links.hand_on(action, *self._outputs(action))
         slices.finish(action)
 
     def _loss(self, active: ActiveSlice, outputs: Any) -> Any:
-        """Add the last part's outputs to the results; say once what logits take, if anybody wants them."""
+        """Add the slice's share of the loss to the batch's (DeepSpeed's `total_loss`); say once what logits take."""
         results = self._stage.results
         if not active.wants_logits:
             assert self._of_hidden is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from terapipe_ds.doctor.environment import variables
+from terapipe_ds.doctor.cuda_and_nccl import variables
 
 BEST = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",

@@ -102,7 +102,7 @@ class MeasuredLayers(Layers):
             "profile of them"
         )
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
         return self._costs[_size(setting), recompute]
 
     def output_bytes(self, setting: Setting) -> Floats:

@@ -250,5 +250,5 @@ class Strategy(BaseModel):
             f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
             f"{sizes['pipe']} stages, {sizes['data']} replicas, {self.dims[2]} {self.inner_axis} ranks, micro-batches "
             f"of {self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
-            f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
+            f"ZeRO {self.zero_stage}, recompute {self.recompute}{', attention kept' * self.keep_attention}{stopped}"
         )

@@ -27,10 +27,12 @@ On top of the kept tensors, while a slice runs (peaks in its backward, in which 
                 the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
-its own (bf16, ZeRO). A stage has one table of rotary positions. Not counted, well under 1 %: token ids, scalars, and the last slice's
-input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
-alone, and one layer at a time is whole in its backward. Tensor parallelism divides the same as in Megatron: q, kv, f,
-V and their weights; norms, residual stream and messages only with sequence parallelism.
+its own (bf16, ZeRO). A stage has one table of rotary positions. Not counted, well under 1 %: token ids, scalars, and
+the last slice's input and its gradient, which live until the next batch. With activation checkpointing a decoder layer
+keeps its input alone, or with it attention's output and log-sum-exp (`keeps_attention`), and one layer at a time is
+whole in its backward; the tensors of its MLP are gone when the gradients of the prefix come. Tensor parallelism divides
+the same as in Megatron: q, kv, f, V and their weights; norms, residual stream and messages only with sequence
+parallelism.
 
 This count is 0 to 2 % above exact peaks of steps in fp32 on a CPU (`studies.memory`) on two stages. The largest error
 is 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
@@ -183,7 +185,8 @@ class Setup:
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=self._largest_weight(is_first or is_last, layers) * item + (self._table_bytes if layers else 0),
+            working_bytes=self._largest_weight(is_first or is_last, layers) * item
+            + (self._table_bytes if layers else 0),
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_gone_bytes_per_token=share * self._gone_in_attention if layers else 0,

@@ -59,10 +59,16 @@ def job(name: str) -> dict[str, Any]:
     model, changes = LAYERS[name]
     found = {}
     for kept in (False, True):
-        terapipe = section(**{"slices": SLICES, "recompute": "full", "verify": "off", "partition": [0, 3, 7], **changes}, keep_attention=kept)
+        terapipe = section(
+            **{"slices": SLICES, "recompute": "full", "verify": "off", "partition": [0, 3, 7], **changes},
+            keep_attention=kept,
+        )
         found[kept] = kernel_runs(gpt_layers("float32", **model), terapipe)
     (full, runs), (ours, kept_runs) = found[False], found[True]
-    pairs = [(one.gradients + [one.parameters], other.gradients + [other.parameters]) for one, other in zip(full, ours, strict=True)]
+    pairs = [
+        ([*one.gradients, one.parameters], [*other.gradients, other.parameters])
+        for one, other in zip(full, ours, strict=True)
+    ]
     # a whole sequence has torch's own function where nothing is kept
     is_same = torch.equal if name != "whole" else functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
     same = all(is_same(a[key], b[key]) for one, other in pairs for a, b in zip(one, other, strict=True) for key in a)
@@ -85,7 +91,9 @@ def test_the_same_bits_with_half_of_the_kernels(name: str) -> None:
         assert found["same"], (name, stage_id)
         full, kept = found["runs"]
         assert kept == 2 * 2 * slices, "two layers of a stage, two micro-batches"
-        is_again = stage_id in LAYERS[name][1].get("recompute", [0, 1]) and name != "whole"  # torch's own is not counted
+        is_again = (
+            stage_id in LAYERS[name][1].get("recompute", [0, 1]) and name != "whole"
+        )  # torch's own is not counted
         assert name == "whole" or full == (2 if is_again else 1) * kept
     assert not violations([found["errors"] for found in ranks])
 

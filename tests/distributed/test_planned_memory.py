@@ -62,7 +62,9 @@ def settled(all_to_all: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable
     def call(*tensors: torch.Tensor) -> None:
         before = [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in tensors]
         all_to_all(*tensors)
+        deadline_s = time.monotonic() + 1.0
         while [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in tensors] > before:
+            assert time.monotonic() < deadline_s, "somebody else keeps the tensors of an exchange"
             time.sleep(0.0005)
 
     return call
@@ -104,7 +106,7 @@ def job(text: str) -> tuple[int, int, float]:
 def test_a_planned_strategy_runs_in_the_bytes_of_its_plan(case: str) -> None:
     strategy = planned(case)
     assert (strategy.recompute != "off") == ("recompute" in CASES[case][1])
-    pool = RankPool(4)  # a pool of its own: the leftovers of other tests' engines would count
+    pool = RankPool(4, 300.0)  # a pool of its own: the leftovers of other tests' engines would count
     try:
         found = pool.run(job, text=strategy.to_json())
     finally:

@@ -7,5 +7,6 @@
 - `planner`: how long the slice program takes.
 - `schedules`: every schedule next to the others, simulated.
 - `dapple`: plans under the costs of DAPPLE, published ones and ones from our search.
+- `published`: step times, rates and ratios of published runs against predicted ones.
 - `paper`: the step times that the TeraPipe paper published against simulated ones.
 """

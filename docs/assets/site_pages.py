@@ -82,7 +82,7 @@ def section_page() -> str:
         "# The section, key by key",
         "",
         "Made of the model that reads the section (`terapipe_ds/config/section.py`) when this site is built. "
-        "[The section in prose](../configuration.md) has examples, and what cannot be combined with it.",
+        "[The section in prose](../configuration.md) has examples and lists conflicting settings.",
     ]
     for name, kind, default, allowed in keys_of(TeraPipeConfig):
         lines += ["", f"## `{name}`", "", said[name][0].upper() + said[name][1:] + "."]
@@ -183,3 +183,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links that leave docs/."""
     return with_project_links(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mark options, which a browser would break after a hyphen."""
+    return html.replace("<code>--", '<code class="option">--')

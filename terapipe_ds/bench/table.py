@@ -34,8 +34,8 @@ def noise_sentences(result: Mapping[str, Any]) -> list[str]:
     if any(abs(factor - 1) > WORTH_SAYING for factor in drifts.values()):
         each = ", ".join(f"{factor:.3f} with m = {m}" for m, factor in drifts.items())
         sentences.append(
-            "drift: an unsliced micro-batch took so many times as long in the turns as when the costs were measured "
-            f"that predictions come from: {each}"
+            "drift: unsliced micro-batches in the turns, as multiples of their times in the measurement of costs, from "
+            f"which predictions come: {each}"
         )
     shares = {row["label"]: row["off_core_s"] / row["step_s"] for row in rows if row.get("off_core_s") is not None}
     worst = max(shares, key=shares.__getitem__, default=None)

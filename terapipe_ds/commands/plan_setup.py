@@ -213,6 +213,7 @@ def _counted(options: PlanOptions) -> PlanSetup:
         costs_of,
         _memory(options, dtype),
         _counted_both_ways(options, costs_of),
+        f"\nexperts: {size.about_experts()}" if size.experts else "",
         size=size,
     )
 

@@ -308,9 +308,16 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
         ("schedule", best.schedule + chunks),
         ("slices", _slices(best) + (" tokens" if len(best.slices) > 1 else "")),
         ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
+        *([("experts", experts)] if (experts := _about_experts(question)) else []),
         *zip(("memory", ""), _memory_lines(best, question.cluster, options), strict=False),
     ]
     yield from (f"  {name:11} {text}" for name, text in lines)
+
+
+def _about_experts(question: _Question) -> str:
+    from terapipe_ds.planner.strategy import size_of
+
+    return size_of(question.model).about_experts() if isinstance(question.model, str) else ""
 
 
 def _rate_lines(best: Strategy, question: _Question) -> list[str]:

@@ -67,7 +67,9 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
 
     from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
     from terapipe_ds.runtime.batch.loss import weights_of
+    from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
     from terapipe_ds.runtime.layers.untouched import untouched
+    from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
     from terapipe_ds.runtime.profiling.one_device import init_single_process
     from terapipe_ds.runtime.verify.cut import Cut
     from terapipe_ds.runtime.verify.loss import LossCheck
@@ -82,7 +84,8 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))
     slicing = Slicing(plan, weights_of(labels, plan, section, job.loss_fn))
     found = Findings(cut=Cut(plan, plan.sequence_length))
-    check = StageCheck(module, slicing, found, intercept=section.attention == "intercept")
+    of_hidden = LossOfHidden.of(module, WeightGradients())
+    check = StageCheck(module, slicing, found, intercept=section.attention == "intercept", of_hidden=of_hidden)
     with untouched(module, with_gradients=False):
         outputs = check.check_layers(layers_of(module), inputs)
         if outputs is not None:

@@ -116,6 +116,11 @@ def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
     if problem := problem_of_auto(ds_config):
         yield problem
+    yield from conflicting_keys(ds_config)
+
+
+def conflicting_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the same lines for a config whose values "auto" Trainer fills in later."""
     for conflict in CONFLICTS:
         value: Any = ds_config
         for key in conflict.key.split("."):

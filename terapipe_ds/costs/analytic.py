@@ -147,18 +147,22 @@ class AnalyticCosts:
         numbers = self._vocabulary() * self.model.hidden_size
         return self._roofline_s(0.0, np.asarray((2.0 * self._item + SUM_BYTES) * numbers), 2)
 
-    def _product_s(self, i: Array, weights: float, numbers: Array, kernels: int, adds: bool) -> Array:
+    def _product_s(
+        self, i: Array, weights: float, numbers: Array, kernels: int, adds: bool, held: float | None = None
+    ) -> Array:
         """Time matrix products that move `numbers`; with `adds` their results are added to sums.
 
-        A product hides the addition if it has enough rows. One with fewer waits for the memory before or after.
+        A product hides the addition if it has enough rows. One with fewer waits for the memory before or after. Of
+        `held` weights a token passes `weights`.
         """
         flops = 2 * self._rows(i) * weights
+        held = weights if held is None else held
         efficiency = self.device.matmul_efficiency
         if not adds:
             return self._roofline_s(flops, self._item * numbers, kernels, efficiency)
         is_hidden = self._rows(i) >= JOINED_ROWS
-        moved = self._item * (numbers - weights)
-        sums = np.asarray(SUM_BYTES * weights)
+        moved = self._item * (numbers - held)
+        sums = np.asarray(SUM_BYTES * held)
         hidden_s = self._roofline_s(flops, moved + sums, kernels, efficiency)
         apart_s = self._roofline_s(flops, moved, kernels, efficiency) + self._roofline_s(0.0, sums, 0)
         return np.where(is_hidden, hidden_s, apart_s)
@@ -195,20 +199,25 @@ class AnalyticCosts:
 
     def _matmul_s(self, i: Array, adds: bool = False) -> Array:
         """Time the matrix products of one layer, or of its weight gradients, which are added to sums."""
-        size, rows = self.model, self._rows(i)
-        query = size.num_heads * size.head_dim / self.tensor_parallel
-        widths = 2 * query + 2 * self._kv_heads() * size.head_dim + self._ffn()
-        weights = size.hidden_size * widths
-        numbers = weights + rows * (widths + 4 * size.hidden_size)  # in and out
-        return self._product_s(i, weights, numbers, 5, adds)
+        size, rows, degree = self.model, self._rows(i), self.tensor_parallel
+        query, key_value = size.num_heads // degree, self._kv_heads()
+        widths = 2 * size.mean_head_dim * (query + key_value) + self._ffn()
+        repeated = 2 * size.head_dim * (key_value - size.num_kv_heads / degree)  # key heads that several ranks have
+        projections = size.attention_weights() / degree + repeated * size.hidden_size
+        active, held = (projections + size.mlp_weights(active=of) / size.num_layers / degree for of in (True, False))
+        inputs = 4 * size.hidden_size
+        if size.experts is not None:  # tokens go to their experts and back
+            inputs += 4 * size.experts.per_token * size.hidden_size
+        numbers = held + rows * (widths + inputs)  # in and out
+        return self._product_s(i, active, numbers, 5, adds, held)
 
     def _attention_s(self, i: Array, j: Array, backward: bool = False) -> Array:
         """Time Q K^T and P V: 2 FLOPs each per pair, head and head dimension. K and V of the prefix are read again."""
         size, heads = self.model, self.model.num_heads / self.tensor_parallel / self.sequence_parallel
         pairs = i * j + i * (i + 1) / 2  # a token sees the prefix and its slice up to itself
-        flops = 4 * self.micro_batch * heads * size.head_dim * pairs
+        flops = 4 * self.micro_batch * heads * size.mean_head_dim * pairs
         numbers = 2 * heads * i + 2 * self._kv_heads(self.sequence_parallel) * (i + j)
-        moved = self._item * self.micro_batch * size.head_dim * numbers
+        moved = self._item * self.micro_batch * size.mean_head_dim * numbers
         if not backward:
             return self._roofline_s(flops, moved, 2, self.device.attention_efficiency)
         rate = self.device.attention_backward_efficiency or self.device.attention_efficiency
@@ -220,13 +229,13 @@ class AnalyticCosts:
         if ranks == 1:
             return np.zeros_like(i)
         heads = 2 * self.model.num_heads + 2 * ranks * self._kv_heads(ranks)
-        moved = self._rows(i) * heads * self.model.head_dim * self._item
+        moved = self._rows(i) * heads * self.model.mean_head_dim * self._item
         wires_s = (ranks - 1) / ranks * moved / self.peer_link.bandwidth_bytes_per_s + 2 * self.peer_link.latency_s
         return wires_s + self._roofline_s(0.0, 4 * moved, 4)  # each is packed and unpacked
 
     def _elementwise_s(self, i: Array) -> Array:
         """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""
-        numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.head_dim
+        numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.mean_head_dim
         return self._roofline_s(0.0, self._item * self._rows(i) * numbers, LAYER_KERNELS - 7)
 
     def _head_s(self, i: Array, adds: bool = False) -> Array:
@@ -270,8 +279,8 @@ class AnalyticCosts:
         return heads // math.gcd(heads, ranks)  # repeated, up to the least common multiple
 
     def _ffn(self) -> float:
-        """Return the widths of the MLP's matrices on one rank."""
-        return (3 if self.model.gated_mlp else 2) * self.model.ffn_size / self.tensor_parallel
+        """Return the widths of the matrices of a token's MLPs on one rank."""
+        return self.model.matrices_of_mlp * self.model.active_ffn() / self.tensor_parallel
 
     def _vocabulary(self) -> int:
         """Return the columns of the output matrix on one rank; a vocabulary that does not divide is padded."""

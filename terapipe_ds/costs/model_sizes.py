@@ -3,7 +3,10 @@
 Sources of the numbers: `nano`, `tiny` and `mini` are ours, for work on a CPU. `gpt3-*` are the models of Li et al.,
 "TeraPipe" (ICML 2021, arXiv 2102.07988, table 1), with vocabulary and context of Brown et al. (2020, arXiv
 2005.14165). `llama-*` are the models of Touvron et al. (2023, arXiv 2307.09288) and of Grattafiori et al. (2024,
-arXiv 2407.21783); `qwen3-*` of the Qwen team (2025, arXiv 2505.09388), `mistral-7b` of Mistral AI's config.json (v0.3).
+arXiv 2407.21783); `qwen3-*` of the Qwen team (2025, arXiv 2505.09388), `mistral-7b` and `mixtral-8x7b` of Mistral AI's
+config.json (v0.3 and v0.1), `deepseek-v3` of DeepSeek-AI (2024, arXiv 2412.19437), without its multi-token prediction.
+
+With experts, time and memory take each decoder layer as the mean of all: a few layers may have one MLP instead.
 """
 
 from __future__ import annotations
@@ -27,6 +30,31 @@ class ModelSizeError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Hold the numbers of a layer whose tokens choose among MLPs; `ModelSize.ffn_size` is the width of one of these."""
+
+    number: int  # of which a token chooses
+    per_token: int  # that it chooses
+    shared_ffn_size: int = 0  # of the experts that take every token, together
+    dense_layers: int = 0  # with one MLP in place of experts
+    dense_ffn_size: int = 0  # the width of that MLP
+
+    def __post_init__(self) -> None:
+        if not 0 < self.per_token <= self.number or min(dataclasses.astuple(self)) < 0:
+            raise ModelSizeError(f"{self}: give numbers >= 0, and per_token from 1 to number")
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Hold the numbers of multi-head latent attention: queries, keys and values come from narrow projections."""
+
+    query_rank: int  # 0: queries come from the hidden states
+    key_value_rank: int
+    rope_dim: int  # of `head_dim`, the numbers that have positions; the heads share those of the keys
+    value_dim: int  # of a head's values; `head_dim` is of queries and keys
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelSize:
     """Hold the numbers of one decoder-only Transformer. Raise ModelSizeError for numbers that no model can have."""
 
@@ -44,6 +72,8 @@ class ModelSize:
     tied_embedding: bool = False  # output matrix = token embedding
     positions: str = "rope"  # "rope" | "learned"
     rope_base: float = 10000.0
+    experts: Experts | None = None
+    latent: Latent | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -58,12 +88,48 @@ class ModelSize:
         if self.positions not in ("rope", "learned"):
             raise ModelSizeError(f"model size {self.name!r}: positions = {self.positions!r}; give 'rope' or 'learned'")
 
+    @property
+    def mean_head_dim(self) -> int:
+        """Return the mean width of a head's queries or keys, and of its values or outputs."""
+        return self.head_dim if self.latent is None else (self.head_dim + self.latent.value_dim) // 2
+
+    @property
+    def matrices_of_mlp(self) -> int:
+        return 3 if self.gated_mlp else 2
+
+    def attention_weights(self) -> int:
+        """Count the weights of a layer's projections for attention."""
+        if self.latent is None:
+            return 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
+        one, heads = self.latent, self.num_heads
+        queries = (self.hidden_size + heads * self.head_dim) * one.query_rank
+        if not one.query_rank:
+            queries = self.hidden_size * heads * self.head_dim
+        down = self.hidden_size * (one.key_value_rank + one.rope_dim)
+        up = one.key_value_rank * heads * (self.head_dim - one.rope_dim + one.value_dim)
+        return queries + down + up + heads * one.value_dim * self.hidden_size
+
+    def mlp_weights(self, *, active: bool = False) -> int:
+        """Count the weights of all layers' MLPs and routers; `active`: of those that one token passes."""
+        per_width = self.matrices_of_mlp * self.hidden_size
+        if (of := self.experts) is None:
+            return self.num_layers * per_width * self.ffn_size
+        routed = (of.per_token if active else of.number) * self.ffn_size + of.shared_ffn_size
+        mixed = per_width * routed + self.hidden_size * of.number
+        return (self.num_layers - of.dense_layers) * mixed + of.dense_layers * per_width * of.dense_ffn_size
+
+    def active_ffn(self) -> float:
+        """Return the width of the MLPs that one token passes in a layer, the mean of all layers."""
+        if (of := self.experts) is None:
+            return self.ffn_size
+        routed = of.per_token * self.ffn_size + of.shared_ffn_size
+        return routed + of.dense_layers / self.num_layers * (of.dense_ffn_size - routed)
+
     def layer_parameters(self) -> int:
-        """Count the parameters of one Transformer layer: attention, MLP and its two norms."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        """Count the parameters of one Transformer layer: attention, MLP and its two norms; the mean of all layers."""
+        matrices = self.attention_weights() + -(-self.mlp_weights() // self.num_layers)
         up = (2 if self.gated_mlp else 1) * self.ffn_size  # gate beside it where there is one
-        matrices = self.hidden_size * (2 * query + 2 * key_value + up + self.ffn_size)
-        biases = query + 2 * key_value + self.hidden_size + up + self.hidden_size
+        biases = self.head_dim * (self.num_heads + 2 * self.num_kv_heads) + up + 2 * self.hidden_size
         return matrices + (biases if self.bias else 0) + 2 * self.norm_parameters()
 
     def embedding_parameters(self) -> int:
@@ -77,16 +143,27 @@ class ModelSize:
 
     def num_parameters(self) -> int:
         """Count all parameters, a tied matrix once."""
-        layers = self.num_layers * self.layer_parameters()
+        rounded_up = -self.mlp_weights() % self.num_layers  # of the mean layer
+        layers = self.num_layers * self.layer_parameters() - rounded_up
         return self.embedding_parameters() + layers + self.head_parameters()
+
+    def active_parameters(self) -> int:
+        """Count the parameters that one token passes: those of its experts, and all others."""
+        return self.num_parameters() - self.mlp_weights() + self.mlp_weights(active=True)
+
+    def about_experts(self) -> str:
+        """Return a line about a model with experts, or an empty one."""
+        if (of := self.experts) is None:
+            return ""
+        total, active = self.num_parameters() / 1e9, self.active_parameters() / 1e9
+        counts = f"{of.number} per layer, {of.per_token} per token; {total:.4g} B parameters, {active:.3g} B per token"
+        return f"{counts}; all experts of a layer on its stage, expert parallelism is not searched"
 
     def training_flops(self, length: int) -> float:
         """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
-        query, key_value = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        mlp = (3 if self.gated_mlp else 2) * self.ffn_size
-        matrices = self.num_layers * self.hidden_size * (2 * query + 2 * key_value + mlp)
+        matrices = self.num_layers * self.attention_weights() + self.mlp_weights(active=True)
         matrices += self.vocab_size * self.hidden_size
-        attention = 4 * query * length * (length + 1) / 2
+        attention = 4 * self.num_heads * self.mean_head_dim * length * (length + 1) / 2
         return 3.0 * (2 * matrices * length + self.num_layers * attention)
 
     def norm_parameters(self) -> int:
@@ -143,6 +220,14 @@ _SIZES = (
     ModelSize("qwen3-8b", 36, 4096, 32, 8, 128, 12288, 151936, 40960, rope_base=1000000.0),
     ModelSize("qwen3-32b", 64, 5120, 64, 8, 128, 25600, 151936, 40960, rope_base=1000000.0),
     ModelSize("mistral-7b", 32, 4096, 32, 8, 128, 14336, 32768, 32768, rope_base=1000000.0),
+    ModelSize("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, 32768, rope_base=1e6, experts=Experts(8, 2)),
+    ModelSize("qwen3-30b-a3b", 48, 2048, 32, 4, 128, 768, 151936, 40960, rope_base=1e6, experts=Experts(128, 8)),
+    ModelSize("qwen3-235b-a22b", 94, 4096, 64, 4, 128, 1536, 151936, 40960, rope_base=1e6, experts=Experts(128, 8)),
+    ModelSize(
+        *("deepseek-v3", 61, 7168, 128, 128, 192, 2048, 129280, 163840),
+        experts=Experts(256, 8, shared_ffn_size=2048, dense_layers=3, dense_ffn_size=18432),
+        latent=Latent(query_rank=1536, key_value_rank=512, rope_dim=64, value_dim=128),
+    ),
 )
 
 MODEL_SIZES: dict[str, ModelSize] = {size.name: size for size in _SIZES}

@@ -33,6 +33,11 @@ from terapipe_ds.losses.head import Head
 Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Takes a weight, gradients of outputs [N, out] and inputs [N, in]; adds their product to a sum, or returns it."""
 
+Watch = Callable[[slice, Tensor, Tensor], None]
+"""Takes tokens of a chunk, the entropy of each over the vocabulary, and the label with its largest logit."""
+
+_PARTS = 16
+
 
 @dataclass(frozen=True)
 class Tokens:
@@ -43,6 +48,8 @@ class Tokens:
     smoothing: float = 0.0
     add: Add | None = None  # of the gradient of the output matrix; None: autograd gets it
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the work in the backward
+    factors: Callable[[Tensor], Tensor] | None = None  # of the losses of tokens, given these; they count as constants
+    watch: Watch | None = None
 
 
 def deferred_cross_entropy(hidden: Tensor, head: Head, tokens: Tokens) -> Tensor:
@@ -129,13 +136,7 @@ class _Pass:
         """Return the losses of a chunk, and the gradients of its products in the place of its logits."""
         head, tokens, ranks = self._head, self._tokens, self._head.ranks
         logits = logits.to(tokens.weights.dtype)
-        capped = None
-        if head.scale != 1.0:
-            logits.mul_(head.scale)
-        if head.softcap is not None:
-            logits.div_(head.softcap).tanh_()
-            capped = logits.clone() if self._grad is not None else None
-            logits.mul_(head.softcap)
+        capped = self._scale(logits)
         # the largest logit becomes 0, so that no exponential overflows
         largest = logits.amax(dim=-1)
         if ranks is not None:
@@ -150,23 +151,57 @@ class _Pass:
             labels = labels.clamp(0, size - 1)
         of_label = (logits.gather(-1, labels) * is_here).squeeze(-1)
         total = logits.sum(dim=-1) if tokens.smoothing else torch.zeros_like(of_label)
+        top = None if tokens.watch is None else self._top(logits)
         exponentials = logits.exp_()
         sums = torch.stack([exponentials.sum(dim=-1), of_label, total])
         if ranks is not None:
             ranks.sum(sums)
         log_sum = sums[0].log()
+        if top is not None:
+            self._watch(span, exponentials, sums[0], top)
         losses = log_sum - (1 - tokens.smoothing) * sums[1] - tokens.smoothing / head.vocabulary * sums[2]
+        factors = torch.ones_like(losses) if tokens.factors is None else tokens.factors(losses)
         if self._grad is None:
-            return losses, None
+            return losses * factors, None
         # softmax minus the distribution of the label, times the gradient of the token's loss
-        factor = (self._grad * tokens.weights[span] * head.scale).unsqueeze(-1)
+        factor = (self._grad * tokens.weights[span] * factors * head.scale).unsqueeze(-1)
         rows = exponentials.mul_(factor / sums[0].unsqueeze(-1))
         rows.scatter_add_(-1, labels, (tokens.smoothing - 1) * factor * is_here)
         if tokens.smoothing:
             rows.sub_(factor * (tokens.smoothing / head.vocabulary))
         if capped is not None:
             rows.mul_(capped.square_().neg_().add_(1.0))
-        return losses, rows
+        return losses * factors, rows
+
+    def _scale(self, logits: Tensor) -> Tensor | None:
+        """Scale and cap logits in place; return what the gradient of the cap needs."""
+        head, capped = self._head, None
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_()
+            capped = logits.clone() if self._grad is not None else None
+            logits.mul_(head.softcap)
+        return capped
+
+    def _top(self, logits: Tensor) -> Tensor:
+        """Return the first label with the largest logit, which is 0, for each token."""
+        ranks, top = self._head.ranks, logits.argmax(dim=-1)
+        if ranks is not None:
+            start, vocabulary = ranks.span(logits.shape[-1])
+            top = -(top + start).where(logits.amax(dim=-1) == 0, vocabulary)
+            ranks.largest(top)
+            top.neg_()
+        return top
+
+    def _watch(self, span: slice, exponentials: Tensor, total: Tensor, top: Tensor) -> None:
+        """Tell the entropies of a chunk; `total` is the sum of the exponentials over all ranks."""
+        assert self._tokens.watch is not None
+        # a temporary tensor of a part of the chunk, whose size is the limit of memory
+        weighted = torch.cat([torch.special.entr(part).sum(dim=-1) for part in exponentials.chunk(_PARTS)])
+        if self._head.ranks is not None:
+            self._head.ranks.sum(weighted)
+        self._tokens.watch(span, total.log() + weighted / total, top)
 
     def _keep(self, rows: Tensor, inputs: Tensor, matrix: Tensor, span: slice) -> None:
         """Add a chunk's share to the gradients."""

@@ -117,9 +117,13 @@ class GPTConfig(BaseModel):
         `from_name("tiny", num_heads=2)` has heads of half the hidden size.
 
         Raises:
-            ModelSizeError: no size has that name.
+            ModelSizeError: no size has that name, or the size has experts.
         """
-        size = dataclasses.asdict(model_sizes.model_size(name))
+        named = model_sizes.model_size(name)
+        if named.experts is not None or named.latent is not None:
+            problem = f"{named.name} has experts or latent attention, which these layers lack"
+            raise model_sizes.ModelSizeError(f"{problem}; build it with from_pretrained, or give another size")
+        size = dataclasses.asdict(named)
         fields = {name: size[name] for name in cls.model_fields if name in size}
         sources = {"num_kv_heads": {"num_heads"}, "head_dim": {"num_heads", "hidden_size"}}
         sources["ffn_size"] = {"hidden_size", "gated_mlp"}

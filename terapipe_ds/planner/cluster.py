@@ -29,6 +29,7 @@ class Cluster:
 
     Args:
         device: the name of a device card, or a card.
+        nodes, devices_per_node: their numbers; rank r has device r % devices_per_node of node r // devices_per_node.
         within_bytes_per_s: between devices of a node; None: the card's.
         between_bytes_per_s: between devices of different nodes; None: the card's.
         node_bytes_per_s: of all links of a node to other nodes together, where its devices share a network card. A

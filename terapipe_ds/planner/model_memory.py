@@ -12,6 +12,7 @@ Per token, i bytes an item, h hidden size, q = H D, kv = H_kv D, f the width of 
   out           its input is the attention's output, counted there
   SwiGLU        gate and up 2 f, silu(gate) f, the product f; GELU: its input f and its output f
   residual adds nothing
+  experts       a token's input and output of each of its experts
   loss          the log-probabilities in fp32 at least, V, and the labels; a loss without logits the labels alone
   W             from B to W where backwards are split, or to the product that several slices share: input and output
                 gradient of qkv, out, up, down, and of an untied output matrix (a tied one has its gradient in B),
@@ -148,8 +149,10 @@ class Setup:
         self._layers = size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
         self._item = ITEMSIZE[self.dtype]
         self._wide = max(4, self._item)  # bytes of a number in fp32 or wider
-        self._query, self._key_value = size.num_heads * size.head_dim, size.num_kv_heads * size.head_dim
-        self._into_mlp = (2 if size.gated_mlp else 1) * size.ffn_size  # gate and up, or up alone
+        self._query, self._key_value = size.num_heads * size.mean_head_dim, size.num_kv_heads * size.mean_head_dim
+        self._out_of_mlp = math.ceil(size.active_ffn())
+        self._into_mlp = (2 if size.gated_mlp else 1) * self._out_of_mlp  # gate and up, or up alone
+        self._routed = 2 * size.experts.per_token * size.hidden_size if size.experts else 0  # to experts and from them
         self._residual = size.hidden_size // (self.tensor_parallel if self.sequence_parallel else 1)  # on one rank
 
     def count_parts(self) -> tuple[PartMemory, ...]:
@@ -170,8 +173,8 @@ class Setup:
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
         heads = max(1, size.num_kv_heads // self.tensor_parallel)
-        keys_values = 2 * heads // math.gcd(heads, self.sequence_ranks) * size.head_dim  # of all tokens of a slice
-        query = size.num_heads // self.tensor_parallel // self.sequence_ranks * size.head_dim
+        keys_values = 2 * heads // math.gcd(heads, self.sequence_ranks) * size.mean_head_dim  # of all tokens of a slice
+        query = size.num_heads // self.tensor_parallel // self.sequence_ranks * size.mean_head_dim
         whole = keys_values if size.positions == "learned" else 3 * keys_values // 2 + query
         vocabulary = -(-size.vocab_size // self.tensor_parallel)
         # kept whatever runs: parameters, states, and gradients that the optimizer keeps
@@ -242,7 +245,9 @@ class Setup:
     def _largest_weight(self, has_vocabulary: bool, layers: int) -> int:
         """Count the numbers of the largest weight: its new gradient is beside the accumulated one for a moment."""
         size = self.size
-        widths = [self._into_mlp, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
+        experts = size.experts.number if size.experts else 1  # one weight, with all experts
+        into = (2 if size.gated_mlp else 1) * size.ffn_size * experts
+        widths = [into, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
         widest = max([*widths, size.vocab_size if has_vocabulary else 0])
         return widest * size.hidden_size // self.tensor_parallel
 
@@ -262,8 +267,8 @@ class Setup:
     def _kept_for_weights(self, is_last: bool, layers: int) -> int:
         """Return the bytes that W needs after B: input and output gradient of every linear layer."""
         size, degree = self.size, self.tensor_parallel
-        divided = 2 * self._query + 2 * self._key_value + self._into_mlp + size.ffn_size
-        layer = 4 * self._residual + divided // degree
+        divided = 2 * self._query + 2 * self._key_value + self._into_mlp + self._out_of_mlp
+        layer = 4 * self._residual + self._routed + divided // degree
         has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
         head = self._residual + size.vocab_size // degree if has_head else 0
         return (layers * layer + head) * self._item
@@ -283,7 +288,8 @@ class Setup:
     @cached_property
     def _layer_saved(self) -> int:
         attention = (1 + self._outputs) * self._query * self._item + self.size.num_heads * self._wide
-        return 2 * self._norm_saved + (attention + 2 * self._into_mlp * self._item) // self.tensor_parallel
+        divided = (attention + 2 * self._into_mlp * self._item) // self.tensor_parallel
+        return 2 * self._norm_saved + self._routed * self._item + divided
 
     @cached_property
     def _head_saved(self) -> int:

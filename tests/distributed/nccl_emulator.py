@@ -146,10 +146,12 @@ class Emulator:
 
     # -- groups ------------------------------------------------------------------------------------------------------
 
-    def new_group(self, ranks: Any = None, timeout: Any = None, backend: Any = None, **options: Any) -> Any:
-        """Make a group; it is emulated unless the backend is given."""
+    def new_group(
+        self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **options: Any
+    ) -> Any:
+        """Make a group; it is emulated unless another backend is given."""
         group = self._new_group(ranks, timeout=timeout, backend="gloo", **options)
-        if backend is None:
+        if backend in (None, "nccl"):  # only torch with CUDA has the options of NCCL's groups
             self._add(group, self._new_group(ranks, timeout=timeout, backend="gloo", **options))
         return group
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unittest import mock
 
 import torch
+from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from terapipe_ds.integrations.trainer import PipelineSFTTrainer
+from terapipe_ds.losses import deferred
 from tests.distributed import trainer_jobs
 from tests.distributed.trainer_jobs import Recorder, model_of
 
@@ -72,3 +77,35 @@ def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return how the pipeline's run differs from SFTTrainer's in one process."""
     with_slices = {"section": {"slices": 3, "granularity_tokens": 1}, **given}
     return trainer_jobs.compare(with_slices, folder, (SFTTrainer, PipelineSFTTrainer), trainer_of)
+
+
+class MostTokens(TorchDispatchMode):
+    """Write down for how many tokens a tensor has one number per entry of a vocabulary, at most."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.vocabulary, self.tokens = vocabulary, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            if torch.is_tensor(each) and each.dim() and each.shape[-1] == self.vocabulary:
+                self.tokens = max(self.tokens, each.numel() // self.vocabulary)
+        return made
+
+
+def most_tokens_with_logits(given: Mapping[str, Any], folder: str, vocabulary: int, chunk: int) -> tuple[int, int]:
+    """Train and evaluate with a loss in chunks of `chunk` tokens. Return `MostTokens` of both, after the first step."""
+    AcceleratorState._reset_state(True)
+    args = {"max_steps": 1, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8, **given}
+    setting = trainer_jobs.setting_of({"model": {"vocab_size": vocabulary}, "args": args})
+    section = {"slices": 3, "granularity_tokens": 1}
+    config = trainer_jobs.deepspeed_of({**setting, "section": section})
+    trainer = trainer_of(PipelineSFTTrainer, setting, folder, config)
+    trainer.train()  # the engine tries the loss of the first batch on logits
+    with mock.patch.object(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: chunk):
+        with MostTokens(vocabulary) as training:
+            trainer.train()
+        with MostTokens(vocabulary) as evaluation:
+            trainer.evaluate()
+    return training.tokens, evaluation.tokens

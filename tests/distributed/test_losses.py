@@ -22,6 +22,7 @@ from terapipe_ds.losses import LinearCrossEntropy, deferred, tied_logits
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryModel
+from terapipe_ds.runtime.verify.loss import HeadWithLoss
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
@@ -34,6 +35,7 @@ from tests.distributed.engines import (
     micro_batch,
     run_training,
     section,
+    step_error,
     train,
     violations,
 )
@@ -140,10 +142,40 @@ def trained(name: str) -> tuple[dict[str, float], int, str]:
         calls.append(1)
         return apply(*arguments)
 
-    with mock.patch.object(deferred._Deferred, "apply", counted), logged() as lines:
+    compare = HeadWithLoss.compare
+
+    def uncounted(*arguments: Any) -> Any:
+        """Run the check of the first batch, which has losses without logits of its own."""
+        before, found = len(calls), compare(*arguments)
+        assert len(calls) > before
+        del calls[before:]
+        return found
+
+    patches = (
+        mock.patch.object(deferred._Deferred, "apply", counted),
+        mock.patch.object(HeadWithLoss, "compare", uncounted),
+    )
+    with patches[0], patches[1], logged() as lines:
         with engine_of(job.layers(), section(**{"slices": [8, 12, 3], **job.terapipe}), **options) as engine:
             found = differences(train(engine, data, functools.partial(_draw, engine)), stock)
     return found, len(calls), "\n".join(lines)
+
+
+def refused(name: str, **engine: Any) -> tuple[str, str]:
+    """Return the error of the first step if the loss without logits loses its last chunk of tokens."""
+    job, spans = JOBS[name], deferred._spans
+    with (
+        mock.patch.object(deferred, "loss_chunk_tokens", lambda *sizes, **options: 5),
+        mock.patch.object(deferred, "_spans", lambda *sizes: list(spans(*sizes))[:-1]),
+        engine_of(job.layers(), section(slices=[8, 12, 3], **job.terapipe), loss_fn=job.loss_fn, **engine) as ours,
+    ):
+        return step_error(ours, [job.make(index) for index in range(2)])
+
+
+def test_a_loss_without_logits_that_loses_tokens_is_refused_before_the_first_step() -> None:
+    for name in ("a mask, smoothed and capped", "the package's model, tied and split"):
+        for kind, text in rank_pool(2).run(refused, name=name):
+            assert kind == "VerifyError" and "loss_fn: without logits, as in training, " in text, text
 
 
 @pytest.mark.sample(6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
 from tests.distributed.harness import rank_pool
-from tests.distributed.trainer_classes import refusals_of_classes, without_section
+from tests.distributed.test_strategy_runs import written
+from tests.distributed.trainer_classes import refusals, train_by_plugin, without_section
 from tests.distributed.trainer_jobs import (
     PipelineTrainer,
     Trainer,
@@ -20,12 +22,13 @@ from tests.distributed.trainer_jobs import (
     mean_of_step,
     play_alone,
     pushed,
-    refusal,
     sharded_by_rank,
 )
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 SAVE = {"save_strategy": "steps", "save_steps": 4}
+IS_5 = version("transformers").startswith("5.")
+BY_LENGTH = {"train_sampling_strategy": "group_by_length"} if IS_5 else {"group_by_length": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "exact": {"fp64": True},
     "exact, with Adam of DeepSpeed's config": {
@@ -45,7 +48,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "resumed": {"args": {**SAVE, "max_steps": 6}, "fp64": True, "phases": ["train", "resume"]},
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
     "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}},
-    "by length": {"args": {"train_sampling_strategy": "group_by_length"}},
+    "by length": {"args": BY_LENGTH},
     "stream": {"args": {"max_steps": 5}, "iterable": True},
     "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
     "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
@@ -61,8 +64,9 @@ USUAL = ("exact", "evaluated and saved", "resumed")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
-    """Return the settings, all but those of `names` for the full run alone."""
-    return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in settings]
+    """Return the settings as parameters; only the full run takes those not in `names`; older versions refuse one."""
+    known = [name for name in settings if IS_5 or name != "smoothed"]
+    return [pytest.param(name, marks=() if name in names else pytest.mark.full) for name in known]
 
 
 def check_same(found: Mapping[str, Any], limit: float) -> None:
@@ -113,6 +117,38 @@ def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None
     assert found["weights"] <= 1e-4 and found["logs"] <= 1e-6 and not found["events"] and found["ranks"], found
 
 
+TENSOR = {"ds": {"tensor_parallel": {"autotp_size": 2}}, "rows": 12}
+TENSOR_RANKS: dict[str, dict[str, Any]] = {
+    "exact, saved and resumed": {
+        **TENSOR, "fp64": True, "args": {**EVALUATE, "save_strategy": "steps", "save_steps": 2, "max_steps": 3},
+        "phases": ["evaluate", "train", "resume"],
+    },
+    "two replicas": {
+        "args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8},
+        "ds": {**TENSOR["ds"], "pipeline": {"stages": 1}},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", usual(("exact, saved and resumed",), TENSOR_RANKS))
+def test_stages_of_tensor_parallel_ranks_train_as_one_process(name: str, tmp_path: Path) -> None:
+    setting = TENSOR_RANKS[name]
+    found = rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0]
+    check_same(found, 1e-12 if setting.get("fp64") else 1e-4)
+
+
+@pytest.mark.full
+def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
+    path = written(tmp_path, dims=[2, 1, 2], devices_per_node=4, slices=[7, 3, 6], accumulation=3)
+    args = {"gradient_checkpointing": True}  # the strategy says on which stages
+    setting = {
+        "rows": 12,
+        "args": args,
+        "ds": {"terapipe": {"enabled": True, "strategy": path, "granularity_tokens": 1}},
+    }
+    check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+
+
 def test_labels_of_a_step_weigh_alike_without_trainer() -> None:
     for errors in rank_pool(4).run(mean_of_step):
         assert max(errors) <= 1e-10
@@ -127,40 +163,21 @@ def test_sabotage_is_seen(tmp_path: Path) -> None:
         assert "the stages of a pipeline disagree on the token ids" in text
 
 
-REFUSED: dict[str, dict[str, Any]] = {
-    "neftune_noise_alpha: NEFTune": {"args": {"neftune_noise_alpha": 5}},
-    "auto_find_batch_size: an error": {"args": {"auto_find_batch_size": True}},
-    "average_tokens_across_devices=False": {"args": {"average_tokens_across_devices": False}},
-    "torch_compile: set": {"args": {"torch_compile": True}},
-    "bf16_full_eval: the engine": {"args": {"bf16_full_eval": True}},
-    "pipeline.stages = 3": {"ds": {"pipeline": {"stages": 3}}},
-    "did you mean terapipe.slices": {"section": {"slicess": 2}},
-}
+def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
+    """On all ranks, as the Trainer is made; a class that only delegates is taken."""
+    for told in rank_pool(2).run(refusals, folder=str(tmp_path)):
+        assert told.pop("") == ""
+        assert not {words: text for words, text in told.items() if words not in text}
 
 
-def test_arguments_are_refused_by_name(tmp_path: Path) -> None:
-    for text, setting in REFUSED.items():
-        for told in rank_pool(2).run(refusal, given=setting, folder=str(tmp_path)):
-            assert text in told
-
-
-def test_classes_that_only_delegate_are_taken(tmp_path: Path) -> None:
-    for delegating, own_loss, own_step, pairs in rank_pool(2).run(refusals_of_classes, folder=str(tmp_path)):
-        assert delegating == ""
-        assert "OwnLoss.compute_loss is its own, and stages run Trainer's in slices" in own_loss
-        assert "OwnStep.training_step is its own" in own_step
-        assert "DPOTrainer compares whole sequences in its loss" in pairs
+def test_a_framework_takes_the_class_from_the_plugin_in_the_docs(tmp_path: Path) -> None:
+    page = str(Path(__file__).parents[2] / "docs/trainer.md")
+    for trained in rank_pool(2).run(train_by_plugin, page=page, folder=str(tmp_path)):
+        assert trained == ("PipelineAxolotlTrainer", [1, 2, 2])
 
 
 def test_without_a_section_the_mixin_does_nothing(tmp_path: Path) -> None:
     assert rank_pool(2).run(without_section, folder=str(tmp_path)) == [(True, True)] * 2
-
-
-@pytest.mark.parametrize("given", ["compute_loss_func", "model_init", "optimizers"])
-def test_objects_are_refused_by_name(given: str, tmp_path: Path) -> None:
-    value = (print, None) if given == "optimizers" else print
-    for told in rank_pool(2).run(refusal, given={}, folder=str(tmp_path), **{given: value}):
-        assert f"pipeline stages cannot serve this PipelineTrainer: {given}: " in told
 
 
 @pytest.mark.full

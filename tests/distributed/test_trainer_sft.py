@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("trl", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
 from tests.distributed.harness import rank_pool
-from tests.distributed.sft_jobs import compare
-from tests.distributed.test_trainer import check_same, usual
+from tests.distributed.sft_jobs import compare, most_tokens_with_logits
+from tests.distributed.test_trainer import IS_5, check_same, usual
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -40,6 +40,27 @@ USUAL = ("assistant only, recomputed", "packed", "by name")
 @pytest.mark.parametrize("name", usual(USUAL, SETTINGS))
 def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     check_same(rank_pool(2).run(compare, given=SETTINGS[name], folder=str(tmp_path))[0], 1e-4)
+
+
+def test_sft_trains_over_stages_of_tensor_parallel_ranks(tmp_path: Path) -> None:
+    setting = {"args": {"assistant_only_loss": True, "max_steps": 3, **EVALUATE}, "model": {"vocab_size": 31},
+               "ds": {"tensor_parallel": {"autotp_size": 2}}}  # fmt: skip
+    check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+
+
+NO_LOGITS: dict[str, dict[str, Any]] = {
+    "assistant only": {"assistant_only_loss": True},
+    "packed": {"packing": True, "per_device_train_batch_size": 4},
+    **({"smoothed": {"label_smoothing_factor": 0.1}} if IS_5 else {}),
+    "DFT": {"loss_type": "dft"},
+}
+
+
+def test_no_tensor_has_the_logits_of_a_slice(tmp_path: Path) -> None:
+    """A slice has at least 25 tokens, a chunk of the loss 8, and the output matrix 16 columns."""
+    for name, args in NO_LOGITS.items():
+        job = {"given": args, "folder": str(tmp_path), "vocabulary": 97, "chunk": 8}
+        assert rank_pool(2).run(most_tokens_with_logits, **job)[1] == (16, 16), name
 
 
 @pytest.mark.full

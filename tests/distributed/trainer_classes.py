@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import re
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-from transformers import Trainer
+import trl
+from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer
+from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin
-from tests.distributed.trainer_jobs import refusal, setting_of
+from tests.distributed.sft_jobs import tokenizer
+from tests.distributed.sft_jobs import trainer_of as sft_trainer_of
+from tests.distributed.trainer_jobs import (
+    PipelineTrainer,
+    deepspeed_of,
+    model_of,
+    play,
+    refusal,
+    setting_of,
+    trainer_of,
+)
 
 
 class Delegating(Trainer):
@@ -34,22 +51,124 @@ class OwnStep(Trainer):
         return self.compute_loss(model, inputs)
 
 
-class DPOTrainer(Trainer):
-    pass
+class GKDTrainer(trl.SFTTrainer):
+    __module__ = "trl.experimental.gkd.gkd_trainer"
+
+
+class ByPosition(Trainer):
+    """Take the model and other things before the arguments, as TRL's GRPOTrainer does."""
+
+    def __init__(self, model: Any, rewards: Any, args: Any = None, **kwargs: Any) -> None:
+        super().__init__(model, args, **kwargs)
 
 
 def over_stages(kind: type[Trainer]) -> type[Trainer]:
     return type(kind.__name__, (PipelineTrainerMixin, kind), {})
 
 
-def refusals_of_classes(folder: str) -> list[str]:
-    """Return what each class is refused for; "" for one that is not."""
-    return [refusal({}, folder, over_stages(kind)) for kind in (Delegating, OwnLoss, OwnStep, DPOTrainer)]
+def of_trl(name: str) -> Any:
+    """Return a function that makes a trainer of TRL over stages."""
+
+    def make(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
+        args = getattr(trl, f"{name}Config")(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False)
+        return over_stages(getattr(trl, f"{name}Trainer"))(model=model_of(setting), args=args)
+
+    return make
+
+
+def by_position(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
+    args = trl.SFTConfig(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False, torch_compile=True)
+    return over_stages(ByPosition)(model_of(setting), print, args)
+
+
+def generating(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
+    options = {"use_cpu": True, "report_to": [], "predict_with_generate": True}
+    args = Seq2SeqTrainingArguments(folder, deepspeed=deepspeed, **options)
+    return PipelineTrainer(model=model_of(setting), args=args)
+
+
+def smoothing(*given: Any) -> Any:
+    """Make a Trainer as in older versions of transformers."""
+    with mock.patch.object(LabelSmoother, "__call__", lambda self, outputs, labels, shift_labels=False: None):
+        return trainer_of(*given)
+
+
+def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
+    args = trl.SFTConfig(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False)
+    texts = tokenizer()
+    texts.padding_side = "left"
+    collator = DataCollatorForLanguageModeling(texts, mlm=False)
+    return PipelineTrainer(model=model_of(setting), args=args, data_collator=collator)
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """Return the text of each refusal, the same on all ranks, by the words that it must have; "" without one."""
+
+    def of_args(**args: Any) -> dict[str, Any]:
+        return {"given": {"args": args}}
+
+    def of_ds(**ds: Any) -> dict[str, Any]:
+        return {"given": {"ds": ds}}
+
+    whole = "Trainer: its loss compares whole sequences, or needs texts that the model generates"
+    jobs: dict[str, dict[str, Any]] = {
+        "neftune_noise_alpha: NEFTune": of_args(neftune_noise_alpha=5),
+        "auto_find_batch_size: an error": of_args(auto_find_batch_size=True),
+        "average_tokens_across_devices=False": of_args(average_tokens_across_devices=False),
+        "torch_compile: set": of_args(torch_compile=True),
+        "bf16_full_eval: the engine": of_args(bf16_full_eval=True),
+        "use_liger_kernel: Liger replaces": of_args(use_liger_kernel=True),
+        "optim=galore_adamw: it needs the whole model": of_args(optim="galore_adamw"),
+        "zero_optimization.stage = 2 cannot be combined": of_ds(zero_optimization={"stage": 2}),
+        "zero_optimization.stage = 3 cannot be combined": of_ds(zero_optimization={"stage": 3}),
+        "pipeline.stages = 3: give": of_ds(pipeline={"stages": 3}),
+        "pipeline.stages = 2, tensor_parallel.autotp_size = 2: give": of_ds(tensor_parallel={"autotp_size": 2}),
+        "did you mean terapipe.slices": {"given": {"section": {"slicess": 2}}},
+        "compute_loss_func: stages compute": {"given": {}, "compute_loss_func": print},
+        "model_init: stages are cut once": {"given": {}, "model_init": print},
+        "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
+        "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
+        "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
+        "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
+        "predict_with_generate: generation needs": {"given": {}, "make": generating},
+        "padding on the left": {"given": {}, "make": left_padded},
+        "torch_compile: set ": {"given": {}, "make": by_position},
+        f"GKD{whole}": {"given": {}, "kind": over_stages(GKDTrainer), "make": sft_trainer_of},
+        **{f"{name}{whole}": {"given": {}, "make": of_trl(name)} for name in ("DPO", "KTO", "GRPO", "Reward")},
+    }
+    delegating: dict[str, dict[str, Any]] = {"": {"given": {}, "kind": over_stages(Delegating)}}
+    return {words: refusal(folder=folder, **job) for words, job in {**jobs, **delegating}.items()}
+
+
+class AxolotlTrainer(Delegating):
+    """Stand in for Axolotl's."""
+
+
+def train_by_plugin(page: str, folder: str) -> tuple[str, list[int]]:
+    """Train with the class that the plugin on a page of the docs gives to Axolotl, which stand-ins replace."""
+    code = next(block for block in _blocks(Path(page).read_text()) if "get_trainer_cls" in block)
+    stand_ins: dict[str, Any] = {
+        "axolotl.core.trainers": mock.Mock(AxolotlTrainer=AxolotlTrainer),
+        "axolotl.integrations.base": mock.Mock(BasePlugin=object),
+    }
+    names: dict[str, Any] = {}
+    with mock.patch.dict("sys.modules", stand_ins):
+        exec(code, names)
+        plugin = names["PipelinePlugin"]()
+        options = types.SimpleNamespace(rl=None, reward_model=False, load_in_4bit=False, load_in_8bit=False)
+        assert plugin.get_trainer_cls(types.SimpleNamespace(rl="dpo")) is None
+        plugin.pre_model_load(options)
+        kind = plugin.get_trainer_cls(options)
+    setting = setting_of({"args": {"max_steps": 2}})
+    played = play(kind, setting, folder, deepspeed_of(setting), trainer_of)
+    return kind.__name__, [log["step"] for log in played["logs"]]
+
+
+def _blocks(page: str) -> Iterator[str]:
+    yield from re.findall(r"```python\n(.*?)```", page, re.DOTALL)
 
 
 def without_section(folder: str) -> tuple[bool, bool]:
     """Return whether the mixin changes nothing of a Trainer without an enabled section."""
-    from tests.distributed.trainer_jobs import PipelineTrainer, trainer_of
-
     trainer = trainer_of(PipelineTrainer, setting_of({}), folder, None)
     return trainer._stages is None, all(not parameter.is_meta for parameter in trainer.model.parameters())

@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+import transformers
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -224,6 +226,11 @@ def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callab
         staged = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
     trainer = staged.pop("trainer")
     staged["weights"] = weights_of(trainer._stages.module)
+    if trainer._stages.module.autotp_size > 1:  # a rank has shares of them
+        trainer.save_model(f"{folder}/whole")
+        torch_dist.barrier()
+        saved = [load_file(path) for path in Path(folder, "whole").glob("*.safetensors")]
+        staged["weights"] = {_plain(name): each.numpy() for one in saved for name, each in one.items()}
     everyone = gathered((staged["logs"], staged["results"], staged["events"]))
     trainer._stages.engine.destroy()
     if expected is None:
@@ -332,12 +339,18 @@ def mean_of_step() -> list[float]:
     return [abs(value - float(loss)) / float(loss), max(errors)]
 
 
-def refusal(given: Mapping[str, Any], folder: str, kind: type[Trainer] = PipelineTrainer, **of_trainer: Any) -> str:
+def refusal(
+    given: Mapping[str, Any],
+    folder: str,
+    kind: type[Trainer] = PipelineTrainer,
+    make: Callable[..., Any] = trainer_of,
+    **of_trainer: Any,
+) -> str:
     """Return why a Trainer over stages refuses a setting, the same on all ranks; "" if it does not."""
     AcceleratorState._reset_state(True)
     try:
         setting = setting_of(given)
-        trainer_of(kind, setting, folder, deepspeed_of(setting), **of_trainer)
+        make(kind, setting, folder, deepspeed_of(setting), **of_trainer)
     except Exception as error:
         texts = gathered(str(error))
         return texts[0] if len(set(texts)) == 1 else f"differs: {texts}"
@@ -366,7 +379,10 @@ def pushed(folder: str) -> list[set[str]]:
 
     hub = mock.Mock(upload_folder=upload, create_repo=lambda name, **_: mock.Mock(repo_id=name))
     setting = setting_of({"args": {"push_to_hub": True, "hub_model_id": "me/model", "max_steps": 2}})
-    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+    is_older = not hasattr(transformers.trainer, "hf_api")
+    names = {name: getattr(hub, name) for name in ("create_repo", "upload_folder")}
+    stand_ins = names if is_older else {"hf_api": mock.Mock(return_value=hub)}
+    with mock.patch.multiple("transformers.trainer", **stand_ins):
         AcceleratorState._reset_state(True)
         trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
         trainer.train()

@@ -358,6 +358,13 @@ def test_links_have_titles(document: Path) -> None:
 
 
 @in_each_document
+def test_headings_are_nouns(document: Path) -> None:
+    headings = re.findall(r"^#+ (.*)", _FENCED.sub("", document.read_text(encoding="utf-8")), re.MULTILINE)
+    questions = r"(what|where|how|which|who|whom|why|when|whether|if|is)\b"
+    assert [heading for heading in headings if re.match(questions, heading, re.IGNORECASE)] == []
+
+
+@in_each_document
 def test_install_lines_name_the_repository(document: Path) -> None:
     """No index has the package, so that every line takes it from a clone or from the one address of the README."""
     text = document.read_text(encoding="utf-8")

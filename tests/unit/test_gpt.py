@@ -229,7 +229,12 @@ def test_initial_scale() -> None:
 # -- sizes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODEL_SIZES)
+def test_sizes_with_experts_are_refused() -> None:
+    with pytest.raises(ModelSizeError, match="qwen3-30b-a3b has experts .* build it with from_pretrained"):
+        GPTConfig.from_name("qwen3-30b-a3b")
+
+
+@pytest.mark.parametrize("name", [size.name for size in MODEL_SIZES.values() if size.experts is None])
 def test_named_sizes_have_the_parameters_that_the_planner_counts(name: str) -> None:
     config = GPTConfig.from_name(name)
     with torch.device("meta"):
@@ -238,7 +243,7 @@ def test_named_sizes_have_the_parameters_that_the_planner_counts(name: str) -> N
 
 
 def test_parameters_of_variants(config: GPTConfig) -> None:
-    fields = {field.name for field in dataclasses.fields(ModelSize)} - {"name"}
+    fields = {field.name for field in dataclasses.fields(ModelSize)} - {"name", "experts", "latent"}
     size = ModelSize(name="variant", **{name: getattr(config, name) for name in fields})
     model = Model(config)
     assert sum(p.numel() for p in model.modules.parameters()) == size.num_parameters()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 from types import ModuleType
@@ -73,6 +74,23 @@ def test_the_public_names_are_in_the_reference() -> None:
     shown = set(re.findall(r"^::: [\w.]*\.(\w+)$", page, re.MULTILINE))
     names = set(terapipe_ds.__all__) - {"planner", "schedule", "__version__", "TeraPipeConfigError"}
     assert names <= shown
+
+
+def test_the_reference_has_an_example_and_all_arguments_of_each_name() -> None:
+    """Each argument stands in the docstring or below it on the page."""
+    page = (DOCS / "reference/api.md").read_text()
+    for path, text in re.findall(r"^::: ([\w.]+)$(.*?)(?=^::: |\Z)", page, re.MULTILINE | re.DOTALL):
+        module, _, name = path.rpartition(".")
+        value = getattr(importlib.import_module(module), name)
+        assert "```python" in text, path
+        engine = name == "TeraPipeEngine"
+        members = re.findall(r"members: \[(.*)\]", text)[0].split(", ") if engine else []
+        for function in [getattr(value, member) for member in members] or [value]:
+            words = set(re.findall(r"\w+", f"{inspect.getdoc(function)} {text}"))
+            arguments = set(inspect.signature(function).parameters) - {"self", "args", "kwargs"}
+            assert name == "TeraPipeConfig" or arguments <= words, (path, arguments - words)
+    config = page.partition("::: terapipe_ds.config.section.TeraPipeConfig")[2].partition("\n::: ")[0]
+    assert "configuration.md#all-keys" in config
 
 
 def test_pages_ask_for_nothing_from_the_network() -> None:

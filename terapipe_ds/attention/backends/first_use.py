@@ -43,8 +43,8 @@ def wrong_kernel(kernel: Backend, q: Tensor, need: Need) -> str | None:
     checked = need._replace(value_dim=None, documents=need.documents and kernel.takes_documents)
     key = q.device, q.dtype, widest_head(q, need), checked, torch.are_deterministic_algorithms_enabled()
     problem = wrong_result(kernel.forward, kernel.backward, CHECKED, *key)
-    asked = problem and str(need).removeprefix(", ")
-    return f"with {asked} {problem}" if asked else problem
+    options = problem and str(need).removeprefix(", ")
+    return f"with {options} {problem}" if options else problem
 
 
 def widest_head(q: Tensor, need: Need) -> int:

@@ -45,12 +45,12 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = outer_arguments(args, kwargs)
+        given = outer_arguments(type(self), args, kwargs)
         config = enabled_config(given.get("args"))
         if config is None:
             super().__init__(*args, **kwargs)
             return
-        check_arguments(type(self), PipelineTrainerMixin, given)
+        check_arguments(type(self), PipelineTrainerMixin, given, config)
         self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
         if isinstance(given.get("model"), str | os.PathLike):
             args, kwargs = (), self._with_skeleton(given)
@@ -76,7 +76,8 @@ class PipelineTrainerMixin(Trainer):
             super().create_accelerator_and_postprocess()
             return
         # keys of the section that follow from the arguments
-        if getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing:
+        wants_recompute = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
+        if wants_recompute and "strategy" not in stages.section:  # which says where to recompute
             stages.section.setdefault("recompute", "full")
         if getattr(self, "padding_free", False):  # TRL's collator then joins texts in rows
             stages.section.setdefault("documents", "position_ids")

@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+import transformers
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import LabelSmoother
 
+from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
 
 _WHOLE = "needs the whole model on one rank"
@@ -43,7 +46,7 @@ _NEW = (
     "_note_metrics",
     "_labels_of",
 )  # methods of the mixin that no Trainer has
-_PAIRS = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
+_WHOLE_SEQUENCES = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
 # The mixin replaces these methods, so that a class below it may only hand the call on.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
 
@@ -53,15 +56,21 @@ def is_sft(kind: type) -> bool:
     return any(map(is_sft_itself, kind.__mro__))
 
 
-def outer_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments by name; every Trainer takes the model and its arguments first."""
-    return dict(zip(("model", "args"), args, strict=False)) | dict(kwargs)
+def outer_arguments(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a Trainer's arguments by name; `kind` is its class, whose parents may hand them on unnamed."""
+    signatures = (inspect.signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base))
+    names = next(list(each.parameters)[1:] for each in signatures if "args" in _named(each))
+    return dict(zip(names, args, strict=False)) | dict(kwargs)
 
 
-def check_arguments(kind: type, mixin: type, given: Mapping[str, Any]) -> None:
+def _named(signature: inspect.Signature) -> list[str]:
+    return [each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+
+
+def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> None:
     """Raise ModelRefusedError for arguments or a class of Trainer that stages cannot serve. A collective.
 
-    `mixin` is the class that gives the Trainer its stages.
+    `mixin` is the class that gives the Trainer its stages; `ds_config` is DeepSpeed's config.
     """
     args: TrainingArguments = given["args"]
     if not torch_dist.is_initialized():
@@ -70,16 +79,17 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any]) -> None:
             "TrainingArguments(use_cpu=True)"
         )
     with refused_on_all_ranks():
-        problems = [*_of_class(kind, mixin), *_of_args(args), *_of_given(given)]
+        problems = [*_of_class(kind, mixin), *_of_args(args), *_of_given(given), *conflicting_keys(ds_config)]
         if problems:
             raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
 
 
 def _of_class(kind: type, mixin: type) -> list[str]:
     problems = [
-        f"{base.__name__} compares whole sequences in its loss, and slices of pairs are not served"
+        f"{base.__name__}: its loss compares whole sequences, or needs texts that the model generates; of TRL's "
+        "trainers stages serve SFTTrainer alone"
         for base in kind.__mro__
-        if base.__name__.endswith("Trainer") and base.__name__.removesuffix("Trainer") in _PAIRS
+        if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
     ]
     overrides = [name for name, value in vars(mixin).items() if inspect.isfunction(value) and name not in _NEW]
     missing = [name for name in overrides if not hasattr(Trainer, name)]
@@ -90,12 +100,24 @@ def _of_class(kind: type, mixin: type) -> list[str]:
     return problems
 
 
+def _is_of_trl(kind: type) -> bool:
+    """Return whether the class is a trainer of TRL other than SFTTrainer."""
+    is_trainer = kind.__module__.startswith("trl.") and kind.__name__.endswith("Trainer")
+    return is_trainer and not kind.__name__.startswith("_") and not is_sft_itself(kind)
+
+
 def _of_args(args: TrainingArguments) -> list[str]:
     problems = [f"{name}: {why}" for name, why in _REFUSED_ARGS.items() if getattr(args, name, None)]
     if not args.average_tokens_across_devices:
         problems.append("average_tokens_across_devices=False: the labels of a step weigh alike; leave it out")
-    if any(name in str(args.optim) for name in _REFUSED_OPTIMIZERS):
-        problems.append(f"optim={args.optim}: it {_WHOLE}; give adamw_torch or another one of torch")
+    if args.label_smoothing_factor and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
+        problems.append(
+            f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
+            "micro-batches and ranks in place of their mean: install 5.15 or a newer one"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if any(name in optimizer for name in _REFUSED_OPTIMIZERS):
+        problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another one of torch")
     if args.accelerator_config.dispatch_batches:
         problems.append("dispatch_batches: rank 0 would divide batches among stages; leave it out")
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}

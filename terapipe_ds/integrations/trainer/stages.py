@@ -13,7 +13,11 @@ import torch.distributed as torch_dist
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
+from deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -27,6 +31,7 @@ from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, from_pretrained
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.layout.topology import topology_of
 from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -44,37 +49,59 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     return dict(raw) if is_enabled(raw) else None
 
 
+def is_size(value: Any) -> bool:
+    """Return whether the value is a positive integer."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
 class Stages:
     """Hold the pipeline of a Trainer.
 
-    Ranks with one `replica` are the stages of one pipeline and get the same data. All ranks call all methods.
+    Ranks with one `replica` are the stages and tensor-parallel ranks of one pipeline, and get the same data. All ranks
+    call all methods.
     """
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         register()
         deepspeed.init_distributed(dist_backend=torch_dist.get_backend(), verbose=False)
-        self._raw, world = raw, torch_dist.get_world_size()
-        self.section = dict(raw["terapipe"])
-        count = everywhere(self._wanted_stages)  # a rank that cannot read a file tells the others, which would wait
-        count = world if count == "auto" else count
-        if not isinstance(count, int) or count < 1 or world % count:
-            raise TeraPipeConfigError(
-                f'pipeline.stages = {count!r}: give a number of stages that divides the {world} ranks, or "auto" for '
-                "as many stages as ranks"
-            )
-        self.replicas = world // count
-        self._topology = PipeDataParallelTopology(num_pp=count, num_dp=self.replicas)
+        self._raw, self.section = raw, dict(raw["terapipe"])
+        # a rank that cannot read a file tells the others, which would wait
+        self._topology = everywhere(self._wanted_topology)
         place = self._topology.get_coord(torch_dist.get_rank())
+        self.replicas: int = self._topology.get_dim("data")
         self.replica: int = place.data
-        self.is_first: bool = place.pipe == 0
+        self.is_first: bool = place.pipe == 0 and getattr(place, "model", 0) == 0
         self.engine: TeraPipeEngine | None = None
 
-    def _wanted_stages(self) -> Any:
-        """Return the number of stages that the config asks for, in a strategy's file or itself."""
+    def _wanted_topology(self) -> ProcessTopology:
+        """Return the grid of ranks that the config asks for, in a strategy's file or itself."""
         # mistakes of the section are errors here; the rest of the config is complete only later
         TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
         path = self.section.get("strategy")
-        return self._raw.get("pipeline", {}).get("stages", "auto") if path is None else read_strategy(path).grid["pipe"]
+        if path is not None:
+            strategy = read_strategy(path)
+            if strategy.grid.get("sequence", 1) > 1:
+                raise TeraPipeConfigError(
+                    f"terapipe.strategy = {path!r}: it divides sequences over {strategy.grid['sequence']} ranks, and "
+                    "Trainer gets whole ones; plan without sequence ranks, or train without Trainer"
+                )
+            return topology_of(strategy)
+        world, (count, tensor) = torch_dist.get_world_size(), self._wanted_sizes()
+        shown = f"pipeline.stages = {count!r}" + f", tensor_parallel.autotp_size = {tensor!r}" * (tensor != 1)
+        count = world // tensor if count == "auto" and is_size(tensor) else count
+        if not is_size(count) or not is_size(tensor) or world % (count * tensor):
+            raise TeraPipeConfigError(
+                f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
+                "ranks; with tensor-parallel ranks, their product must divide the ranks"
+            )
+        if tensor == 1:
+            return PipeDataParallelTopology(num_pp=count, num_dp=world // count)
+        return PipeModelDataParallelTopology(num_pp=count, num_mp=tensor, num_dp=world // (count * tensor))
+
+    def _wanted_sizes(self) -> tuple[Any, Any]:
+        """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
+        tensor = (self._raw.get("tensor_parallel") or {}).get("autotp_size", 0)
+        return self._raw.get("pipeline", {}).get("stages", "auto"), 1 if tensor == 0 else tensor
 
     def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:
         """Cut the model into stages; this rank keeps the weights of its own stage."""
@@ -94,6 +121,7 @@ class Stages:
         `args` count data-parallel ranks as their processes.
         """
         raw = copy.deepcopy(dict(self._raw))
+        raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         # a size that the JSON leaves out comes from the arguments, not from DeepSpeed's default
         for name in _SIZES:
             raw.setdefault(name, "auto")
@@ -112,6 +140,8 @@ class Stages:
     def start(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
         """Build the engine. Without `optimizer` the config has one. Schedulers come with each training run."""
         config = {key: value for key, value in config.items() if key != "scheduler"}
+        if "tensor_parallel" in self._raw:
+            config["tensor_parallel"] = self._raw["tensor_parallel"]
         self.lay_out(config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
@@ -157,22 +187,26 @@ class Stages:
         assert engine is not None
         engine.step_label_counts = None if label_count is None else [label_count]
         reduction = "avg" if engine.monitor.enabled and with_loss else None
-        result, logits = engine.eval_batch(
+        wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
+        result: Any = engine.eval_batch(
             iter([batch]),
-            return_logits=True,
+            return_logits=wants_logits,
             compute_loss=with_loss,
             reduce_output=reduction,
             bcast_loss=False,
             num_micro_batches=1,
         )
-        found = None
+        logits: Any = None
+        if wants_logits:
+            result, logits = result
+        own = None
         if engine.is_last_stage():
             loss = result[0] if isinstance(result, list) else result
             logits = logits if with_loss else loss
             reduced = None if reduce_logits is None else nested_detach(reduce_logits(logits))
             of_batch = loss.detach().float().cpu().reshape(()) if with_loss else None
-            found = of_batch, send_to_device(reduced, "cpu")
-        loss, reduced = next(each for each in gather(found, self._pipe_group()) if each is not None)
+            own = of_batch, send_to_device(reduced, "cpu")
+        loss, reduced = next(each for each in gather(own, self._pipe_group()) if each is not None)
         return loss, reduced, self._sums()
 
     def _sums(self) -> Sums:

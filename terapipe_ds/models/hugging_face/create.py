@@ -34,6 +34,7 @@ from terapipe_ds.models.hugging_face.refusals import (
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
+from terapipe_ds.models.hugging_face.weights.quantized import ask_for, quantize, require_adapters, require_stored
 from terapipe_ds.models.hugging_face.weights.stored import (
     ADAPTER_CONFIG,
     DrawnWeights,
@@ -47,11 +48,12 @@ _OF_HUB = ("revision", "token", "local_files_only")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model on the hub
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
-    from transformers import PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
     from terapipe_ds.models.hugging_face.weights.adapters import Adapters
 
 Adapter: TypeAlias = "PeftConfig | PeftModel | str | os.PathLike[str] | None"
+Quantization: TypeAlias = "BitsAndBytesConfig | dict[str, Any] | None"
 
 
 def from_config(
@@ -104,6 +106,7 @@ def from_pretrained(
     dtype: torch.dtype | str | None = None,
     *,
     adapter: Adapter = None,
+    quantization_config: Quantization = None,
     seed: int = 1234,
     **options: Any,
 ) -> HuggingFaceModule:
@@ -115,9 +118,10 @@ def from_pretrained(
             a model in memory, with or without peft's adapters; then each rank holds the whole model, unless it is a
             `skeleton`. Its requires_grad, gradient checkpointing, dropout and buffers are kept, and any other change
             to it is an error.
-        options: also `revision`, `token` and `local_files_only` of the hub.
-
-    The other arguments are the same as in `from_config`.
+        num_stages, topology, partition, loss_fn, dtype, adapter, seed: as in `from_config`.
+        quantization_config: of transformers, with load_in_4bit: each stage quantizes the frozen weights beside the
+            adapters as it reads them. A folder of quantized weights needs none.
+        options: as in `from_config`; also `revision`, `token` and `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
@@ -126,6 +130,8 @@ def from_pretrained(
     of_hub = {name: options.pop(name) for name in _OF_HUB if name in options}
     options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
     if isinstance(folder, nn.Module):
+        if quantization_config:
+            raise TypeError("quantization_config is for a folder: give it to skeleton, or the model's folder here")
         return _from_model(folder, dtype, adapter, seed, options)
     with refused_on_all_ranks():
         if torch_dist.get_rank() == 0:  # a save that was killed in the moment of its moves
@@ -134,9 +140,9 @@ def from_pretrained(
                     finish_saving(Path(source))
     with refused_on_all_ranks():  # each may have a disk of its own
         name, folder, adapter = _folders(folder, adapter, of_hub)
-        config = _config_of(name, folder)
+        config = _config_of(name, folder, quantization_config)
         with _family_named(config):
-            _check_not_quantized(config)
+            require_adapters(config, adapter)
             outline = Outline(model_without_weights(config, dtype))
         # generation settings are only handed on to what is saved
         with contextlib.suppress(OSError):  # most have one
@@ -157,7 +163,7 @@ def _from_model(
     with refused_on_all_ranks():
         base = language_model_of(model)
         kept_dtype, has_adapters, source = dtype or base.dtype, base is not model, getattr(base, SOURCE, None)
-        _check_not_quantized(base.config)
+        require_stored(base.config, source)
         whole = fresh = model_without_weights(base.config, kept_dtype)
         state = base.state_dict()
         if has_adapters:
@@ -169,6 +175,7 @@ def _from_model(
             # adapters of a skeleton have no values yet
             adapter = model if source is None else model.peft_config["default"]
             whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
+        require_adapters(base.config, adapter)
         # this refuses by name everything that stages would not do like the owner's model
         changes = changes_of(model, whole, dtype)
         if (adapter is None or has_adapters) and not any(changes.requires_grad.values()):
@@ -210,17 +217,25 @@ def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:
         ) from error
 
 
-def _config_of(name: str | os.PathLike[str], folder: Path) -> PretrainedConfig:
+def _config_of(name: str | os.PathLike[str], folder: Path, quantization: Quantization) -> PretrainedConfig:
     config = AutoConfig.from_pretrained(folder)
     config.name_or_path = os.fspath(name)  # adapters and model cards say it
+    ask_for(quantization, config)
     return config
 
 
-def skeleton(name: str | os.PathLike[str], dtype: torch.dtype | str | None = None, **options: Any) -> PreTrainedModel:
+def skeleton(
+    name: str | os.PathLike[str],
+    dtype: torch.dtype | str | None = None,
+    *,
+    quantization_config: Quantization = None,
+    **options: Any,
+) -> PreTrainedModel:
     """Return the model of a folder or of a name on the hub, with parameters on the device "meta".
 
     `from_pretrained` and the Trainers of `integrations.trainer` take it: each stage then reads its own weights.
-    `options`: `revision`, `token` and `local_files_only` of the hub.
+    `dtype` is as in `from_config`, `quantization_config` as in `from_pretrained`; `options`: `revision`, `token` and
+    `local_files_only` of the hub.
 
     Raises:
         ModelRefusedError: there is no such folder or model, or stages cannot train it.
@@ -229,9 +244,8 @@ def skeleton(name: str | os.PathLike[str], dtype: torch.dtype | str | None = Non
     if unknown := sorted(options.keys() - {*_OF_HUB}):
         raise TypeError(f"skeleton takes no {', '.join(unknown)}: give it to the Trainer or to from_pretrained")
     folder = downloaded(name, **options)
-    config = _config_of(name, folder)
+    config = _config_of(name, folder, quantization_config)
     with _family_named(config):
-        _check_not_quantized(config)
         model: PreTrainedModel = model_without_weights(config, dtype)
     with contextlib.suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -276,11 +290,6 @@ def _adapters(
     return adapters.Adapters(adapter, whole, outline, seed)
 
 
-def _check_not_quantized(config: PretrainedConfig) -> None:
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelRefusedError("its weights are quantized, and are not trained so. Give those of the original")
-
-
 @contextlib.contextmanager
 def _family_named(config: PretrainedConfig) -> Iterator[None]:
     """Check the config; name the family in every error that refuses it."""
@@ -319,7 +328,9 @@ def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -
     """Return the model with real buffers, and with parameters on the device "meta"."""
     options = {} if dtype is None else {"dtype": dtype}
     with _parameters_on_meta():
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+    quantize(model)
+    return model
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check_division
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, VocabEmbedding
+from terapipe_ds.models.hugging_face.weights.quantized import take_scales, without_values
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
@@ -75,8 +76,7 @@ class Blueprint:
         for part in module.modules():
             for key, old in part._parameters.items():
                 if old is not None:
-                    like = nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
-                    part._parameters[key] = new.setdefault(id(old), like)
+                    part._parameters[key] = new.setdefault(id(old), without_values(old, part))
         self.weights.fill(name, original, module)
         module = module if self.adapters is None else self.adapters.put_into(name, module)
         return module if self.ranks is None or is_whole else self.ranks.divide(name, module)
@@ -103,6 +103,10 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        take_scales(self, state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def defer_weight_gradients(self, gradients: LinearProducts) -> None:
         """Let the engine compute the weight gradients of linear layers that transformers defines itself."""

@@ -26,6 +26,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import is_share, partial_in
 from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
+from terapipe_ds.models.hugging_face.weights.quantized import refuse_tensor_ranks
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
@@ -101,6 +102,7 @@ class HuggingFaceModule(PipelineModule):
             )
         tensor_ranks = 1 if topology is None else max(1, topology.get_dim("model"))
         if tensor_ranks > 1:
+            refuse_tensor_ranks(blueprint.outline.model)
             adapters = blueprint.adapters
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor
@@ -150,7 +152,11 @@ class HuggingFaceModule(PipelineModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Leave weights unread while the base class moves them to a device as it builds the module."""
-        return super()._apply(fn, recurse) if self._is_built or not is_unread(self) else self
+        if is_unread(self):
+            if not self._is_built:
+                return self
+            self._read()  # whole layers: quantized weights are moved by code of their own
+        return super()._apply(fn, recurse)
 
     def _synchronize_tied_weights(self) -> None:
         """Send tied weights to the other stages that hold them; stages that read a folder all read the same ones."""

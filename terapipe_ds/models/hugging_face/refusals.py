@@ -27,7 +27,8 @@ _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _INSTEAD = {
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
     "trust_remote_code": "code from a hub is not run: AutoModelForCausalLM.register its class, and pass a model of it",
-    "quantization_config load_in_8bit load_in_4bit": "weights are not trained quantized: leave it out",
+    "quantization_config": "random weights are not quantized: from_pretrained quantizes those of a folder",
+    "load_in_8bit load_in_4bit": "give from_pretrained quantization_config=BitsAndBytesConfig(load_in_4bit=True)",
     "cache_dir": "set HF_HUB_CACHE in the environment, or give a folder",
     "device_map max_memory offload_folder low_cpu_mem_usage tp_plan": (
         "leave it out: DeepSpeed gives each rank its device, and each stage reads only the weights of its layers"

@@ -29,6 +29,7 @@ from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import gathered_copy
+from terapipe_ds.models.hugging_face.weights.quantized import is_quantized_by
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, INDEX, SINGLE, named
 
 _TRIES = 3
@@ -105,12 +106,17 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     the adapters added to its weights.
 
     Raises:
-        ValueError: `merge`, and the model has no adapters; or without it, and weights beside the adapters are trained.
+        ValueError: `merge`, and the model has no adapters, or quantized weights; or without it, and weights beside the adapters are trained.
         SavingError: on all ranks, with the failure of each.
     """
     module, adapters = engine.module, engine.module.blueprint.adapters
     if merge and adapters is None:
         raise ValueError("merge=True: the model has no adapters; save it without")
+    if merge and is_quantized_by(module.config):
+        raise ValueError(
+            "merge=True: adapters are not added to quantized weights. Save the adapters, and let peft add them to the "
+            "original weights: PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        )
     if adapters is not None and adapters.beside and not merge:
         raise ValueError(
             f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError
+from terapipe_ds.costs.model_sizes import Experts, Latent, ModelSize, ModelSizeError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.planner.errors import PlannerError
@@ -36,6 +36,9 @@ _TIED = {
 }  # fmt: skip
 """Families whose configs tie the output matrix to the embedding where they do not say."""
 
+_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe"}
+"""Families whose experts are counted."""
+
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
@@ -47,7 +50,7 @@ def size_of_config(path: str) -> ModelSize:
     """Return the model size of a Hugging Face `config.json`.
 
     Raises:
-        PlannerError: the file cannot be read, lacks a number, or is of a model with experts or without attention heads.
+        PlannerError: the file cannot be read, lacks a number, or is of a family that cannot be counted.
     """
     try:
         document = parse_json(read_bytes(path))
@@ -60,10 +63,6 @@ def size_of_config(path: str) -> ModelSize:
     # models of several kinds of input keep the decoder's numbers one level down
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
-    # the work of a token depends on the experts that it is sent to
-    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
-        if config.get(key):
-            raise PlannerError(f"{path}: {key} = {config[key]}: experts cannot be counted; give a measured profile")
     family = str(config.get("model_type", ""))
     _check_kind(path, family, document)
     # families spell the same number in different ways
@@ -82,9 +81,13 @@ def size_of_config(path: str) -> ModelSize:
         "max_sequence_length": 2048,
     }
     try:
+        experts, latent = _experts(path, family, config, numbers), _latent(path, config, numbers)
+        fields = {field: value or usual[field] for field, value in numbers.items()}
         return ModelSize(
             name=str(document.get("_name_or_path") or Path(path).parent.name or path),
-            **{field: value or usual[field] for field, value in numbers.items()},
+            **fields,
+            experts=experts,
+            latent=latent,
             gated_mlp=family not in _NOT_GATED,
             bias=family in _NOT_GATED - _WITHOUT_BIAS,
             tied_embedding=bool(config.get("tie_word_embeddings", family in _TIED)),
@@ -92,6 +95,41 @@ def size_of_config(path: str) -> ModelSize:
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
+
+
+def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Experts | None:
+    """Return the experts of a family that has some, and set `numbers["ffn_size"]` to the width of one of them."""
+    keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
+    if not keys:
+        return None
+    if family not in _EXPERTS:
+        known = ", ".join(sorted(_EXPERTS))
+        raise PlannerError(f"{path}: {keys[0]}: experts are counted for {known}; give a measured profile")
+    width, of_dense = _number(config, ["moe_intermediate_size"]) or numbers["ffn_size"], numbers["ffn_size"]
+    # layers without experts: the first ones, those that a list names, and all but every n-th
+    step, first = _number(config, ["decoder_sparse_step"]) or 1, _number(config, ["first_k_dense_replace"])
+    layers, named = range(numbers["num_layers"]), config.get("mlp_only_layers") or ()
+    dense = sum(layer < first or layer in named or (layer + 1) % step != 0 for layer in layers)
+    shared = _number(config, ["shared_expert_intermediate_size"]) or _number(config, ["n_shared_experts"]) * width
+    numbers["ffn_size"] = width
+    per_token = _needed(path, config, "num_experts_per_tok")
+    return Experts(_needed(path, config, keys[0]), per_token, shared, dense, of_dense if dense else 0)
+
+
+def _latent(path: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Latent | None:
+    """Return the ranks of latent attention, and set `numbers["head_dim"]` to the width of queries and keys."""
+    if not config.get("kv_lora_rank"):
+        return None
+    names = "kv_lora_rank", "qk_rope_head_dim", "v_head_dim", "qk_nope_head_dim"
+    rank, rope, value, rest = (_needed(path, config, name) for name in names)
+    numbers["head_dim"] = rope + rest
+    return Latent(_number(config, ["q_lora_rank"]), rank, rope, value)
+
+
+def _needed(path: str, config: Mapping[str, Any], name: str) -> int:
+    if not (number := _number(config, [name])):
+        raise PlannerError(f"{path} lacks {name}: give the config.json of a decoder model")
+    return number
 
 
 def _check_kind(path: str, family: str, document: Mapping[str, Any]) -> None:

@@ -43,12 +43,17 @@ def plan_slices(
     Args:
         costs: `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and, where links cost something,
             `send_s(tokens)`; one object for all parts or a list with one per part. Each pair is asked at most once.
+        sequence_length: tokens of a sequence.
+        num_stages, num_micro_batches: K and m, for one step of one pipeline.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
+        schedule: a name of `schedule.build`, "search" or "auto".
+        max_slices: at most this number of slices; None: no limit.
         memory: a `MemoryModel`, or an object with its methods; both are asked by part.
         chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that can have it, see `ranked_schedules`.
         schedule_options: further arguments of `schedule.build`, for one schedule by its name.
         placement: the fixed places of the parts: "auto" tries the schedules that run on it.
         with_order: "auto" also compares an order searched for the costs.
+        progress: called now and then with (schedule, work done, of how much).
         budget: work of the search, in replayed computations; the same budget yields the same plan everywhere.
 
     Raises:

@@ -31,7 +31,7 @@ from terapipe_ds.timeline import Timeline
 
 
 def plan_strategy(model: Any, cluster: Cluster, **question: Any) -> Strategy:
-    """Return the best strategy that the search finds, with the arguments of `rank_strategies`."""
+    """Return the best strategy that the search finds; `rank_strategies` explains `model`, `cluster` and `question`."""
     return rank_strategies(model, cluster, **question)[0]
 
 
@@ -60,9 +60,14 @@ def rank_strategies(
         model: a name of `costs.model_sizes`, a `ModelSize`, a path to a Hugging Face `config.json`, a `LayerChain`, or
             measurements: a `Profile`, a path to one, or a list of these, one per number of tensor ranks and rows of a
             micro-batch.
+        cluster: where the model trains.
+        global_batch_size: sequences of a step, over all replicas.
+        sequence_length: tokens of a sequence.
         memory_limit_gb: per device; None: 0.9 of the memory of the device card.
+        dtype: of parameters and activations: "bfloat16", "float16", "float32", or "auto", the first one of the device.
         stages, tensor_parallel, data_parallel, sequence_parallel, offload_activations, offload_optimizer, schedule,
             chunks_per_stage: fixed values; None: the search chooses.
+        progress: called now and then with (what, work done, of how much).
         stop: called now and then; once it returns true, or with Ctrl-C, the answer is the best strategy so far, marked
             as incomplete.
 

@@ -94,12 +94,13 @@ class IncomingBatches:
         scales = self._scales(drawn)
         of_each = zip(drawn, shapes, plans, scales, strict=True)
         micro_batches = [self._in_flight(*each) for each in of_each]
-        self._first_batch.run(micro_batches, training, engine._compute_loss, self._verify_only)
         # the prediction holds for a step that runs as planned
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
         is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
         predicted = how.predicted if is_planned else None
-        return BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        batch = BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        self._first_batch.run(batch, engine._compute_loss, self._verify_only)
+        return batch
 
     def _check_options(self) -> None:
         """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""

@@ -92,9 +92,6 @@ class DeepSpeedCalls:
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
-        # partitioned checkpoints empty the hidden states that a layer hands on
-        if self.checkpoints and ds_checkpointing.PARTITION_ACTIVATIONS:
-            return None
         activate(self._engine.module, chunk_id)
         autocast = partial(autocast_if_enabled, self._engine)
         return LossOfHidden.of(self._engine.module, stage.weights, autocast, stage.own_time.layers)

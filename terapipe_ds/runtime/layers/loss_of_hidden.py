@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -41,7 +42,9 @@ class LossOfHidden:
     ) -> LossOfHidden | None:
         """Return the loss of the part that is active in `module`, its last one; None if its loss needs logits."""
         loss_fn = module.loss_fn
-        if not hasattr(loss_fn, "of_hidden"):
+        # partitioned checkpoints empty the hidden states that a layer hands on
+        empties = getattr(module, "activation_checkpoint_interval", 0) > 0 and ds_checkpointing.PARTITION_ACTIVATIONS
+        if empties or not hasattr(loss_fn, "of_hidden"):
             return None
         head = getattr(loss_fn, "needs_logits", "") or find_head(module.forward_funcs[-1])
         if isinstance(head, str):

@@ -80,6 +80,9 @@ class WeightGradients:
         self.witness = torch.zeros((), requires_grad=True)
         self.open_batch()
 
+    def __deepcopy__(self, memo: object) -> WeightGradients:
+        return self  # a copy of a layer works for the same batch
+
     def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
         """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
 

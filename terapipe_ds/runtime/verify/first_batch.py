@@ -23,12 +23,14 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import counts_any, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
@@ -66,13 +68,14 @@ class FirstBatchCheck:
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
+        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._is_done = False
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
         self._labels_agreed = False  # it is known how labels weigh the losses of slices
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
         self._probe: LabelProbe | None = None  # tries labels that first appear later
 
-    def run(self, micro_batches: Sequence[MicroBatchInFlight], training: bool, needs_loss: bool, ends: bool) -> None:
+    def run(self, batch: BatchInFlight, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, if this is it. With `ends`, check a whole micro-batch and then end the process.
 
         Raises:
@@ -80,6 +83,7 @@ class FirstBatchCheck:
             VerifyError: on every rank, if slices give another result than whole sequences on any of them.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
+        micro_batches, training = batch.micro_batches, batch.training
         # an evaluation before the first step only needs the weights of labels
         if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
             return
@@ -90,6 +94,9 @@ class FirstBatchCheck:
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, again = self._config.verify, self._loss_waits
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
+        weights = self._engine.weight_gradients
+        checkpoints = self._module.activation_checkpoint_interval > 0
+        self._weights = weights if batch.split or weights.joins_unsplit(checkpoints) else None
         begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
         with layers_as_they_are():  # the check inspects each operation of a layer, and runs it in fp64
             result = self._check(sliced, micro_batches, with_layers, ends)
@@ -248,11 +255,13 @@ class FirstBatchCheck:
                     starts = cut.of_starts(micro_batch.shape.starts)
                     slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id, starts=starts)
                     autocast = functools.partial(autocast_if_enabled, engine)
+                    is_last, intercept = part_id + 1 == layout.num_parts, self._config.attention == "intercept"
+                    of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None
                     check = StageCheck(
-                        module, slicing, result, autocast, self._note, self._config.attention == "intercept"
+                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights
                     )
                     outputs = check.check_layers(layers_of(module), inputs)
-                    if part_id + 1 == layout.num_parts and outputs is not None:
+                    if is_last and outputs is not None:
                         self._check_loss(check, outputs, micro_batch.labels, cut, at_start)
                 if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)

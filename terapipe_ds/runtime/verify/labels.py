@@ -37,7 +37,7 @@ class LabelProbe:
     def __init__(self, check: LossCheck, tokens: int) -> None:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
-        self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing)
+        self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
         pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)

@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
+from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
@@ -31,7 +33,7 @@ _DRAWN_PER_CALL = (
 OUTPUTS = "the outputs of a layer"
 
 
-class _Forward(NamedTuple):
+class Forward(NamedTuple):
     """Hold the inputs of a forward, and its outputs with their graph."""
 
     leaves: Tensors
@@ -68,6 +70,7 @@ class LayerCheck:
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     with_gradients: bool = True  # False compares only the outputs
+    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
     is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
@@ -136,7 +139,7 @@ class LayerCheck:
         self._compare_kept(before, of_whole, difference)
         return difference
 
-    def run_whole(self) -> tuple[_Forward, Draws, dict[int, Tensor]]:
+    def run_whole(self) -> tuple[Forward, Draws, dict[int, Tensor]]:
         """Run the whole sequence forward and backward; return the gradients of its outputs as well."""
         whole, drawn = self._forward_whole()
         uncut = (each.layout is not torch.strided or each.is_quantized or each.is_nested for each in whole.outputs)
@@ -147,7 +150,7 @@ class LayerCheck:
         self.gradients = self._backwards(self.slicing.whole(), [whole], of_outputs) if is_compared else None
         return whole, drawn, of_outputs
 
-    def _forward_whole(self) -> tuple[_Forward, Draws]:
+    def _forward_whole(self) -> tuple[Forward, Draws]:
         """Run the whole sequence; in evaluation mode if the layer draws in an unknown way."""
         # if generators move without a known operation, some kernel draws
         before = random_states(self.stage)
@@ -171,9 +174,12 @@ class LayerCheck:
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
-    def _forwards(self, slicing: Slicing) -> tuple[list[_Forward], list[Draws]]:
+    def _forwards(self, slicing: Slicing) -> tuple[list[Forward], list[Draws]]:
         """Return the forwards of all slices, and the draws of each."""
         runs, drawn = [], []
+        if self.weights is not None:
+            keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
+            self.weights.open_batch(keys if len(keys) > 1 else ())
         for slice_id in range(slicing.plan.num_slices):
             pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
             leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
@@ -186,11 +192,14 @@ class LayerCheck:
                 self.is_running = True
                 outputs = self.layer(copies, self.inputs.is_tuple)
                 self.is_running = False
-            runs.append(_Forward(leaves, as_tuple(outputs, OUTPUTS), not torch.is_tensor(outputs)))
+            runs.append(Forward(leaves, as_tuple(outputs, OUTPUTS), not torch.is_tensor(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self._has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
+
+    def _key(self, slice_id: int) -> Key:
+        return self.slicing.part_id, 0, slice_id
 
     def _compare_kept(
         self, before: Mapping[str, Any], of_whole: Mapping[str, Any], difference: Difference | None
@@ -220,10 +229,11 @@ class LayerCheck:
         drawn = torch.randn(output.shape, generator=generator, device=output.device, dtype=dtype)
         return (drawn * self._scale / self.slicing.plan.sequence_length**0.5).to(output.dtype)
 
-    def _backwards(self, slicing: Slicing, runs: list[_Forward], of_outputs: Mapping[int, Tensor]) -> dict[str, Tensor]:
+    def _backwards(self, slicing: Slicing, runs: list[Forward], of_outputs: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the inputs, with tokens first, and of the parameters; slices run in reverse."""
         self._take_gradients()
         of_leaves: list[list[Tensor]] = []
+        weights = self.weights or WeightGradients()
         while runs:
             leaves, outputs, _ = runs.pop()
             slice_id = len(runs)
@@ -232,11 +242,16 @@ class LayerCheck:
                 shares = [of_outputs[i] for i in used]
                 if self.outputs is not None:  # with their layouts
                     shares = [slicing.share_of_gradient(self.outputs.layouts[i], of_outputs[i], slice_id) for i in used]
-                with push_slice(slicing.active(slice_id, "recompute")), self._constant if self.draws else nullcontext():
+                constant = self._constant if self.draws else nullcontext()
+                with push_slice(slicing.active(slice_id, "recompute")), constant, weights.deferred(self._key(slice_id)):
                     self.is_running = True
                     torch.autograd.backward([outputs[i] for i in used], shares)
                     self.is_running = False
             of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
+        # W comes as late as it may
+        for key in list(weights.waiting):
+            with push_slice(slicing.active(key[-1], "weight")):
+                weights.compute(key, nullcontext)
         of_inputs = map(slicing.joined_gradients, self.inputs.layouts, zip(*of_leaves, strict=True))
         return {f"input gradient {i}": each for i, each in enumerate(of_inputs)} | self._take_gradients()
 
@@ -272,7 +287,7 @@ class LayerCheck:
         dtypes, device = self._dtypes(outputs), self.inputs.tensors[0].device.type
         return compare.tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
 
-    def _compare_outputs(self, whole: _Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
+    def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
         """Return the outputs of the whole with their layouts, and the first output that differs."""
         tensors = tuple(t.detach().requires_grad_(t.requires_grad) for t in whole.outputs)
         layouts: list[TensorLayout] = []

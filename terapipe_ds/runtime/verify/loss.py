@@ -1,27 +1,39 @@
-"""Compare the loss of the whole sequence, and its gradients, with the weighted sum of the slices' losses."""
+"""Compare the loss of the whole sequence, and its gradients, with the weighted sum of the slices' losses.
+
+Training may leave the output matrix to a loss that keeps no logits. Slices then run that one as well.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from terapipe_ds.attention import guard_plain_attention, push_slice
+from terapipe_ds.attention import active_slice, guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
-from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim
+from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward
+from terapipe_ds.runtime.verify.named_layer import NamedLayer
+from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _CANNOT = (
     "if a token's loss depends on other tokens in any other way (labels shifted in loss_fn, the root of a mean, a "
     "contrastive loss, a statistic of the batch), shift labels in the data, or set terapipe.slices to 1"
+)
+_WITHOUT_LOGITS = (
+    "output_head() of the last layer must describe all that its forward does after hidden states (weight, bias, scale, "
+    "soft cap), and of_hidden() of loss_fn must do what loss_fn does to logits and labels; to train with logits, give "
+    "loss_fn an attribute needs_logits that says why (docs/losses.md)"
 )
 _CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # relative to the size of its terms: a smaller loss is mostly rounding
 
@@ -34,6 +46,66 @@ class Losses:
     gradients: list[Tensor]
     size: float
     reported: list[dict[str, float]]  # by slice, the values that the module reports beside the loss
+
+
+@dataclass(frozen=True)
+class HeadWithLoss:
+    """Hold the last layer, its inputs, and the loss of the hidden states that it hands on if nobody wants logits.
+
+    `of_hidden` takes these, the labels of a slice and its weight. Use it inside `untouched(stage)`.
+    """
+
+    layer: NamedLayer
+    inputs: Activations
+    of_hidden: Callable[[Tensor, Any, float], Tensor]
+    stage: nn.Module
+    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def compare(self, loss: LossCheck) -> Difference | None:
+        """Compare the loss of slices without logits, and all its gradients, with the loss of the whole's logits."""
+
+        def run(values: Any) -> Any:
+            active = active_slice()
+            assert active is not None
+            outputs = self.layer(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
+            labels = loss.labels.part(active.start, active.stop)
+            if active.wants_logits:
+                return weighted_loss(outputs, labels, 1.0, loss.loss_fn)
+            return self.of_hidden(outputs, labels, loss.slicing.weights[active.slice_id])
+
+        # losses have their weights: they and the gradients add up
+        plan = loss.slicing.plan
+        slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
+        both = NamedLayer(self.layer.layer_id, _Joined(self.layer.module, run))
+        return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
+
+
+class _Joined(nn.Module):
+    """Hold the last layer for a function that runs it and the loss."""
+
+    def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.layer, self._run = layer, run
+
+    def forward(self, values: Any) -> Any:
+        return self._run(values)
+
+
+class _LossOfHiddenCheck(PreciseLayerCheck):
+    """Check a layer whose only output is its loss, which has a value when its backward has run."""
+
+    def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:
+        return Activations(tuple(t.detach() for t in whole.outputs), False, (PerSlice(()),)), None
+
+    def _random_gradient(self, index: int, output: Tensor) -> Tensor:
+        # as large as the mean's divisor: half precision keeps the gradients of single tokens
+        return torch.full_like(output, self._scale * self.slicing.plan.sequence_length)
+
+    def _backwards(self, slicing: Slicing, runs: list[Forward], of_outputs: Mapping[int, Tensor]) -> dict[str, Tensor]:
+        losses = [run.outputs[0].detach() for run in runs]
+        gradients = super()._backwards(slicing, runs, of_outputs)
+        # scaled as gradients are, because these are divided by the scale
+        return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
 
 
 def _nothing() -> None:
@@ -57,7 +129,8 @@ class LossCheck:
     """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
 
     `get_additional_losses` is the module's. Its reports are compared as well, weighted like the losses. `at_start` has
-    its reports before any layer ran, None if layers did not run for this check.
+    its reports before any layer ran, None if layers did not run for this check. `head` is there if training runs the
+    last layer and its loss without logits.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -69,6 +142,7 @@ class LossCheck:
     at_start: Mapping[str, float] | None = None
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
+    head: HeadWithLoss | None = None
 
     def run(self) -> str | None:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""
@@ -82,6 +156,9 @@ class LossCheck:
         difference = self._compare(whole, sliced)
         if difference is not None:
             return f"{difference}: {self._fitting_weights(whole)}"
+        without_logits = None if self.head is None else self.head.compare(self)
+        if without_logits is not None:
+            return f"without logits, as in training, {without_logits}: {_WITHOUT_LOGITS}"
         return self.slicing.ranks.first(self._problem_of_reports(before, whole, sliced))
 
     def _problem_of_reports(self, before: Mapping[str, float], whole: Losses, sliced: Losses) -> str | None:

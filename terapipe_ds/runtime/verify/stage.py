@@ -12,18 +12,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.failures.trials import TrialFailure
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
 from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
-from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
@@ -135,19 +136,26 @@ class StageCheck:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     note: Callable[[str], None] = lambda text: None  # called with the checked layer
     intercept: bool = True  # plain causal attention goes to sliced_attention
+    of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
+    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
     _is_uncut: bool = False  # the layer's output cannot be cut, so it is compared together with the next layer
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return the last one's outputs, None if one cannot run."""
-        if not self.found.with_layers:
-            return self._run_layers(layers, inputs)
         outputs: Activations | None = inputs
+        if not self.found.with_layers:
+            if self.of_hidden is not None and len(layers) > 1:
+                outputs, layers = self._run_layers(layers[:-1], inputs), layers[-1:]
+            self._last = None if outputs is None else (layers[0], outputs)
+            return None if outputs is None else self._run_layers(layers, outputs)
         together: list[NamedLayer] = []
         for layer in layers:
             # a layer whose output cannot be cut is compared with the layers after it
             together.append(layer)
             if outputs is not None:
-                given, outputs = outputs, self._check_layer(chained(together), outputs)
+                given, self._last = outputs, (chained(together), outputs)
+                outputs = self._check_layer(*self._last)
                 if self._is_uncut:
                     outputs = given
                 else:
@@ -160,7 +168,7 @@ class StageCheck:
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
         # detect plain attention by its call, whatever it adds to the output
-        check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast)
+        check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():
@@ -241,6 +249,8 @@ class StageCheck:
 
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
+        if self.of_hidden is not None and self._last is not None:
+            check = replace(check, head=HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast))
         result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
         problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
@@ -268,6 +278,8 @@ class StageCheck:
             where = f" (in {frame.name}, {frame.filename}:{frame.lineno})"
         finally:
             self.slicing.store.reset()
+            if self.weights is not None:
+                self.weights.open_batch()
         failure = self.slicing.ranks.trials.failure(caught, what)
         if failure is None:
             return result, None
@@ -291,8 +303,9 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
     elif not difference.is_of_outputs:
         meaning = (
             "outputs agree, so look at the backward: what it gives depends on the tokens of one call (an auxiliary "
-            "loss, a hook, an autograd.Function), or gradients from later slices to earlier tokens are lost or doubled "
-            "(a kernel that gives its last state no gradient, a result of carry.write() that is not used)"
+            "loss, a hook, an autograd.Function), gradients from later slices to earlier tokens are lost or doubled "
+            "(a kernel that gives its last state no gradient, a result of carry.write() that is not used), or a layer "
+            "with defer_weight_gradients() leaves something else to W"
         )
     elif first is None or tokens is None:
         meaning = (

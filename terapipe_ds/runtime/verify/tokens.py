@@ -122,17 +122,18 @@ class Slicing:
     part_id: int = 0
     store: SliceStore = field(default_factory=SliceStore)
     starts: Starts | None = None  # where documents start in the rows
+    wants_logits: bool = True  # of slices: the last layer returns logits, as it always does of the whole
 
     def whole(self) -> Slicing:
         """Return the slicing of the sequence into one slice."""
-        return replace(self, plan=SlicePlan((self.plan.sequence_length,)), weights=(1.0,))
+        return replace(self, plan=SlicePlan((self.plan.sequence_length,)), weights=(1.0,), wants_logits=True)
 
     def active(self, slice_id: int, mode: str = "train") -> ActiveSlice:
         """Return the facts about a slice that layers may read."""
         span, length, store = self.plan.span(slice_id), self.plan.sequence_length, self.store
         documents = None if self.starts is None else Documents(self.starts, *span)
         active = ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
-        return active if documents is None else active.replace(documents=documents)
+        return active.replace(documents=documents, wants_logits=self.wants_logits)
 
     def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
         """Return all layouts in which the shapes of `parts` fit slices of `whole`."""

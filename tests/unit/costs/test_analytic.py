@@ -13,7 +13,7 @@ from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 # One layer of round numbers, on a device that does 1000 FLOP and moves 100 bytes a second.
 TINY = ModelSize("round", 2, 4, 2, 1, head_dim=2, ffn_size=8, vocab_size=10, max_sequence_length=64, gated_mlp=True)
 NEAR, FAR, ANY = LinkCard(50.0, 0.5), LinkCard(5.0, 2.0), LinkCard(1e40, 1e-40)
-SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-9, 1.0, 1.0, 1.0, 4, NEAR, FAR)
+SLOW = DeviceCard("slow", "a slow device", {"fp32": 1000.0}, 100.0, 10**6, 1e-40, 1.0, 1.0, 1.0, 4, NEAR, FAR)
 # One FLOP a second, and everything but arithmetic for nothing: its seconds are FLOPs.
 COUNTER = DeviceCard("counter", "a counter", {"fp32": 1.0}, 1e40, 10**6, 1e-40, 1.0, 1.0, 1.0, 4, ANY, ANY)
 
@@ -37,9 +37,11 @@ def test_flops_of_the_whole_model(name: str, stages: int) -> None:
     biases = 0
     if size.bias:
         biases = 3 * size.num_heads * size.head_dim + 2 * size.hidden_size + size.ffn_size
-    weights = size.num_layers * (size.layer_parameters() - norms - biases) + size.vocab_size * size.hidden_size
+    ends = size.embedding_parameters() + size.head_parameters()
+    weights = size.active_parameters() - ends - size.num_layers * (norms + biases) + size.vocab_size * size.hidden_size
     pairs = length * (length + 1) // 2
-    attention = size.num_layers * 4 * size.num_heads * size.head_dim * pairs  # Q K^T and P V, 2 FLOPs each
+    values = size.latent.value_dim if size.latent else size.head_dim
+    attention = size.num_layers * 2 * size.num_heads * (size.head_dim + values) * pairs  # Q K^T and P V, 2 FLOPs each
     forward = sum(p.forward_s(length, 0) for p in parts)
     backward = sum(p.backward_s(length, 0) for p in parts)
     assert forward == pytest.approx(rows * (2 * weights * length + attention), rel=1e-12)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from terapipe_ds.costs.model_sizes import ModelSizeError, model_size
+from terapipe_ds.costs.model_sizes import Experts, ModelSizeError, model_size
 
 # Published or counted from the released checkpoints.
 LLAMA = {"llama-2-7b": 6_738_415_616, "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496}
@@ -38,6 +38,27 @@ def test_gpt3_closed_form(name: str) -> None:
     size = model_size(name)
     layers = size.num_layers * (12 * size.hidden_size**2 + 13 * size.hidden_size)
     assert size.num_parameters() == layers + (50257 + 2048) * size.hidden_size + 2 * size.hidden_size
+
+
+# Billions of parameters, all and those of one token, by the models' reports: arXiv 2401.04088, 2505.09388, 2412.19437.
+EXPERTS = {
+    "mixtral-8x7b": (46.7, 12.9),
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-235b-a22b": (235, 22),
+    "deepseek-v3": (671, 37),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_parameters_of_experts(name: str) -> None:
+    size, (total, active) = model_size(name), EXPERTS[name]
+    assert size.num_parameters() / 1e9 == pytest.approx(total, rel=0.002)
+    assert size.active_parameters() / 1e9 == pytest.approx(active, rel=0.02)
+
+
+def test_impossible_experts() -> None:
+    with pytest.raises(ModelSizeError, match="per_token from 1 to number"):
+        Experts(8, 9)
 
 
 def test_names() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, find_head, tied_logits
+from terapipe_ds.losses.deferred import Tokens, deferred_cross_entropy
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 ROWS, TOKENS, HIDDEN, VOCABULARY = 2, 20, 16, 50
@@ -76,6 +77,35 @@ def test_loss_and_gradients_equal_those_of_logits(name: str, bias: bool, labels:
     assert max(error_of(a, b) for a, b in pairs) <= LIMITS[dtype]
     with torch.no_grad():
         assert error_of(loss.of_hidden(ours, given, Head(linear.weight, linear.bias), 0.3), wanted) <= LIMITS[dtype]
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_factors_entropies_and_largest_logits_of_tokens(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    linear, labels = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.float64), torch.randint(VOCABULARY, (ROWS * TOKENS,))
+    hidden, weights = (
+        torch.randn(ROWS, TOKENS, HIDDEN, dtype=torch.float64),
+        torch.rand(len(labels), dtype=torch.float64),
+    )
+    plain, ours = (hidden.clone().requires_grad_() for _ in range(2))
+    # by torch's own functions, on logits
+    logits = linear(plain).flatten(0, 1)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    distribution = torch.distributions.Categorical(logits=logits)
+    log_probs = distribution.log_prob(labels)
+    wanted = -(weights * log_probs * log_probs.exp().detach()).sum()
+    (wanted * 5.0).backward()
+    # of hidden states
+    seen: list[tuple[slice, Tensor, Tensor]] = []
+    tokens = Tokens(labels, weights, factors=lambda losses: torch.exp(-losses), watch=lambda *each: seen.append(each))
+    found = deferred_cross_entropy(ours, Head(linear.weight, linear.bias, softcap=softcap), tokens)
+    (found * 5.0).backward()
+    assert plain.grad is not None and ours.grad is not None
+    assert error_of(found, wanted) <= 1e-12 and error_of(ours.grad, plain.grad) <= 1e-12
+    spans, entropies, top = zip(*seen, strict=True)
+    assert [span.start for span in spans] == [0, *(span.stop for span in spans[:-1])]
+    assert error_of(torch.cat(entropies), distribution.entropy()) <= 1e-12
+    assert torch.equal(torch.cat(top), logits.argmax(-1))
 
 
 def test_frozen_weights_and_frozen_hidden_states() -> None:

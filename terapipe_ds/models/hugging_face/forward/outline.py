@@ -172,8 +172,9 @@ class Outline:
         return original
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module of the model that shares the config, which says how attention runs."""
-        shared = {id(config): config for config in (self.config, self.model.config)}
+        """Return a copy of a module that shares the config, which says how attention runs, and what has no values."""
+        shared: dict[int, object] = {id(config): config for config in (self.config, self.model.config)}
+        shared |= {id(each): each for each in module.parameters() if each.is_meta}  # bitsandbytes cannot copy its own
         return copy.deepcopy(module, shared)
 
     def initialize(self, module: nn.Module) -> None:

@@ -68,6 +68,9 @@ def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
     trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
     if next(trial.parameters()).dtype.itemsize < 4:
         trial.float()
+    for part in trial.modules():
+        if hasattr(part, "compute_dtype"):  # a quantized layer, which casts its inputs
+            part.compute_dtype = torch.float32  # type: ignore[assignment]
     outline.model.eval()
     return trial
 
@@ -112,7 +115,8 @@ def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bo
 
 
 def _inputs(outline: Outline, index: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    like, generator = next(layer.parameters()), torch.Generator().manual_seed(index)
+    like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
+    generator = torch.Generator().manual_seed(index)
     shape = _ROWS, sum(_LENGTHS), outline.config.hidden_size
     hidden, grad = (torch.randn(*shape, generator=generator).to(like) for _ in range(2))
     return hidden, grad

@@ -20,6 +20,7 @@ from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, Changes
+from terapipe_ds.models.hugging_face.weights.quantized import is_quantized_by
 from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
 
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -107,6 +108,7 @@ class Adapters:
             whole, inner = nn.Module(), whole
             whole.add_module(part, inner)
         whole.config = self._outline.config  # type: ignore[assignment]
+        whole.is_loaded_in_4bit = is_quantized_by(self._outline.model.config)  # type: ignore[assignment]
         # peft writes into the config that it injects
         config = copy.deepcopy(self.config)
         if not any(key.startswith(f"{name}.") and ".lora_" in key for key in self._trained):
@@ -165,6 +167,9 @@ def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], mode
         value = getattr(config, name)
         if value != plain.get(name):
             raise ModelRefusedError(f"LoraConfig({name}={value!r}) {_INSTEAD.get(name, 'is not served: leave it out')}")
+    if is_quantized_by(model.config) and (config.use_dora or config.bias != "none"):
+        option = "use_dora=True" if config.use_dora else f"bias={config.bias!r}"
+        raise ModelRefusedError(f"LoraConfig({option}) is not served beside quantized weights: leave it out")
     config.inference_mode = False  # as saved adapters have it
     try:
         return get_peft_model(model, config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config

@@ -24,6 +24,7 @@ from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import share_of
+from terapipe_ds.models.hugging_face.weights.quantized import can_take, is_quantized, take
 from terapipe_ds.models.hugging_face.weights.unread import leave_unread
 
 logger = logging.getLogger("terapipe_ds")
@@ -82,7 +83,7 @@ class StoredWeights:
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
         self._keys_of: dict[str, list[str]] = {name: [] for name in names}
         # headers alone: a wrong folder is refused before gigabytes are read
-        state, stored = model.state_dict(), _headers(self._folder, self._file_of)
+        state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
         filled, without_place = set[str](), list[str]()
         for key, header in stored.items():
             target, is_converted = self._conversions.target(key, state)
@@ -90,7 +91,7 @@ class StoredWeights:
             if target not in state or owner is None:
                 without_place += [] if target in state else [key]
                 continue
-            header.check(key, state[target], is_converted)
+            header.check(key, state[target], is_converted or is_quantized(state[target]))
             self._keys_of[owner].append(key)
             filled.add(target)
         # buffers may be missing: they have real values in the model
@@ -123,18 +124,20 @@ class StoredWeights:
             # the files are mapped: tensors that no stage needs are never read
             slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
             self._conversions.load(self._model, slices)
-            loaded = holder.state_dict()
+            loaded = holder.state_dict(keep_vars=True)
             shares = {key: share_of(value, loaded[key]) for key, value in tensors.items()}  # views: not read yet
-            wrong = [key for key, value in tensors.items() if shares[key].is_meta or shares[key].shape != value.shape]
+            wrong = [key for key, value in tensors.items() if not can_take(value, shares[key])]
             if wrong:
                 raise ModelRefusedError(
                     f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}: give a folder whose "
                     "config and weights are of one model"
                 )
             for key, value in tensors.items():
-                value.copy_(shares[key])  # out of the file, whose memory is mapped
+                take(value, shares[key])
         for part, key, value in meta:
             part._parameters[key] = value
+            if is_quantized(value):
+                part.quant_state = None
 
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelRefusedError if embedding and output matrix are both stored, and differ."""
@@ -244,7 +247,8 @@ class _RegisteredConversions(_Conversions):
         from transformers.core_model_loading import WeightConverter, WeightRenaming
 
         self._prefix = model.base_model_prefix
-        self._all = get_model_conversion_mapping(model)
+        self._quantizer = getattr(model, "hf_quantizer", None)
+        self._all = get_model_conversion_mapping(model, hf_quantizer=self._quantizer)
         self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
 
@@ -261,8 +265,10 @@ class _RegisteredConversions(_Conversions):
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
         from transformers.modeling_utils import LoadStateDictConfig
 
+        quantizing = {} if self._quantizer is None else {"hf_quantizer": self._quantizer, "dtype": model.dtype}
+        how = LoadStateDictConfig(weight_mapping=self._all, **quantizing)
         with _without_progress_bar():
-            info, _ = convert_and_load_state_dict_in_model(model, slices, LoadStateDictConfig(weight_mapping=self._all))
+            info, _ = convert_and_load_state_dict_in_model(model, slices, how)
         if info.error_msgs or info.conversion_errors:
             raise ModelRefusedError(f"its weights cannot be converted: {info.error_msgs or info.conversion_errors}")
 

@@ -41,7 +41,7 @@ _WITHOUT_VALUES = frozenset(
 class Unread(nn.Parameter):
     """Be a parameter without values yet; the first operation that needs them reads the values of its whole module.
 
-    Then it is an `nn.Parameter`, and the same object, so that lists of parameters and optimizers stay valid.
+    Then it is what it was before, and the same object, so that lists of parameters and optimizers stay valid.
     """
 
     is_unread = True  # for code that moves layers: there is nothing to send
@@ -67,13 +67,14 @@ def leave_unread(module: nn.Module, how: Read) -> None:
     """Have `how` fill the parameters and saved buffers of `module`, by their names, when one parameter is needed."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
     parameters = list(module.parameters())
+    kinds = {id(parameter): type(parameter) for parameter in parameters}  # quantized ones have a class of their own
 
     def read_all() -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             how(tensors)
         for parameter in parameters:
             del parameter.read  # type: ignore[attr-defined]
-            parameter.__class__ = nn.Parameter
+            parameter.__class__ = kinds[id(parameter)]
 
     for parameter in parameters:
         parameter.read = read_all  # type: ignore[attr-defined]

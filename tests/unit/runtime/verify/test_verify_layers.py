@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import weights_of
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.layer import _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
@@ -50,6 +53,7 @@ def verify(
     autocast: Callable[[], Any] = nullcontext,
     with_layers: bool = True,
     report: Callable[[], Any] = lambda: None,
+    splits: bool = False,
 ) -> Findings:
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -60,7 +64,10 @@ def verify(
     tokens = SliceableTensors.of_labels(data()[1] if labels is None else labels, 1)
     config = TeraPipeConfig(enabled=True, loss_reduction=reduction)  # type: ignore[arg-type]
     slicing = Slicing(PLAN, weights_of(tokens, PLAN, config, loss_fn))
-    check = StageCheck(module, slicing, Findings(with_layers), autocast)
+    last = SimpleNamespace(loss_fn=loss_fn, forward_funcs=layers)
+    of_hidden = LossOfHidden.of(last, WeightGradients())
+    weights = accumulate_in_products(module, None) if splits else None
+    check = StageCheck(module, slicing, Findings(with_layers), autocast, of_hidden=of_hidden, weights=weights)
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
         outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
@@ -70,7 +77,7 @@ def verify(
 
 
 def verify_gpt(dtype: str = "float64", loss_fn: Any = gpt.gpt_loss, **changes: Any) -> Findings:
-    names = ("labels", "reduction", "checkpoint", "autocast", "with_layers")
+    names = ("labels", "reduction", "checkpoint", "autocast", "with_layers", "splits")
     options = {name: changes.pop(name) for name in names if name in changes}
     fields = {"num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "ffn_size": 24, "init_std": 0.3, "dtype": dtype}
     sizes = {"vocab_size": VOCAB, "hidden_size": WIDTH, "max_sequence_length": 64}
@@ -90,11 +97,11 @@ def test_a_fault_is_found_and_told(fault: type[nn.Module], dtype: torch.dtype) -
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("init_std", [0.02, 0.3])
-@pytest.mark.parametrize("changes", [{}, GPT3], ids=["llama", "gpt3"])
+@pytest.mark.parametrize("changes", [{"splits": True}, GPT3], ids=["llama", "gpt3"])
 def test_healthy_models_pass(dtype: str, init_std: float, changes: dict[str, Any]) -> None:
     found = verify_gpt(dtype, init_std=init_std, **changes)
     assert (found.findings, found.notes) == ([], [])
-    assert (found.num_layers, found.num_losses) == (6 if changes else 5, 1)
+    assert (found.num_layers, found.num_losses) == (6 if changes == GPT3 else 5, 1)
 
 
 class NormInFp32(faulty.Base):
@@ -122,6 +129,57 @@ class FaultyByLittle(faulty.Base):
 
     def update(self, x: Tensor) -> Tensor:
         return super().update(x) * (1.0 + 1e-7 * (x.shape[1] < LENGTH))
+
+
+class LeavesToW(faulty.Base):
+    """Leave the weight gradient of a product to W, `times` of it."""
+
+    def __init__(self, times: float = 1.0) -> None:
+        super().__init__()
+        self.weight, self.times = nn.Parameter(torch.eye(WIDTH)), times
+        self.gradients: WeightGradients | None = None
+
+    def defer_weight_gradients(self, gradients: WeightGradients) -> None:
+        self.gradients = gradients
+
+    def update(self, x: Tensor) -> Tensor:
+        take = None if self.gradients is None else self.gradients.taker(x, self.weight)
+        if take is None:
+            return super().update(torch.nn.functional.linear(x, self.weight))
+        LEFT.append(1)
+        return super().update(LeavingProduct.apply(x, self.weight.detach(), take, self.times))
+
+
+LEFT: list[int] = []
+
+
+class LeavingProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, take: Any, times: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.take, ctx.times = take, times
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.take(grad.flatten(0, -2) * ctx.times, x.flatten(0, -2))
+        return grad @ weight, None, None, None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_weight_gradients_that_a_layer_leaves_to_w_are_compared(checkpointed: bool, dtype: torch.dtype) -> None:
+    LEFT.clear()
+    checkpoint = checkpoint_with_gradients(_checkpoint) if checkpointed else None
+    for times in (1.0, 1.5):
+        layers = [faulty.Base(0).to(dtype), LeavesToW(times).to(dtype)]
+        found = verify(layers, checkpoint=checkpoint, splits=True).findings
+        assert len(LEFT) >= PLAN.num_slices and bool(found) == (times != 1.0)
+    assert str(found[0]).startswith("layer 1 (LeavesToW): gradient of ")
+    assert "or a layer with defer_weight_gradients() leaves something else to W" in str(found[0])
+    # without splits nothing is left to W
+    assert not verify([LeavesToW(1.5)]).findings
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -1,0 +1,162 @@
+"""Keep frozen weights in the 4-bit form of bitsandbytes; transformers and peft do all work on this form.
+
+transformers replaces the linear layers of a model, and quantizes weights as a stage reads them, or reads them from a
+folder that has them quantized. peft puts adapters beside such layers. bitsandbytes multiplies by them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.hugging_face.weights.unread import read
+
+
+def ask_for(quantization: Any, config: PretrainedConfig) -> None:
+    """Have the config of a model say that its weights are to be quantized, unless it says that they are."""
+    if not quantization:
+        return
+    from transformers.quantizers import AutoQuantizationConfig  # which imports the code of all methods
+
+    if is_quantized_by(config):
+        raise ModelRefusedError(
+            "its weights are stored quantized, in the way that its config says: leave out quantization_config"
+        )
+    if isinstance(quantization, Mapping):
+        quantization = AutoQuantizationConfig.from_dict(dict(quantization))
+    config.quantization_config = quantization
+
+
+def is_quantized_by(config: PretrainedConfig) -> bool:
+    """Return whether the weights of a model with this config are quantized."""
+    return getattr(config, "quantization_config", None) is not None
+
+
+def require_adapters(config: PretrainedConfig, adapter: object) -> None:
+    """Raise ModelRefusedError if weights are quantized, and nothing beside them would be trained."""
+    if adapter is None and is_quantized_by(config):
+        raise ModelRefusedError("its weights are quantized, and stay as they are: train adapters, adapter=LoraConfig()")
+
+
+def require_stored(config: PretrainedConfig, source: object) -> None:
+    """Raise ModelRefusedError if the weights are quantized in memory; `source` is the folder of a skeleton."""
+    if source is None and is_quantized_by(config):
+        raise ModelRefusedError(
+            "its weights are quantized in memory: give the folder that it was made of, to terapipe_ds.from_pretrained "
+            "or terapipe_ds.skeleton, and the same quantization_config"
+        )
+
+
+def refuse_tensor_ranks(model: PreTrainedModel) -> None:
+    """Raise ModelRefusedError if weights are quantized: they have no shares for tensor-parallel ranks."""
+    if is_quantized_by(model.config):
+        raise ModelRefusedError(
+            "its weights are quantized, and tensor-parallel ranks cannot divide them: give a topology without the axis "
+            "'model', or weights that are not quantized"
+        )
+
+
+def quantize(model: PreTrainedModel) -> None:
+    """Replace the layers of a model without weights that its config says are quantized, as transformers does.
+
+    Raises:
+        ModelRefusedError: they are quantized in another way than stages can train adapters beside.
+    """
+    if not is_quantized_by(model.config):
+        return
+    asked = model.config.quantization_config
+    fields = asked if isinstance(asked, Mapping) else asked.to_dict()
+    _check(fields)
+    from transformers.modeling_utils import local_torch_dtype
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    try:
+        # a config in a file is a dict, and then the file beside it has quantized weights
+        quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=isinstance(asked, Mapping))
+        quantizer.validate_environment()
+        if not hasattr(quantizer, "get_quantize_ops"):
+            raise ImportError("transformers 4 cannot quantize layer by layer")
+    except ImportError as error:
+        raise ModelRefusedError(
+            f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]' 'transformers>=5'"
+        ) from error
+    # biases of the new layers get the default dtype
+    with local_torch_dtype(model.dtype):
+        quantizer.preprocess_model(model, dtype=model.dtype, device_map=None)
+    model.hf_quantizer, model.is_loaded_in_4bit = quantizer, True  # peft reads the second one
+    for part in model.modules():
+        # in evaluation on a CPU it would pack weights in place into a form that has no backward
+        if getattr(part, "support_avx512bf16_for_cpu", False):
+            part.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    """Raise ModelRefusedError for a way of quantization that stages do not train adapters beside."""
+    if fields.get("quant_method") != "bitsandbytes" or not fields.get("load_in_4bit"):
+        way = "load_in_8bit" if fields.get("load_in_8bit") else f"quant_method {fields.get('quant_method')!s}"
+        raise ModelRefusedError(
+            f"its weights are quantized ({way}), and stages train adapters beside 4-bit weights of bitsandbytes alone "
+            "(BitsAndBytesConfig(load_in_4bit=True)): give the folder of the original weights"
+        )
+    if fields.get("bnb_4bit_quant_storage", "uint8") != "uint8":
+        raise ModelRefusedError(
+            f"bnb_4bit_quant_storage={fields['bnb_4bit_quant_storage']!r} is for FSDP, and a cast of the model would "
+            "change the packed weights: leave it out"
+        )
+    if fields.get("llm_int8_enable_fp32_cpu_offload"):
+        raise ModelRefusedError("llm_int8_enable_fp32_cpu_offload needs a device_map, and stages have none: leave out")
+
+
+def is_quantized(tensor: Any) -> bool:
+    """Return whether a parameter is the weight of a 4-bit layer, with values or without."""
+    return hasattr(tensor, "bnb_quantized")
+
+
+def without_values(old: nn.Parameter, owner: nn.Module) -> nn.Parameter:
+    """Return a parameter like `old`, which has memory on the CPU for its values, and is a weight of `owner`."""
+    if not is_quantized(old):
+        return nn.Parameter(torch.empty_like(old, device="cpu"), old.requires_grad)
+    # two numbers in a byte; a cast or a move must not quantize this
+    memory = torch.empty((old.numel() + 1) // 2, 1, dtype=torch.uint8, device="cpu")
+    settings = {**vars(old), "bnb_quantized": True, "module": owner}
+    quantized: nn.Parameter = type(old)(memory, requires_grad=False, **settings)  # type: ignore[call-arg]
+    return quantized
+
+
+def can_take(value: Tensor, read_value: Tensor) -> bool:
+    """Return whether the values that were read are those of the parameter `value`."""
+    if read_value.is_meta or read_value.shape != value.shape:
+        return False
+    owner = value.module if is_quantized(value) else None  # type: ignore[attr-defined]
+    return owner is None or read_value.quant_state.shape == (owner.out_features, owner.in_features)  # type: ignore[attr-defined]
+
+
+def take(value: Tensor, read_value: Tensor) -> None:
+    """Give a parameter the values that were read."""
+    if not is_quantized(value):
+        value.copy_(read_value)  # out of the file, whose memory is mapped
+        return
+    owner = value.module  # type: ignore[attr-defined]
+    value.data = read_value.data
+    vars(value).update(vars(read_value), module=owner)
+    owner.quant_state = value.quant_state  # type: ignore[attr-defined]
+
+
+def take_scales(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
+    """Take the scales of quantized weights out of a state dict, whose other values torch loads.
+
+    bitsandbytes saves them beside a weight, but does not load them.
+    """
+    for name, part in module.named_modules(prefix=prefix.removesuffix(".")):
+        weight = part._parameters.get("weight")
+        beside = f"{name}.weight."
+        scales = {key.removeprefix(beside): state.pop(key) for key in list(state) if key.startswith(beside)}
+        if weight is not None and is_quantized(weight) and scales:
+            read([weight])
+            loaded = type(weight.quant_state).from_dict(scales, device=weight.device)  # type: ignore[attr-defined]
+            weight.quant_state = part.quant_state = loaded  # type: ignore[attr-defined, assignment]

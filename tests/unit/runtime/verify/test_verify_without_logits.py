@@ -1,0 +1,162 @@
+"""The loss that training runs without logits is compared with the one of logits; each fault of it is found."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
+from terapipe_ds.models import gpt
+from tests.small_models import faulty
+from tests.small_models.faulty import WIDTH
+from tests.unit.runtime.verify.test_verify_layers import VOCAB, _checkpoint, data, verify, verify_gpt
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SHAPED = LinearCrossEntropy(label_smoothing=0.1, softcap=4.0, scale=0.5)
+
+
+class Capped(nn.Module):
+    """A user's last layer: a norm before the product, a bias, a scale and a soft cap after it."""
+
+    def __init__(self, fault: Callable[[Head], Head] = lambda head: head) -> None:
+        super().__init__()
+        self.out, self.fault = nn.Linear(WIDTH, VOCAB), fault
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def output_head(self) -> Head:
+        return self.fault(Head(self.out.weight, self.out.bias, scale=0.7, softcap=3.0))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = self.norm(hidden)
+        return hand_on(hidden) if hands_on_hidden() else 3.0 * torch.tanh(0.7 * self.out(hidden) / 3.0)
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: 4)
+
+
+def layers_of(last: nn.Module, dtype: torch.dtype = torch.float32) -> list[Any]:
+    torch.manual_seed(1)
+    return [faulty.Base(0).to(dtype), last.to(dtype)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("with_layers", [True, False])
+@pytest.mark.parametrize(
+    ("last", "loss"),
+    [(lambda: nn.Linear(WIDTH, VOCAB), SHAPED), (Capped, LinearCrossEntropy(label_smoothing=0.2))],
+    ids=["linear", "capped"],
+)
+def test_healthy_losses_pass(last: Any, loss: Any, with_layers: bool, dtype: torch.dtype) -> None:
+    found = verify(layers_of(last(), dtype), None, loss, with_layers=with_layers)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+
+
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "options", [{"autocast": autocast}, {"with_layers": False}, {"checkpoint": _checkpoint}], ids=str
+)
+def test_healthy_models_pass(options: dict[str, Any]) -> None:
+    found = verify_gpt("float32", **options)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+
+
+def test_a_tied_output_matrix_passes() -> None:
+    embedding = nn.Embedding(VOCAB, WIDTH)
+    layers = [embedding, faulty.Base(0), functools.partial(tied_logits, embedding)]
+    found = verify(layers, (data()[0],), LinearCrossEntropy())
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+
+
+OF_HEAD: dict[str, Callable[[Head], Head]] = {
+    "a wrong scale": lambda head: replace(head, scale=1.2),
+    "no cap": lambda head: replace(head, softcap=None),
+    "no bias": lambda head: replace(head, bias=None),
+    "another weight": lambda head: replace(head, weight=head.weight.detach().clone()),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OF_HEAD)
+def test_a_head_that_leaves_something_out_is_found(name: str, dtype: torch.dtype) -> None:
+    layers = layers_of(Capped(OF_HEAD[name]), dtype)
+    nn.init.normal_(layers[-1].out.bias)
+    [finding] = verify(layers, None, LinearCrossEntropy()).findings
+    assert finding.layer == "loss_fn" and finding.problem.startswith("without logits, as in training, ")
+    assert "output_head() of the last layer must describe" in finding.problem
+
+
+def _drops_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = deferred._spans
+    monkeypatch.setattr(deferred, "_spans", lambda *sizes: list(spans(*sizes))[:-1])
+
+
+def _forgets_the_gradient_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = deferred._Pass.__init__
+
+    def init(self: Any, head: Any, tokens: Any, grad: Any = None, needs: Any = (False,) * 3) -> None:
+        run(self, head, tokens, None if grad is None else torch.ones_like(grad), needs)
+
+    monkeypatch.setattr(deferred._Pass, "__init__", init)
+
+
+def _keeps_the_last_chunk_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = deferred._Pass._keep
+
+    def kept(self: Any, *arguments: Any) -> None:
+        self.weight_gradient = None
+        keep(self, *arguments)
+
+    monkeypatch.setattr(deferred._Pass, "_keep", kept)
+
+
+class OtherIgnored(LinearCrossEntropy):
+    """Its loss of hidden states ignores another label."""
+
+    def of_hidden(self, hidden: Tensor, labels: Any, *rest: Any) -> Tensor:
+        labels = labels.where(labels >= 0, 1)
+        return LinearCrossEntropy(ignore_index=3).of_hidden(hidden, labels, *rest)
+
+
+class WithoutShare(LinearCrossEntropy):
+    """Its loss of hidden states has the weight of a whole sequence."""
+
+    def of_hidden(self, hidden: Tensor, labels: Any, head: Head, share: float = 1.0, *rest: Any) -> Tensor:
+        return super().of_hidden(hidden, labels, head, 1.0, *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("sabotage", "loss", "what"),
+    [
+        (_drops_a_chunk, LinearCrossEntropy(), "input gradient"),
+        (_forgets_the_gradient_of_the_loss, LinearCrossEntropy(), "input gradient"),
+        (_keeps_the_last_chunk_alone, LinearCrossEntropy(), "gradient of"),
+        (nullcontext, OtherIgnored(), "input gradient"),
+        (nullcontext, WithoutShare(), "input gradient"),
+    ],
+)
+def test_a_loss_without_logits_that_differs_is_found(
+    sabotage: Any, loss: Any, what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sabotage(monkeypatch)
+    [finding] = verify(layers_of(nn.Linear(WIDTH, VOCAB), dtype), None, loss).findings
+    assert finding.problem.startswith(f"without logits, as in training, {what}"), finding
+
+
+def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    _drops_a_chunk(monkeypatch)
+    loss = type("Careful", (LinearCrossEntropy,), {"needs_logits": "tried"})()
+    assert verify(layers_of(nn.Linear(WIDTH, VOCAB)), None, loss).findings == []
+    assert verify_gpt("float32", with_layers=False, loss_fn=gpt.gpt_loss).findings

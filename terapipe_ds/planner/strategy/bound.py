@@ -119,7 +119,7 @@ class Bounded:
         if not self.layers.whole_is_least and self.layers.is_sliceable:
             return np.zeros(self.layers.num_layers)
         off, *others = (self._sliced(again, 1)[1] for again in self.layers.kinds)
-        return np.minimum.reduce(others) - off
+        return np.asarray(np.minimum.reduce(others) - off)
 
     def _least_peaks(self, recompute: int) -> Floats:
         """Return a lower bound on a stage's bytes, per span: parameters, states, and one micro-batch's kept bytes."""

@@ -86,8 +86,9 @@ class Cluster:
         """Return the bytes of a process outside of torch's allocator: CUDA's context and the buffers of NCCL.
 
         The context is the card's: for NVIDIA's cards 1,343 MiB, the measured bytes of a process with one small tensor
-        (Hugging Face, documentation of transformers, "Model training anatomy"). A stage has two wires to each neighbour, a communicator each; the groups of replicas,
-        and of tensor or sequence ranks, have another, with buffers towards both neighbours in a ring.
+        (Hugging Face, documentation of transformers, "Model training anatomy"). A stage has two wires to each
+        neighbour, a communicator each; the groups of replicas, and of tensor or sequence ranks, have another, with
+        buffers towards both neighbours in a ring.
         """
         if self.card.context_bytes is None:
             return 0

@@ -61,6 +61,7 @@ class DeviceCard:
     kernel_source: str = ""  # of the three efficiencies
     host_link: LinkCard | None = None  # of one device to its host, while all devices of the node use theirs
     host_memory_bytes: _Count | None = None  # of a node; None: nobody limits it
+    context_bytes: _Count | None = None  # of a CUDA process before its first tensor; None: neither CUDA nor NCCL
 
     def __post_init__(self) -> None:
         if not set(self.peak_flops) <= set(ITEM_BYTES) or not {"bf16", "fp16", "fp32"} & set(self.dtypes):
@@ -116,6 +117,15 @@ def _card_of_file(path: str) -> DeviceCard:
 def device_cards() -> dict[str, DeviceCard]:
     """Return all shipped cards by name."""
     return read_cards(FILE.read_bytes())
+
+
+def peak_of_card(device: str, dtype: str) -> float | None:
+    """Return the peak of a device by the name that its driver gives; None if the name does not identify one card."""
+    words = set(device.lower().replace("-", " ").split())
+    if {"pcie", "nvl", "mig", "laptop", "d"} & words:  # their peaks differ from those of the cards
+        return None
+    of_family = {name.removeprefix("rtx-").split("-")[0]: card for name, card in device_cards().items()}
+    return next((card.peak_flops.get(dtype) for family, card in of_family.items() if family in words), None)
 
 
 def read_cards(text: str | bytes) -> dict[str, DeviceCard]:

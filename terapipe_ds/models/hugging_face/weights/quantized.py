@@ -59,6 +59,15 @@ def require_stored(config: PretrainedConfig, source: object) -> None:
         )
 
 
+def refuse_random_weights(config: PretrainedConfig) -> None:
+    """Raise ModelRefusedError if the config asks for quantized weights, and there are none to read."""
+    if is_quantized_by(config):
+        raise ModelRefusedError(
+            "its config has a quantization_config, and random weights are not quantized: remove it from the config, or "
+            "read a folder by from_pretrained"
+        )
+
+
 def refuse_tensor_ranks(model: PreTrainedModel) -> None:
     """Raise ModelRefusedError if weights are quantized: they have no shares for tensor-parallel ranks."""
     if is_quantized_by(model.config):

@@ -199,6 +199,10 @@ def test_ways_of_quantization(stored: dict[str, Any] | None, asked: dict[str, An
 def test_random_weights_are_not_quantized() -> None:
     with pytest.raises(TypeError, match="from_pretrained quantizes those of a folder"):
         terapipe_ds.from_config(config_of("llama"), quantization_config={"load_in_4bit": True})
+    config = config_of("llama")
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ModelRefusedError, match="random weights are not quantized: remove it from the config"):
+        terapipe_ds.from_config(config)
 
 
 def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

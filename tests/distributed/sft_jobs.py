@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as torch_dist
 from accelerate.state import AcceleratorState
+from bitsandbytes.nn import Linear4bit
 from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 from terapipe_ds.integrations.trainer import PipelineSFTTrainer
@@ -109,3 +112,28 @@ def most_tokens_with_logits(given: Mapping[str, Any], folder: str, vocabulary: i
         with MostTokens(vocabulary) as evaluation:
             trainer.evaluate()
     return training.tokens, evaluation.tokens
+
+
+def losses_beside_4_bits(folder: str) -> tuple[list[float], list[float], int]:
+    """Train adapters beside NF4 weights, in one process and over stages; count 4-bit layers of this stage."""
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    setting = trainer_jobs.setting_of({"is_by_name": True, "lora": lora, "args": {"max_steps": 3}})
+    quantization = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+
+    def losses_of(kind: type[SFTTrainer], config: Any) -> tuple[list[float], SFTTrainer]:
+        AcceleratorState._reset_state(True)
+        trainer = trainer_of(partial(kind, **quantization), setting, f"{folder}/{kind.__name__}", config)
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each], trainer
+
+    whole: list[float] = []
+    if torch_dist.get_rank() == 0:
+        with trainer_jobs.alone():
+            whole, one = losses_of(SFTTrainer, None)
+        assert one.model.is_loaded_in_4bit
+    torch_dist.barrier()
+    section = {"slices": 3, "granularity_tokens": 1}
+    staged, trainer = losses_of(PipelineSFTTrainer, trainer_jobs.deepspeed_of({**setting, "section": section}))
+    count = sum(isinstance(module, Linear4bit) for module in trainer._stages.engine.module.modules())
+    trainer._stages.engine.destroy()
+    return whole, staged, count

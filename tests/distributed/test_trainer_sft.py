@@ -14,7 +14,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 pytest.importorskip("trl", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
 from tests.distributed.harness import rank_pool
-from tests.distributed.sft_jobs import compare, most_tokens_with_logits
+from tests.distributed.sft_jobs import compare, losses_beside_4_bits, most_tokens_with_logits
 from tests.distributed.test_trainer import IS_5, check_same, usual
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
@@ -47,6 +47,15 @@ def test_sft_trains_over_stages_of_tensor_parallel_ranks(tmp_path: Path) -> None
     setting = {"args": {"assistant_only_loss": True, "max_steps": 3, **EVALUATE}, "model": {"vocab_size": 31},
                "ds": {"tensor_parallel": {"autotp_size": 2}}}  # fmt: skip
     check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+
+
+@pytest.mark.skipif(not IS_5, reason="4-bit layers need transformers 5")
+def test_sft_trains_beside_4_bit_weights(tmp_path: Path) -> None:
+    """TRL rounds adapters beside quantized weights to bf16, and stages do not: the losses differ by that."""
+    found = rank_pool(2).run(losses_beside_4_bits, folder=str(tmp_path))
+    whole, staged, _ = found[0]
+    assert len(whole) == 3 and staged == pytest.approx(whole, rel=2e-3)
+    assert found[1][1] == staged and all(count > 0 for *_, count in found)
 
 
 NO_LOGITS: dict[str, dict[str, Any]] = {

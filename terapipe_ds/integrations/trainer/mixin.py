@@ -64,6 +64,8 @@ class PipelineTrainerMixin(Trainer):
         with refused_on_all_ranks():
             if is_sft(type(self)):
                 options = {"dtype": "float32"} | options  # as TRL reads a model
+            if (quantization := given.pop("quantization_config", None)) is not None:
+                options["quantization_config"] = quantization
             model = skeleton(given["model"], **options)
             if is_sft(type(self)) and given.get("processing_class") is None:
                 given["processing_class"] = AutoTokenizer.from_pretrained(getattr(model, SOURCE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,6 @@ _REFUSED_GIVEN = {
     "compute_loss_func": "stages compute the loss of the Trainer's class in slices: pass a loss_fn to "
     "terapipe_ds.from_pretrained and train without Trainer",
     "model_init": "stages are cut once: pass model=",
-    "quantization_config": "weights are not trained quantized: leave it out",
 }
 _NEW = (
     "_with_skeleton",
@@ -129,6 +129,11 @@ def _of_args(args: TrainingArguments) -> list[str]:
 
 def _of_given(given: Mapping[str, Any]) -> list[str]:
     problems = [f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None]
+    if given.get("quantization_config") is not None and not isinstance(given.get("model"), str | os.PathLike):
+        problems.append(
+            "quantization_config: the model is there already; give its folder or name, or "
+            "terapipe_ds.skeleton(name, quantization_config=...)"
+        )
     if any(each is not None for each in given.get("optimizers") or ()):
         problems.append(
             "optimizers: they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an "

@@ -141,8 +141,8 @@ def from_pretrained(
     with refused_on_all_ranks():  # each may have a disk of its own
         name, folder, adapter = _folders(folder, adapter, of_hub)
         config = _config_of(name, folder, quantization_config)
+        require_adapters(config, adapter)
         with _family_named(config):
-            require_adapters(config, adapter)
             outline = Outline(model_without_weights(config, dtype))
         # generation settings are only handed on to what is saved
         with contextlib.suppress(OSError):  # most have one

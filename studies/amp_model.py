@@ -166,7 +166,7 @@ class AmpLayers(CountedLayers):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(amp_size(), cluster, "fp16")
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Any]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Any]:
         embedding, layer, *_, head = super().layer_costs(setting, recompute)
         return [embedding, *[DecoderCosts(layer)] * self.size.num_layers, head]
 

@@ -49,6 +49,7 @@ def shown(one: Row) -> str:
         return f"| {one.tokens:,} | does not fit |"
     found, grid = one.strategy, one.strategy["grid"]
     again = found["recompute"] if isinstance(found["recompute"], str) else f"{len(found['recompute'])} stages"
+    again += ", attention kept" * found["keep_attention"]
     offloaded = [name for name in ("activations", "optimizer") if found[f"offload_{name}"]]
     degrees = f"{grid['pipe']} x {grid['data']} x {grid['model']} x {grid.get('sequence', 1)}"
     parts = f", {found['chunks_per_stage']} parts" if found["chunks_per_stage"] > 1 else ""

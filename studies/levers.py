@@ -129,7 +129,7 @@ def _plain(logits: Any, labels: Any) -> Any:
 
 
 def _host_bytes(engine: Any, setup: Setup) -> int:
-    """Return the bytes that a GPU's host would hold: offloaded activations, and Adam's weights, gradients and states."""
+    """Return the bytes that a GPU's host would hold: offloaded activations; Adam's weights, gradients and states."""
     offload = engine._stage.offload
     activations = 0 if offload is None else offload.buffers.reserved_bytes
     if not setup.optimizer_on_host:

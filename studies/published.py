@@ -177,7 +177,7 @@ class _ContextCosts(AnalyticCosts):
 class _ContextLayers(CountedLayers):
     ranks = 1
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[AnalyticCosts]:
         costs = super().layer_costs(setting, recompute)
         kinds = {id(cost): _ContextCosts(**vars(cost) | {"sequence_parallel": self.ranks}) for cost in costs}
         return [kinds[id(cost)] for cost in costs]

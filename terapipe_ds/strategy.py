@@ -118,6 +118,7 @@ class Strategy(BaseModel):
     memory_bytes: list[int]  # the most of each stage
     model: str = ""
     is_complete: bool = True
+    keep_attention: bool = False  # the stages that recompute keep the results of attention
     offload_activations: bool = False
     offload_optimizer: bool = False  # DeepSpeed's, to the host's memory
     memory_by_kind: dict[str, list[int]] = {}  # of `memory_bytes`: kind -> by stage, at its peak
@@ -187,6 +188,8 @@ class Strategy(BaseModel):
             section["chunks_per_stage"] = self.chunks_per_stage
         section["partition"] = list(self.partition)
         section["recompute"] = self.recompute
+        if self.keep_attention:
+            section["keep_attention"] = True
         if self.offload_activations:
             section["offload_activations"] = True
         zero: dict[str, Any] = {"stage": self.zero_stage}
@@ -251,5 +254,5 @@ class Strategy(BaseModel):
             f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
             f"{sizes['pipe']} stages, {sizes['data']} replicas, {self.dims[2]} {self.inner_axis} ranks, micro-batches "
             f"of {self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
-            f"ZeRO {self.zero_stage}, recompute {self.recompute}{stopped}"
+            f"ZeRO {self.zero_stage}, recompute {self.recompute}{', attention kept' * self.keep_attention}{stopped}"
         )

@@ -61,6 +61,12 @@ class Store(AppendingStore, Protocol):
     def carried(self) -> CarriedStore: ...
 
 
+class Kept(Protocol):
+    """Declare the method of `kept.KeptAttention` that sliced attention calls; that class describes it."""
+
+    def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: Any) -> Any: ...
+
+
 class Exchange(Protocol):
     """Declare the method of `exchange.HeadExchange` that sliced attention calls; that class describes it."""
 
@@ -83,6 +89,7 @@ class ActiveSlice:
     `extras` carries whatever else the engine knows about the tokens.
     `exchange` is set if sequence ranks divide the tokens of a slice: [start, stop) are then the tokens of this rank,
     and `sliced_attention` reaches the other tokens through `exchange`.
+    `kept` is set while a function runs that will run again in the backward, if it keeps the results of attention.
     `wants_logits` is False if the loss takes the input of the output matrix: the last layer then returns its input.
     """
 
@@ -98,6 +105,7 @@ class ActiveSlice:
     store: Store | None = None
     exchange: Exchange | None = None
     wants_logits: bool = True
+    kept: Kept | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.sequence_length:

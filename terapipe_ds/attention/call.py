@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterator
 from numbers import Real
@@ -140,9 +141,20 @@ class Call:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Append k and v to the store and attend; return the output and the log-sum-exp, both with the sinks."""
         self.entry = self.store.write(self.active, self.layer, k, v, self.options.window)
+        kept = self.active.kept
+        if kept is None:
+            out, lse, self.states = self._attend(q, v, sinks)
+        else:
+            run = functools.partial(self._attend, q, v, sinks)
+            out, lse, self.states = kept.attend(self.layer, self.options.dropout_p, run, q.device)
+        return out, lse
+
+    def _attend(self, q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[tuple[Any, ...]]]:
+        """Return output, log-sum-exp and the states of the kernels."""
+        assert self.entry is not None
         # one call where the backend takes all rows and documents at once, which is the usual case
         results = [(span, self.backend.forward(queries)) for span, queries in self._spans(q, self.entry)]
-        self.states = [attended.state for _, attended in results]
+        states = [attended.state for _, attended in results]
         out, lse, _ = results[0][1]
         if len(results) > 1:
             out = q.new_empty(*q.shape[:3], v.shape[3])
@@ -150,7 +162,7 @@ class Call:
             for span, attended in results:
                 self._part(out, span).copy_(attended.out)
                 self._part(lse, span).copy_(attended.lse)
-        return (out, lse) if sinks is None else with_sinks(out, lse, sinks)
+        return *((out, lse) if sinks is None else with_sinks(out, lse, sinks)), states
 
     def backward(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
         """Return dQ, dK, dV of the slice, complete because all later slices have run."""

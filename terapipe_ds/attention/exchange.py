@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
+from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
 from terapipe_ds.attention.documents import Documents
 
 
@@ -87,7 +87,8 @@ class HeadExchange:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)
         # the store and the kernels see all tokens, and know nothing of ranks
-        with push_slice(self.whole):
+        active = active_slice()
+        with push_slice(replace(self.whole, kept=None if active is None else active.kept)):
             out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
 

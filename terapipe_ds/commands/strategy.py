@@ -278,7 +278,7 @@ def _launch(best: Strategy, options: StrategyOptions) -> str:
 
 
 def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:
-    sizes, again, words = best.grid, best.recompute, question.words
+    sizes, words = best.grid, question.words
     tokens = words["global_batch_size"] * words["sequence_length"]
     chunks = f", {best.chunks_per_stage} parts per stage" if best.chunks_per_stage > 1 else ""
     near = "the replicas of a stage" if best.axes[0] == "pipe" else "the stages of a pipeline"
@@ -299,7 +299,7 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
         ("placement", f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}"),
         ("batch", f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica"),
         ("ZeRO", str(best.zero_stage)),
-        ("recompute", again if isinstance(again, str) else f"stages {_spans(again)}"),
+        ("recompute", _again(best)),
         *(
             [("offload", f"{' and '.join(offloaded)}, {best.host_memory_bytes / 1e9:,.0f} GB on a node's host")]
             if offloaded
@@ -364,9 +364,15 @@ def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
     ]
 
 
+def _again(strategy: Strategy) -> str:
+    again = strategy.recompute
+    stages = again if isinstance(again, str) else f"stages {_spans(again)}"
+    return stages + ", attention kept" * strategy.keep_attention
+
+
 def _choices(strategy: Strategy) -> dict[str, str]:
     """Return the choices by the name of their column."""
-    sizes, again = strategy.grid, strategy.recompute
+    sizes = strategy.grid
     offloaded = "a" * strategy.offload_activations + "o" * strategy.offload_optimizer
     return {
         "PP": str(sizes["pipe"]),
@@ -376,7 +382,7 @@ def _choices(strategy: Strategy) -> dict[str, str]:
         "first axis": strategy.axes[0],
         "batch": f"{strategy.accumulation}x{strategy.micro_batch_size}",
         "ZeRO": str(strategy.zero_stage),
-        "recompute": again if isinstance(again, str) else f"stages {_spans(again)}",
+        "recompute": _again(strategy),
         "offload": offloaded or "-",
         "schedule": strategy.schedule,
         "parts": str(strategy.chunks_per_stage),

@@ -85,7 +85,8 @@ def link_problems(links: LinksConfig) -> Iterator[str]:
 
 
 def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the values of an enabled section that exclude `"recompute": "auto"`."""
+    """Yield the values of an enabled section that exclude `"recompute": "auto"`, or `"keep_attention": true`."""
+    yield from _keep_problems(section)
     if section.get("recompute") != "auto":
         return
     shown, planner = 'terapipe.recompute = "auto"', _planner(section)
@@ -105,3 +106,15 @@ def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
         what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
         fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
         yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"
+
+
+def _keep_problems(section: Mapping[str, Any]) -> Iterator[str]:
+    if section.get("keep_attention") is not True:
+        return
+    shown, recompute = shown_value(True, "keep_attention"), section.get("recompute")
+    if recompute == "off":
+        yield f'{shown}: nothing recomputes; set recompute to "full" or to stages, or leave keep_attention out'
+    if recompute == "auto":
+        yield f'{shown}: recompute "auto" knows the seconds of whole layers alone; name the stages that recompute'
+    if section.get("compile") is True:
+        yield f"{shown} with compile = true: compiled layers run all of their forward again; leave one of them out"

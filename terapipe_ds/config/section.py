@@ -76,6 +76,7 @@ class TeraPipeConfig(StrictModel):
         None,
         description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
+    keep_attention: bool = Field(False, description="true or false")
     offload_activations: bool = Field(False, description="true or false")
     strategy: Annotated[str, Field(pattern=r"^.+\.json$")] | None = Field(
         None, description="null, or a path that ends in .json"

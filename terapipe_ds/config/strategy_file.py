@@ -26,7 +26,15 @@ def read_strategy(path: str) -> Strategy:
 
 def section_of(strategy: Strategy) -> dict[str, Any]:
     """Return the keys of the section that a strategy settles. Its `slices` refuse sequences of another length."""
-    names = ("schedule", "chunks_per_stage", "partition", "slices", "recompute", "offload_activations")
+    names = (
+        "schedule",
+        "chunks_per_stage",
+        "partition",
+        "slices",
+        "recompute",
+        "keep_attention",
+        "offload_activations",
+    )
     return {name: getattr(strategy, name) for name in names} | {"schedule_options": {}}
 
 

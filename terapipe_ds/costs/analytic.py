@@ -59,6 +59,7 @@ class AnalyticCosts:
     peer_link: LinkCard  # among the tensor-parallel ranks
     wire_formats: tuple[str | None, str | None] = (None, None)  # of activations and gradients on `link`
     sequence_parallel: int = 1  # ranks that divide the tokens of a slice, and exchange them for heads in attention
+    keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
     fused_loss: bool = False  # `terapipe_ds.losses`: the head's products, chunk by chunk, are all in the backward
 
     vectorized = True
@@ -73,7 +74,7 @@ class AnalyticCosts:
         i, j = _arguments(tokens, prefix)
         seconds = self._layers_backward_s(i, j) + self._ends_backward_s(i) + self._weight_s(i)
         if self.activation_checkpointing:
-            seconds = seconds + self._layers_forward_s(i, j)
+            seconds = seconds + self._layers_forward_s(i, j, again=True)
         return _like(i, seconds)
 
     def weight_s(self, tokens: Any, prefix: Any) -> Any:
@@ -108,8 +109,10 @@ class AnalyticCosts:
         has_copy = self.has_head and size.tied_embedding and not self.has_embedding
         return total + (size.vocab_size * size.hidden_size if has_copy else 0)
 
-    def _layers_forward_s(self, i: Array, j: Array) -> Array:
-        layer = self._matmul_s(i) + self._exchange_s(i) + self._attention_s(i, j)
+    def _layers_forward_s(self, i: Array, j: Array, again: bool = False) -> Array:
+        layer = self._matmul_s(i) + self._exchange_s(i)
+        if not (again and self.keeps_attention):
+            layer = layer + self._attention_s(i, j)
         layer = layer + self._elementwise_s(i) + 2 * self._all_reduce_s(self._activation_bytes(i))
         return self.num_layers * layer
 

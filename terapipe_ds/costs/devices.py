@@ -61,6 +61,7 @@ class DeviceCard:
     kernel_source: str = ""  # of the three efficiencies
     host_link: LinkCard | None = None  # of one device to its host, while all devices of the node use theirs
     host_memory_bytes: _Count | None = None  # of a node; None: nobody limits it
+    context_bytes: _Count | None = None  # of a CUDA process before its first tensor; None: neither CUDA nor NCCL
 
     def __post_init__(self) -> None:
         if not set(self.peak_flops) <= set(ITEM_BYTES) or not {"bf16", "fp16", "fp32"} & set(self.dtypes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,14 +114,19 @@ def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor
 
     It is a view of a table that all layers share, complex128 where `like` is fp64; the table grows with positions.
     """
-    stop = start + like.shape[1]
+    stop, active = start + like.shape[1], active_slice()
     dtype = torch.complex128 if like.dtype == torch.float64 else torch.complex64
-    # a power of two, so that growing sequences share few tables
-    length = 1 << max(10, (stop - 1).bit_length())
-    return _turn_table(head_dim, base, length, dtype, like.device)[start:stop]
+    kind = head_dim, base, dtype, like.device
+    # a longer table takes the place of a shorter one, and the first slice makes it for the whole sequence
+    if kind not in _tables or len(_tables[kind]) < stop:
+        length = max(stop, active.sequence_length if active is not None else 0)
+        _tables[kind] = _turn_table(head_dim, base, 1 << max(10, (length - 1).bit_length()), dtype, like.device)
+    return _tables[kind][start:stop]
 
 
-@functools.lru_cache(maxsize=32)
+_tables: dict[tuple[int, float, torch.dtype, torch.device], Tensor] = {}
+
+
 def _turn_table(head_dim: int, base: float, length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `exp(i * position * base^(-2j/D))` [length, 1, D/2], no buffer, so that checkpoints do not carry it.
 

@@ -14,6 +14,12 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.strategy import Grid
 
+_NCCL_BUFFER_BYTES = 4 * 2**20
+"""Of each channel to each peer: the default of NCCL_BUFFSIZE (NCCL user guide, environment variables)."""
+
+_WIRE_CHANNELS, _RING_CHANNELS = 4, 32
+"""Channels of a communicator: the limit that the engine gives to wires (`max_ctas`), and the most that NCCL takes."""
+
 Floats = np.typing.NDArray[np.float64]
 
 
@@ -75,6 +81,20 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
+
+    def context_bytes(self, grid: Grid) -> int:
+        """Return the bytes of a process outside of torch's allocator: CUDA's context and the buffers of NCCL.
+
+        The context is the card's: for NVIDIA's cards 1,343 MiB, the measured bytes of a process with one small tensor
+        (Hugging Face, documentation of transformers, "Model training anatomy"). A stage has two wires to each
+        neighbour, a communicator each; the groups of replicas, and of tensor or sequence ranks, have another, with
+        buffers towards both neighbours in a ring.
+        """
+        if self.card.context_bytes is None:
+            return 0
+        wires = 4 * _WIRE_CHANNELS * (grid.pipe > 1)
+        rings = 2 * _RING_CHANNELS * ((grid.data > 1) + (max(grid.model, grid.sequence) > 1))
+        return self.card.context_bytes + (wires + rings) * _NCCL_BUFFER_BYTES
 
     @cached_property
     def within(self) -> LinkCard:

@@ -32,6 +32,7 @@ MEMORY_KINDS = {
         "carried_bytes_per_slice",
     ),
     "messages": ("working_sent_bytes_per_token",),
+    "context_and_nccl": ("context_bytes",),
 }
 """Kinds of bytes that stay beyond a computation -> the fields of `PartMemory` that count them."""
 
@@ -80,8 +81,8 @@ class MemoryModel:
         return dataclasses.replace(self, parts=tuple(parts))
 
     def static_bytes(self, part_id: int) -> int:
-        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
-        return math.ceil(self.parts[part_id].static_bytes)
+        """Return parameters, optimizer states, gradients that the optimizer keeps between batches, and the context."""
+        return math.ceil(self.parts[part_id].static_bytes + self.parts[part_id].context_bytes)
 
     def gradient_bytes(self, part_id: int) -> int:
         """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
@@ -146,7 +147,10 @@ class MemoryModel:
         """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix).
 
         The factors of all slices are copied, one weight at a time: as many numbers per token as a backward works on.
+        Nothing is copied where no factors wait.
         """
+        if not self.parts[part_id].joined_bytes_per_token:
+            return 0
         own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
         copies = self.working_bytes(part_id, group_tokens, 0) - self.working_bytes(part_id, *span)
         return max(0, own + copies)
@@ -158,7 +162,9 @@ class MemoryModel:
     def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
         """Return the bytes needed on top, only while an F, B or W of that slice runs."""
         part = self.parts[part_id]
-        per_slice = part.working_bytes_per_token * tokens + part.working_bytes_per_prefix_token * prefix
+        per_slice = part.working_bytes_per_token * tokens
+        beside_prefix = (part.working_bytes_per_token - part.working_gone_bytes_per_token) * tokens
+        per_slice = max(per_slice, beside_prefix + part.working_bytes_per_prefix_token * prefix)
         # the loss of a slice is done, and its logits gone, when the layers run
         loss = part.loss_bytes_per_token * min(tokens, part.loss_chunk_tokens)
         return math.ceil(part.working_bytes + max(per_slice, loss))

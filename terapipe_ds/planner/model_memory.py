@@ -28,10 +28,12 @@ On top of the kept tensors, while a slice runs (peaks in its backward, in which 
                 the stage hears from the other end or waits for it (the budget of sends)
 
 Gradients of parameters come with a batch's first backward and go with the optimizer's step, unless the optimizer keeps
-its own (bf16, ZeRO). Not counted, well under 1 %: tables of rotary positions, token ids, scalars, and the last slice's
-input and its gradient, which live until the next batch. With activation checkpointing a decoder layer keeps its input
-alone, and one layer at a time is whole in its backward. Tensor parallelism divides the same as in Megatron: q, kv, f,
-V and their weights; norms, residual stream and messages only with sequence parallelism.
+its own (bf16, ZeRO). A stage has one table of rotary positions. Not counted, well under 1 %: token ids, scalars, and
+the last slice's input and its gradient, which live until the next batch. With activation checkpointing a decoder layer
+keeps its input alone, or with it attention's output and log-sum-exp (`keeps_attention`), and one layer at a time is
+whole in its backward; the tensors of its MLP are gone when the gradients of the prefix come. Tensor parallelism divides
+the same as in Megatron: q, kv, f, V and their weights; norms, residual stream and messages only with sequence
+parallelism.
 
 This count is 0 to 2 % above exact peaks of steps in fp32 on a CPU (`studies.memory`) on two stages. The largest error
 is 8 % above, on a middle stage of few layers with one slice and one micro-batch: it counts messages that never come.
@@ -90,6 +92,8 @@ class PartMemory:
     joined_tokens: float = 0  # slices join up to this number, and share their product for weight gradients
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
+    working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
+    context_bytes: float = 0  # of the process, outside of torch's allocator: CUDA's context and NCCL's buffers
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -125,6 +129,7 @@ class Setup:
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
+    keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
     fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
 
@@ -162,7 +167,8 @@ class Setup:
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
         # kept from F to B by each live slice
-        kept = layers * (message if self.activation_checkpointing else self._layer_saved)
+        again = message + (self._attention_kept if self.keeps_attention else 0)
+        kept = layers * (again if self.activation_checkpointing else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
@@ -182,9 +188,11 @@ class Setup:
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=self._largest_weight(is_first or is_last, layers) * item,
+            working_bytes=self._largest_weight(is_first or is_last, layers) * item
+            + (self._table_bytes if layers else 0),
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
+            working_gone_bytes_per_token=share * self._gone_in_attention if layers else 0,
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=waiting,
@@ -228,6 +236,12 @@ class Setup:
         on_device = 0 if self.offload_optimizer else -(-states // divided)
         return parameters * (self._item + gradients) + on_device
 
+    @property
+    def _table_bytes(self) -> int:
+        """Return the bytes of the turns of all positions, complex numbers; a table has a power of two of them."""
+        length = 1 << max(10, (self.size.max_sequence_length - 1).bit_length())
+        return length * self.size.head_dim * self._wide if self.size.positions == "rope" else 0
+
     def _largest_weight(self, has_vocabulary: bool, layers: int) -> int:
         """Count the numbers of the largest weight: its new gradient is beside the accumulated one for a moment."""
         size = self.size
@@ -242,7 +256,8 @@ class Setup:
     def _working(self, is_first: bool, is_last: bool, layers: int) -> int:
         """Return the bytes that the running slice needs on top of the kept ones, messages of the links included."""
         layer = self._layer_working if layers else 0
-        layer += self._layer_saved if self.activation_checkpointing and layers else 0
+        if self.activation_checkpointing and layers:  # the layer that runs again is whole
+            layer += self._layer_saved - (self._attention_kept if self.keeps_attention else 0)
         working = max(layer - self._head_saved, self._head_working) if is_last else layer
         # A received activation becomes the slice's input. Where the last part has most, one of the next two is a B.
         inwards = 2 if is_last else 1 + RECEIVE_AHEAD
@@ -288,6 +303,11 @@ class Setup:
         return 2 if self.sequence_ranks > 1 else 1
 
     @property
+    def _attention_kept(self) -> int:
+        """Return the bytes of attention's output and log-sum-exp."""
+        return (self._query * self._item + self.size.num_heads * self._wide) // self.tensor_parallel
+
+    @property
     def _logit_bytes(self) -> int:
         """Return the bytes per token of a chunk's logits: as computed, and in fp32 at least, where that differs."""
         per_number = self._wide + (self._item if self._item < self._wide else 0)
@@ -296,12 +316,21 @@ class Setup:
     @cached_property
     def _layer_working(self) -> int:
         """Count gradients beside the tensors still kept: in the MLP, or in attention once the MLP's share is gone."""
+        return max(self._phases)
+
+    @property
+    def _gone_in_attention(self) -> int:
+        """Return the bytes of a layer that runs again which are gone once its attention's backward runs."""
+        return max(0, self._phases[0] - self._phases[1]) if self.activation_checkpointing else 0
+
+    @cached_property
+    def _phases(self) -> tuple[int, int]:
         item, degree = self._item, self.tensor_parallel
         mlp = self._into_mlp * item // degree
         # of out, q, expanded k and v; then the fused product
         attention = (6 * self._query + 2 * self._key_value) * item
         gone = 2 * self._into_mlp * item // degree + self._norm_saved
-        return max(mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone)
+        return mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone
 
     @cached_property
     def _head_working(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -15,7 +16,8 @@ LEAVES_AFTER = 1
 """Computations after its F that hide the copy out; at their end the memory is free."""
 
 
-def offloaded_until(order: Sequence[Action]) -> dict[tuple[int, SliceKey], int]:
+@functools.lru_cache(maxsize=256)
+def offloaded_until(order: tuple[Action, ...]) -> dict[tuple[int, SliceKey], int]:
     """Return, for each offloaded slice (part, unit), the computation of the order at whose start it comes back.
 
     A slice that would be away for no whole computation stays.
@@ -53,7 +55,7 @@ class HostCopies:
         for own in numbers.values():
             order = [actions[number] for number in own]
             place = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
-            for (part_id, unit), index in offloaded_until(order).items():
+            for (part_id, unit), index in offloaded_until(tuple(order)).items():
                 seconds, forward = seconds_of(part_id, unit), place[Kind.FORWARD, part_id, unit]
                 self._out[own[forward]] = seconds
                 self._waits[own[forward]] = own[forward + LEAVES_AFTER + 1]

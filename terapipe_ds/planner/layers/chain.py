@@ -83,7 +83,7 @@ class _ChainLayers(Layers):
     def refuse_tensor(self, degree: int) -> str | None:
         return None if degree == 1 else "a LayerChain says nothing of how ranks share a layer"
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
         return costs_of_layers(self._layers(setting), setting.micro_batch, recompute)
 
     def output_bytes(self, setting: Setting) -> Floats:

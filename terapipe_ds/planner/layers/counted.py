@@ -11,7 +11,7 @@ from terapipe_ds.costs.analytic import OPTIMIZER_BYTES_PER_PARAMETER, AnalyticCo
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, TiedCopy, bytes_summed
+from terapipe_ds.planner.layers.parts import Again, Floats, Layers, Setting, Span, TiedCopy, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE, Setup
 
@@ -28,6 +28,7 @@ class CountedLayers(Layers):
 
     is_sliceable = whole_is_least = recomputes_before_weights = True
     levers = frozenset({"offload_activations", "offload_optimizer"})
+    kinds = tuple(Again)
     fused_loss = True  # the last part keeps no logits
 
     def __init__(self, size: ModelSize, cluster: Cluster, dtype: str = "auto") -> None:
@@ -52,7 +53,7 @@ class CountedLayers(Layers):
             return f"num_heads = {self.size.num_heads} of {self.size.name} does not divide by {ranks} sequence ranks"
         return None
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[AnalyticCosts]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[AnalyticCosts]:
         """Return the costs of embedding, decoder layer and head; the costs of a part are their sums."""
 
         def kind(layers: int, *, embedding: bool = False, head: bool = False) -> AnalyticCosts:
@@ -62,9 +63,10 @@ class CountedLayers(Layers):
                 self.size,
                 self._cluster.card,
                 *counts,
-                recompute,
+                bool(recompute),
                 *links,
                 sequence_parallel=setting.sequence,
+                keeps_attention=recompute == Again.KEEPS_ATTENTION,
                 fused_loss=self.fused_loss,
             )
 
@@ -120,7 +122,7 @@ class CountedLayers(Layers):
         return 0 < layer < self.num_layers - 1
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (it goes with the planner that made it)
-    def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: bool) -> tuple[PartMemory, ...]:
+    def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: int) -> tuple[PartMemory, ...]:
         on_cpu = self._cluster.card.name == "cpu-core"
         setup = Setup(
             self.size,
@@ -130,7 +132,8 @@ class CountedLayers(Layers):
             tensor_parallel=setting.tensor,
             data_parallel=setting.data,
             zero_stage=setting.zero_stage,
-            activation_checkpointing=recompute,
+            activation_checkpointing=bool(recompute),
+            keeps_attention=recompute == Again.KEEPS_ATTENTION,
             layers_per_part=counts,
             sequence_ranks=setting.sequence,
             fused_norm=not on_cpu,  # plain operations there

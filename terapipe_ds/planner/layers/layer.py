@@ -120,7 +120,7 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
     return layers
 
 
-def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[str, Any]:
+def memory_of_layers(layers: Sequence[Layer], recompute: int = False) -> dict[str, Any]:
     """Return the fields of a part's memory as floats: sums over its layers, but maxima of the working bytes.
 
     Where all layers `recompute`, a live slice keeps their inputs, and in its backward one layer at a time is whole.
@@ -141,7 +141,7 @@ def memory_of_layers(layers: Sequence[Layer], recompute: bool = False) -> dict[s
     return numbers
 
 
-def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: bool = False) -> list[Costs]:
+def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: int = False) -> list[Costs]:
     """Return the costs of every layer for `rows` sequences, with its share of its part's overhead."""
     made: dict[tuple[int, int], Costs] = {}
     costs = []

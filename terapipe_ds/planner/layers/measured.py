@@ -24,7 +24,7 @@ from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import line_of
 from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, layers_of_profile, memory_of_layers
-from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, bytes_summed
+from terapipe_ds.planner.layers.parts import Again, Floats, Layers, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
@@ -84,7 +84,7 @@ class MeasuredLayers(Layers):
         self._costs = {
             (size, again): costs_of_layers(layers, recompute=again)
             for size, layers in self._layers.items()
-            for again in (False, True)
+            for again in self.kinds
         }
 
     def refuse_tensor(self, degree: int) -> str | None:
@@ -102,8 +102,8 @@ class MeasuredLayers(Layers):
             "profile of them"
         )
 
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
-        return self._costs[_size(setting), recompute]
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
+        return self._costs[_size(setting), Again(recompute)]
 
     def output_bytes(self, setting: Setting) -> Floats:
         return np.array([layer.output_bytes for layer in self._layers[_size(setting)]], float)

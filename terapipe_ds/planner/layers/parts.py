@@ -6,6 +6,7 @@ A part is a run of layers. Its times are the sums of theirs, and its messages ar
 from __future__ import annotations
 
 import abc
+import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,14 @@ from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import ITEMSIZE
 
 Floats = NDArray[np.float64]
+
+
+class Again(enum.IntEnum):
+    """Name the layers of a stage that run a second time in their backward."""
+
+    OFF = 0
+    FULL = 1
+    KEEPS_ATTENTION = 2  # all but their attention, whose results are kept
 
 
 @dataclass(frozen=True)
@@ -43,11 +52,11 @@ class TiedCopy(NamedTuple):
 
 @dataclass(frozen=True)
 class Span:
-    """Name the layers of a part, those in [start, stop), and say whether they recompute."""
+    """Name the layers of a part, those in [start, stop), and say how they recompute, by `Again`."""
 
     start: int
     stop: int
-    recompute: bool = False
+    recompute: int = Again.OFF
 
 
 class Layers(abc.ABC):
@@ -58,6 +67,7 @@ class Layers(abc.ABC):
     whole_is_least: bool  # whether no slices together take less than the whole sequence
     dtype: str  # as `model_memory` spells it
     levers: frozenset[str] = frozenset()  # fields of `candidate.Levers` with known costs
+    kinds: tuple[Again, ...] = (Again.OFF, Again.FULL)  # of recomputation, with known costs
     recomputes_before_weights = False  # whether the seconds of W are known where a stage recomputes
 
     @abc.abstractmethod
@@ -69,7 +79,7 @@ class Layers(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def layer_costs(self, setting: Setting, recompute: bool) -> Sequence[Costs]:
+    def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
         """Return the costs of each layer; equal layers share one object."""
 
     @abc.abstractmethod
@@ -124,6 +134,6 @@ def bytes_summed(dtype: str, zero_stage: int) -> float:
     return (1.5 if zero_stage else 1.0) * ITEMSIZE[dtype]
 
 
-def spans_of(bounds: Sequence[int], recompute: Sequence[bool]) -> list[Span]:
+def spans_of(bounds: Sequence[int], recompute: Sequence[int]) -> list[Span]:
     """Return the part between each two bounds."""
     return [Span(*edges, again) for edges, again in zip(itertools.pairwise(bounds), recompute, strict=True)]

@@ -77,7 +77,7 @@ class Bounded:
             shared_s = np.where(off <= limit_bytes, shared_s, np.where(full <= limit_bytes, shared_s + again_s, np.inf))
         return float(max(mean, self.num_micro_batches * shared_s.max()))
 
-    def _least_of_layers(self, recompute: bool) -> Floats:
+    def _least_of_layers(self, recompute: int) -> Floats:
         """Return a lower bound on the bytes that each layer adds to a stage with other layers."""
         rates, starts = self._rates[recompute], np.arange(self.layers.num_layers)
         layers = starts, starts + 1
@@ -118,15 +118,16 @@ class Bounded:
         """Return, per layer, the seconds that recomputing adds to a whole sequence, or to its cheapest slices."""
         if not self.layers.whole_is_least and self.layers.is_sliceable:
             return np.zeros(self.layers.num_layers)
-        off, full = (self._sliced(again, 1)[1] for again in (False, True))
-        return full - off
+        off, *others = (self._sliced(again, 1)[1] for again in self.layers.kinds)
+        return np.asarray(np.minimum.reduce(others) - off)
 
-    def _least_peaks(self, recompute: bool) -> Floats:
+    def _least_peaks(self, recompute: int) -> Floats:
         """Return a lower bound on a stage's bytes, per span: parameters, states, and one micro-batch's kept bytes."""
         rates = self._rates[recompute]
+        lasting = rates["lasting"] + self._context_bytes
         if self.candidate.levers.offload_activations:  # a sequence in one slice is whole while its F runs
-            return rates["lasting"] + np.minimum(rates["whole"] + rates["slice"], rates["store"])
-        return rates["lasting"] + rates["slice"] + np.minimum(rates["whole"], rates["store"])
+            return lasting + np.minimum(rates["whole"] + rates["slice"], rates["store"])
+        return lasting + rates["slice"] + np.minimum(rates["whole"], rates["store"])
 
     @functools.cached_property
     def _least_ends(self) -> Floats:
@@ -141,22 +142,27 @@ class Bounded:
         starts = [self.cluster.all_reduce_s(grid, 0.0, k) for k in range(self.num_stages)]
         return [(s, (self.cluster.all_reduce_s(grid, large, k) - s) / large) for k, s in enumerate(starts)]
 
+    @functools.cached_property
+    def _context_bytes(self) -> int:
+        return self.cluster.context_bytes(self.candidate.grid)
+
     @property
     def _reachable(self) -> float:
         return self.cluster.card.memory_bandwidth_bytes_per_s * self.cluster.card.bandwidth_efficiency
 
     # --- costs
 
-    def _costs(self, recompute: bool) -> Sequence[Any]:
+    def _costs(self, recompute: int) -> Sequence[Any]:
         return self.layers.layer_costs(self.candidate.setting, recompute)
 
-    def _sliced(self, recompute: bool, num_slices: int) -> tuple[Floats, Floats]:
+    def _sliced(self, recompute: int, num_slices: int) -> tuple[Floats, Floats]:
         grid = self.candidate.grid  # times do not depend on replicas
         setting = Setting(grid.model, self.candidate.micro_batch, sequence=grid.sequence)
         return layer_seconds(self.layers, setting, recompute, self.length, num_slices)
 
     @functools.cached_property
-    def _rates(self) -> dict[bool, dict[str, Floats]]:
+    def _rates(self) -> dict[int, dict[str, Floats]]:
         return {
-            again: memory_matrices(self.layers, self.candidate.setting, again, self.length) for again in (False, True)
+            again: memory_matrices(self.layers, self.candidate.setting, again, self.length)
+            for again in self.layers.kinds
         }

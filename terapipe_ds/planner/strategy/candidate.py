@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.layers.parts import Setting
+from terapipe_ds.planner.layers.parts import Again, Setting
 from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay, ScheduleShape
@@ -64,7 +64,7 @@ class Score:
     seconds: float
     candidate: Candidate
     bounds: Bounds
-    recompute: tuple[bool, ...]
+    recompute: tuple[Again, ...]
     schedule: str
     plan: SlicePlan
     peak_bytes: tuple[int, ...]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -12,7 +13,7 @@ import numpy as np
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
-from terapipe_ds.planner.layers.parts import Floats, Span, spans_of
+from terapipe_ds.planner.layers.parts import Again, Floats, Span, spans_of
 from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
@@ -22,7 +23,7 @@ from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
 from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
 
-_ON_DEVICE = 2 + LEAVES_AFTER + OFFLOAD_AHEAD  # slices of a stage that are not on the host, about
+_ON_DEVICE = 1 + LEAVES_AFTER + OFFLOAD_AHEAD  # slices of a stage that are not on the host, about
 _MESSAGES = 2  # sent by a stage and not known to have arrived, at the stage's peak
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -54,11 +55,12 @@ class Priced(Bounded):
         """
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
-        off, full = (spans_matrix(self._work(num_slices, again)) for again in (False, True))
+        kinds = self.layers.kinds if self.may_recompute(shape.schedule) else self.layers.kinds[:1]
+        work = [spans_matrix(self._work(num_slices, again)) for again in kinds]
         times = []
         for stage_id in stages:
-            fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in (False, True)]
-            times.append(np.where(fits[0], off, np.where(fits[1] & self.may_recompute(shape.schedule), full, np.inf)))
+            fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in kinds]
+            times.append(np.minimum.reduce([np.where(*both, np.inf) for both in zip(fits, work, strict=True)]))
         # and one per stage: the way of a micro-batch over the link before it, there and back
         sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
         sent[-1] = 0.0
@@ -66,7 +68,7 @@ class Priced(Bounded):
         for stage_id in stages:
             link = self.cluster.link_between(self.candidate.grid, stage_id - 1, stage_id) if stage_id else None
             wire_s = sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices if link else 0.0 * sent
-            extras.append(np.broadcast_to(2 * wire_s[:, None], off.shape))
+            extras.append(np.broadcast_to(2 * wire_s[:, None], work[0].shape))
         cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
         return [(value + max(self.ends_s(bounds)), bounds) for value, bounds in cuts]
 
@@ -89,20 +91,22 @@ class Priced(Bounded):
         again = self.may_recompute(shape.schedule)
         return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
 
-    def _work(self, num_slices: int, recompute: bool) -> Floats:
+    def _work(self, num_slices: int, recompute: int) -> Floats:
         forward, backward = self._sliced(recompute, num_slices)
         return forward + backward
 
-    def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: bool) -> Floats:
+    def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return the peak bytes of a stage for every span of layers, slightly more rather than less than a replay's."""
         rates = self._rates[recompute]
         most = self.num_micro_batches * num_slices
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
         there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
-        peak = rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
+        peak = self._context_bytes + rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
         ends = self.length * float(self.layers.output_bytes(self.candidate.setting)[0])  # a stage's input or output
         peak = peak + (live - there) / num_slices * ends * ((stage_id > 0) + (stage_id < self.num_stages - 1))
-        running = rates["working"] / num_slices + (rates["reread"] if num_slices > 1 else 0.0)
+        running = rates["working"] / num_slices
+        if num_slices > 1:
+            running = np.maximum(running, rates["beside"] / num_slices + rates["reread"])
         loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
         peak = peak + np.maximum(running, loss)
         if stage_id > 0:
@@ -144,7 +148,7 @@ class Priced(Bounded):
             seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
         return seconds
 
-    def parts(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> list[PartCosts]:
+    def parts(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int] | None = None) -> list[PartCosts]:
         """Return the costs of the parts, with the links of their machines; `recompute` is per stage."""
         grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
         sent = self.layers.output_bytes(self.candidate.setting)
@@ -164,10 +168,18 @@ class Priced(Bounded):
             parts.append(kept.setdefault(key, part))
         return parts
 
-    def memory(self, bounds: Bounds, recompute: Sequence[bool], owners: Sequence[int] | None = None) -> MemoryModel:
+    def memory(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int] | None = None) -> MemoryModel:
         """Return the memory of the parts; `recompute` is per stage."""
         again = [recompute[stage_id] for stage_id in (range(self.num_stages) if owners is None else owners)]
         parts = self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again))
+        # the first part of each stage stands for the process
+        bytes_of = {} if self._context_bytes == 0 else dict.fromkeys(range(self.num_stages), self._context_bytes)
+        owned = enumerate(range(self.num_stages) if owners is None else owners)
+        contexts = [(part_id, bytes_of.pop(stage_id, 0)) for part_id, stage_id in owned]
+        parts = tuple(
+            dataclasses.replace(parts[part_id], context_bytes=more) if more else parts[part_id]
+            for part_id, more in contexts
+        )
         if not self.candidate.levers.offload_activations:
             return MemoryModel(parts)
         return MemoryModel(parts, offloads=True, host_bytes_per_s=self.cluster.host_link.bandwidth_bytes_per_s)
@@ -190,24 +202,28 @@ class Priced(Bounded):
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
         replays = functools.partial(replay_of, shape)
         replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
-        # first the peak bytes: they decide which stages recompute
-        recompute = (False,) * self.num_stages
-        memory = self.memory(bounds, recompute, owners)
-        held = replay(memory=memory)
         host_limit = USABLE * (self.cluster.card.host_memory_bytes or math.inf)
         few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
-        if self.may_recompute(schedule):
-            again = tuple(peak > limit_bytes for peak in held.peak_bytes)
-            if not all(again) and self.host_bytes(few, bounds, plan, memory, owners) > host_limit:
-                again = (True,) * self.num_stages  # the host has no room for all that slices keep
-            if any(again):
-                recompute, memory = again, self.memory(bounds, again, owners)
-                held = replay(memory=memory)
+        kinds = self.layers.kinds if self.may_recompute(schedule) else self.layers.kinds[:1]
+        again, held = [True] * self.num_stages, None
+        # nothing recomputes, then the kind that takes the least time, full recomputation last
+        for kind in (kinds[0], *reversed(kinds[1:])):
+            recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
+            memory = self.memory(bounds, recompute, owners)
+            # the host's bytes are known sooner; where it lacks room, all stages recompute
+            hosts = self.host_bytes(few, bounds, plan, memory, owners)
+            if hosts > host_limit:
+                again = [True] * self.num_stages
+                continue
+            held = replay(memory=memory)
+            if max(held.peak_bytes) <= limit_bytes:
+                break
+            if kind == Again.OFF:
+                again = [peak > limit_bytes for peak in held.peak_bytes]
+        if held is None or hosts > host_limit:
+            return None
         if (need := max(held.peak_bytes)) > limit_bytes:
             self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
-            return None
-        hosts = self.host_bytes(few, bounds, plan, memory, owners)
-        if hosts > host_limit:
             return None
         timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
         seconds = self._step_s(list(timed.ends_s), bounds, owners)
@@ -222,7 +238,7 @@ class Priced(Bounded):
         return float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
 
     def price(
-        self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[bool]
+        self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[int]
     ) -> tuple[float, tuple[int, ...]]:
         """Return the seconds and the peak bytes by stage of a cut whose stages recompute where `recompute` says."""
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)

@@ -18,7 +18,7 @@ from terapipe_ds.planner.layers.chain import LayerChain
 from terapipe_ds.planner.layers.config_json import size_of_config, with_length
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
-from terapipe_ds.planner.layers.parts import Layers
+from terapipe_ds.planner.layers.parts import Again, Layers
 from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
@@ -159,9 +159,11 @@ def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
     return Priced(layers, cluster, length, Candidate(strategy.layout, *counts, levers))
 
 
-def _recomputing(strategy: Strategy) -> list[bool]:
+def _recomputing(strategy: Strategy) -> list[Again]:
     again, stages = strategy.recompute, range(strategy.grid["pipe"])
-    return [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in stages]
+    kind = Again.KEEPS_ATTENTION if strategy.keep_attention else Again.FULL
+    recomputing = [again == "full" or (isinstance(again, list) and stage_id in again) for stage_id in stages]
+    return [kind if recomputes else Again.OFF for recomputes in recomputing]
 
 
 def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) -> Layers:
@@ -253,6 +255,7 @@ def _strategy(score: Score, search: Search, name: str, kinds: dict[str, list[int
         micro_batch_size=candidate.micro_batch,
         accumulation=candidate.accumulation,
         recompute="full" if all(again) else stages if stages else "off",
+        keep_attention=Again.KEEPS_ATTENTION in again,
         zero_stage=candidate.zero_stage,
         dtype=search.space.layers.dtype,
         predicted_s=score.seconds,

@@ -17,7 +17,7 @@ from terapipe_ds.planner.strategy.cuts import spans_matrix
 
 @functools.lru_cache(maxsize=512)
 def layer_seconds(
-    layers: Layers, setting: Setting, recompute: bool, length: int, num_slices: int
+    layers: Layers, setting: Setting, recompute: int, length: int, num_slices: int
 ) -> tuple[Floats, Floats]:
     """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
     costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
@@ -60,7 +60,7 @@ def granule_of(length: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)  # some 100 MB
-def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: int) -> dict[str, Floats]:
+def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: int) -> dict[str, Floats]:
     """Return the shares of a part's memory for every span, as sums over one-layer parts.
 
     The received input, which each of these parts has, is counted once per span.
@@ -97,6 +97,8 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
     # of the working bytes, a span needs the largest
     matrices["whole"] = _whole(singles, matrices, recompute, length)
     matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
+    beside = [part.working_bytes_per_token - part.working_gone_bytes_per_token for part in singles]
+    matrices["beside"] = _largest([rate * length for rate in beside])
     matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
     sent = np.array([part.working_sent_bytes_per_token * length for part in singles] + [0.0])
     matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
@@ -105,7 +107,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: bool, length: i
     return matrices
 
 
-def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: bool, length: int) -> Floats:
+def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: int, length: int) -> Floats:
     """Return the keys and values of a micro-batch in one slice; with recomputation, those that one layer keeps."""
     rates = [part.whole_bytes_per_token for part in singles]
     if None in rates:

@@ -13,10 +13,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
+from terapipe_ds.attention.kept import KeptAttention
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
+_KEEPS_ATTENTION = "_terapipe_keeps_attention"
 
 
 def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> None:
@@ -33,11 +35,17 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     # a second engine may get the same module: the interval that the first one set is not the module's own
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
+    setattr(module, _KEEPS_ATTENTION, config.keep_attention)
     recomputing = config.recomputing_stages(module.num_stages)
-    if recomputing is None:
-        return
     section = raw.get("pipeline")
     of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
+    if recomputing is None:
+        if config.keep_attention and not (own or of_section):
+            raise TeraPipeConfigError(
+                'terapipe.keep_attention = true: no layer is recomputed by DeepSpeed; set terapipe.recompute to "full" '
+                "or to the stages that recompute, or leave keep_attention out"
+            )
+        return
     # it is no error to set the same interval twice
     is_full = len(recomputing) == module.num_stages
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
@@ -81,21 +89,26 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads)
+    module.activation_checkpoint_func = checkpoint_with_gradients(
+        checkpoint, offloads, getattr(module, _KEEPS_ATTENTION, False)
+    )
     try:
         yield
     finally:
         module.activation_checkpoint_func = checkpoint
 
 
-def checkpoint_with_gradients(checkpoint: Callable[..., Any], offloads: bool = False) -> Callable[..., Any]:
+def checkpoint_with_gradients(
+    checkpoint: Callable[..., Any], offloads: bool = False, keeps_attention: bool = False
+) -> Callable[..., Any]:
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
     A reentrant checkpoint cuts such a range out of the graph, so that its parameters (an embedding fed by token ids)
     never get a gradient. The recomputation runs under the autocast of the forward, which DeepSpeed forgets.
 
     With `offloads`, torch's reentrant checkpoint stands in for DeepSpeed's, which holds the inputs of a range itself:
-    autograd has to save them, so that they go to the host.
+    autograd has to save them, so that they go to the host. With `keeps_attention` the second run takes the results of
+    attention from the first one. A non-reentrant range runs all of its attention again.
     """
     if (
         offloads
@@ -108,7 +121,7 @@ def checkpoint_with_gradients(checkpoint: Callable[..., Any], offloads: bool = F
         function = _under_the_same_autocast(function)
         if torch.is_grad_enabled() and not any(torch.is_tensor(t) and t.requires_grad for t in inputs):
             return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
-        return checkpoint(function, *inputs)
+        return checkpoint(KeptAttention().around(function) if keeps_attention else function, *inputs)
 
     return checkpoint_range
 

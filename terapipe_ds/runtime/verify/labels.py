@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import counts_any, slice_counts, weights_of
@@ -34,7 +35,8 @@ class LabelProbe:
     """
 
     def __init__(self, check: LossCheck, tokens: int) -> None:
-        slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None)
+        store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
+        slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
         self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight

@@ -67,7 +67,7 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
     config = GPTConfig(
         hidden_size=512, num_heads=8, num_layers=1, max_sequence_length=512, dtype=dtype, **MODELS[model]
     )
-    positions._turn_table.cache_clear()
+    positions._tables.clear()
     calls: list[tuple[int, int]] = []
     run = fused.CudaFlash.run
 
@@ -90,7 +90,7 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
                 assert parameter.grad.shape == parameter.shape, name
         store.release(0, 0)
         store.assert_drained()
-    positions._turn_table.cache_clear()
+    positions._tables.clear()
     kv_heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
     blocks = [(200, 200), (300, 300), (300 * groups, 200), (12, 12), (12 * groups, 500)]
     assert kv_heads * groups == 8 and calls == ([(200, 200), (300, 500), (12, 512)] if one_call else blocks)

@@ -17,6 +17,7 @@ from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
     "enabled": False, "schedule": "seq1f1b", "chunks_per_stage": 1, "partition": None, "recompute": None,
+    "keep_attention": False,
     "offload_activations": False, "strategy": None, "schedule_options": {}, "slices": "auto", "sequence_dim": 1,
     "sliced_inputs": None,
     "documents": "off", "granularity_tokens": 64, "loss_reduction": "mean_valid", "ignore_index": -100,
@@ -58,7 +59,7 @@ def test_every_key() -> None:
     section = {
         "enabled": True, "schedule": "zbv", "chunks_per_stage": 2, "schedule_options": {"max_live_slices": 16},
         "partition": [0, 9, 17, 25, 34], "recompute": [1], "slices": [512, 384, 128], "sequence_dim": 0,
-        "offload_activations": True,
+        "offload_activations": True, "keep_attention": True,
         "sliced_inputs": [0, 2], "documents": 2, "granularity_tokens": 128,
         "loss_reduction": "sum", "ignore_index": 0, "verify": "off", "attention": "explicit",
         "compile": False,
@@ -96,6 +97,7 @@ def test_an_ordered_dict_is_a_dict_and_stays_as_it_is() -> None:  # what hjson r
         ),
         *(("recompute", value) for value in (True, "on", "some", [], [-1], [1, 1], [True], {})),
         *(("offload_activations", value) for value in (None, 1, "true")),
+        *(("keep_attention", value) for value in (None, 1, [0])),
         *(("strategy", value) for value in (3, "", ".json", "plan.yaml", {})),
         *(("slices", value) for value in (0, True, 8.0, "8", None, [], [512, 0], [512, True], {}, 10**30)),
         *(("slices", value) for value in ([[]], [[512], []], [[512], 512], [512, [512]], [[512, 0]], [[2, 2], [2, 1]])),
@@ -466,10 +468,11 @@ def test_the_fingerprint_says_whether_two_configs_are_equal() -> None:
     base = {"enabled": True, "slices": 8}
     fingerprint = read(base).fingerprint()
     assert fingerprint == read({"slices": 8, "enabled": True, "stall_timeout_s": 300.0}).fingerprint()
-    assert fingerprint == "dee85a9313597de6"  # in every process
+    assert fingerprint == "e8910a825cde0da8"  # in every process
     changes: list[dict[str, Any]] = [
         {"slices": [8]}, {"slices": 4}, {"schedule": "gpipe"}, {"sequence_dim": 0}, {"sliced_inputs": [0]},
         {"documents": 1}, {"documents": "position_ids"}, {"offload_activations": True}, {"recompute": "full"},
+        {"keep_attention": True},
         {"granularity_tokens": 1}, {"loss_reduction": "sum"}, {"ignore_index": 0},
         {"planner": {"cache_dir": "x"}}, {"checkpoints": {"allow_pickle": True}},
         {"stall_timeout_s": 1}, {"data_timeout_s": 1}, {"check_finite": "every_step"}, {"trace_dir": "x"},

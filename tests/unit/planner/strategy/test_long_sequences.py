@@ -15,6 +15,8 @@ from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.model_sizes import model_size
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.parts import Again, Setting, Span
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.planner.strategy import (
     Cluster,
@@ -138,6 +140,8 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
     for stage_id, peak in enumerate(plain.memory_bytes):
         assert sum(of[stage_id] for of in plain.memory_by_kind.values()) == peak
         assert all(of[stage_id] >= 0 for of in plain.memory_by_kind.values())
+    # a context, and 4 MiB for each of 4 channels of the 2 wires to each of 2 neighbours
+    assert plain.memory_by_kind["context_and_nccl"] == [(1343 + 4 * 4 * 4) * 2**20] * 8
     away = plan_strategy("llama-3-8b", cluster, **LONG, **fixed, offload_activations=True, offload_optimizer=True)
     fullest = [max(strategy.memory_by_kind["live_slices"]) for strategy in (plain, away)]
     assert fullest[1] < fullest[0] / 4
@@ -168,6 +172,29 @@ def test_an_optimizer_stays_on_a_device_that_has_room() -> None:
     assert not free.offload_optimizer
     away = plan_strategy("nano", Cluster("cpu", 1, 4), **words, offload_optimizer=True)
     assert away.offload_optimizer and away.predicted_s >= free.predicted_s
+
+
+def test_kept_attention_is_not_paid_twice() -> None:
+    """Only attention grows with the prefix, so a backward with kept attention grows as one without recomputation."""
+    layers = CountedLayers(model_size("llama-3-8b"), Cluster("h100", 1, 8))
+    setting = Setting(1, 1)
+    off, full, kept = (layers.layer_costs(setting, again)[1] for again in Again)
+    growth = [cost.backward_s(2048, 262144) - cost.backward_s(2048, 8192) for cost in (off, full, kept)]
+    assert growth[2] == pytest.approx(growth[0], rel=1e-9) and growth[1] > 1.2 * growth[0]
+    assert off.backward_s(2048, 8192) < kept.backward_s(2048, 8192) < full.backward_s(2048, 8192)
+    # the output and the log-sum-exp of 32 heads, in bfloat16 and fp32, beside the input of each layer
+    parts = [layers.memory_of_spans(setting, [Span(0, 17, again), Span(17, 34, again)])[0] for again in Again]
+    more = parts[2].slice_bytes_per_token - parts[1].slice_bytes_per_token
+    assert more == 16 * (32 * 128 * 2 + 32 * 4)
+
+
+def test_a_strategy_that_keeps_attention_says_so_in_its_files() -> None:
+    words: dict[str, Any] = {"stages": 2, "sequence_parallel": 4, "schedule": "seq1f1b", "memory_limit_gb": 75}
+    card = dataclasses.replace(device_card("h100"), host_memory_bytes=None)
+    strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words, offload_activations=False)
+    assert strategy.recompute != "off" and strategy.keep_attention
+    assert strategy.to_deepspeed()["terapipe"]["keep_attention"] is True
+    assert Strategy.from_json(strategy.to_json()) == strategy and section_of(strategy)["keep_attention"] is True
 
 
 @pytest.mark.parametrize("lever", ["offload_activations", "offload_optimizer"])

@@ -1,0 +1,87 @@
+"""Keep the results of attention for a forward that runs again in its backward.
+
+Recomputation of a layer pays for its attention twice, and in long sequences attention is nearly all of the forward. The
+first forward leaves the output and the log-sum-exp of each call here, with the random state of its kernel. The second
+one takes them in place of a run of the kernel: the same numbers, so that the backward has the same bits. It computes
+queries, keys and values again, because the backward needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from terapipe_ds.attention.active_slice import SliceStoreError, active_slice, push_slice
+
+States = list[tuple[Any, ...]]
+
+
+class KeptAttention:
+    """Hold results of attention between the two runs of one checkpointed function, on one slice."""
+
+    num_calls = 0  # of all functions in this process, for a warning where nothing is kept
+
+    def __init__(self) -> None:
+        self._has_run = False
+        self._kept: dict[Hashable, tuple[Tensor, States, Tensor | None]] = {}
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, whose first run keeps results and whose later ones take them."""
+
+        def run(*inputs: Any) -> Any:
+            active = active_slice()
+            if active is None or active.mode == "eval":
+                return function(*inputs)
+            try:
+                with push_slice(active.replace(kept=self)):
+                    return function(*inputs)
+            finally:
+                self._has_run = True
+
+        return run
+
+    def attend(
+        self, layer: Hashable, dropout_p: float, call: Callable[[], tuple[Tensor, Tensor, States]], device: torch.device
+    ) -> tuple[Tensor, Tensor, States]:
+        """Return the output, log-sum-exp and states of `call`, which runs unless they are kept."""
+        if self._has_run and layer in self._kept:
+            token, states, random = self._kept.pop(layer)
+            if random is not None:  # later draws of the layer are those of its first run
+                _random(device).set_rng_state(random)
+            out, lse = _unpacked(layer, token)
+            return out, lse, states
+        out, lse, states = call()
+        if not self._has_run:
+            KeptAttention.num_calls += 1
+            # autograd saves them as it saves all tensors, so that they go to the host with the others of the slice
+            with torch.enable_grad():
+                token = _Saved.apply(torch.zeros((), requires_grad=True), out.detach(), lse.detach())
+            self._kept[layer] = token, states, _random(device).get_rng_state() if dropout_p else None
+        return out, lse, states
+
+
+class _Saved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+        ctx.save_for_backward(out, lse)
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None
+
+
+def _unpacked(layer: Hashable, token: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        out, lse = token.grad_fn.saved_tensors  # type: ignore[union-attr]
+    except RuntimeError as error:
+        what = f"layer {layer!r}: the output of sliced_attention() was changed in place, but keep_attention keeps it"
+        raise SliceStoreError(f"{what}: work on a copy (out = out * gate)") from error
+    return out, lse
+
+
+def _random(device: torch.device) -> Any:
+    return torch if device.type == "cpu" else torch.get_device_module(device)

@@ -10,6 +10,7 @@ from setuptools import find_packages, setup
 HERE = Path(__file__).parent
 PLOT = ["matplotlib>=3.8,<4", "jinja2>=3.1,<4", "plotly>=6,<8"]
 TRL = ["accelerate>=1.10,<2", "datasets>=4,<6", "trl>=1.16,<2"]
+QLORA = ["accelerate>=1.10,<2", "bitsandbytes>=0.50,<0.51"]  # transformers asks for both
 HUGGING_FACE = ["transformers>=4.57,<6", "safetensors>=0.4.3,<1", "peft>=0.17,<1"]
 
 
@@ -49,6 +50,7 @@ setup(
     extras_require={
         "hf": [*HUGGING_FACE],
         "trl": [*HUGGING_FACE, *TRL],  # `terapipe_ds.integrations.trainer`
+        "qlora": [*HUGGING_FACE, *QLORA],  # adapters beside quantized weights
         "megatron": ["megatron-core==0.16.1"],
         "plot": [*PLOT],
         "bench": [*PLOT],  # the report of `terapipe bench --html`
@@ -64,6 +66,7 @@ setup(
         "test": [
             *HUGGING_FACE,
             *TRL,
+            *QLORA,
             *PLOT,
             "argcomplete>=3.5",
             "hypothesis>=6.100",

@@ -213,6 +213,10 @@ class Strategy(BaseModel):
         """Return the line that starts a script on the hosts of a hostfile; nodes are counted in its order."""
         devices = min(self.devices_per_node, math.prod(self.dims))
         words = ["deepspeed", "--hostfile", hostfile, "--num_nodes", str(self.num_nodes), "--num_gpus", str(devices)]
+        words += [
+            "--module",
+            "terapipe_ds.run",
+        ]  # for scripts that do not register
         return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
 
     def to_json(self) -> str:

@@ -39,6 +39,8 @@ from terapipe_ds.bench.ranks import (
     prepare_rank,
     spawn_ranks,
 )
+from terapipe_ds.costs.devices import peak_of_card
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
@@ -107,6 +109,10 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
     rows = []
     for accumulation in job.accumulations:
         rows += _rows([run for run in runs if run.accumulation == accumulation])
+    peak = _peak_flops(job, ranks[0].get("device"))
+    for row in rows:
+        if "error" not in row:
+            row["mfu"] = row["model_flops_per_s"] / peak if peak else None
     workload = {**dataclasses.asdict(job.work), "model": job.gpt, "pairs": job.pairs, "device": job.device}
     del workload["accumulation"]
     if job.share_device:
@@ -114,7 +120,24 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
     if "device" in ranks[0]:
         machine_ = {**machine_, "device": ranks[0]["device"]}
     attention = {"attention": ranks[0]["attention"]} if "attention" in ranks[0] else {}
-    return {"machine": machine_, "preset": preset, "workload": workload, **attention, "runs": rows}
+    top = {**attention, **({"peak_flops_per_s": peak} if peak else {})}
+    return {"machine": machine_, "preset": preset, "workload": workload, **top, "runs": rows}
+
+
+def _peak_flops(job: Job, device: str | None) -> float | None:
+    """Return the peak of one device: the user's, or that of the card that the name of a GPU identifies."""
+    if job.peak_tflops is not None:
+        return 1e12 * job.peak_tflops
+    dtype = {"bfloat16": "bf16", "float16": "fp16"}.get((job.gpt or {}).get("dtype", ""), "fp32")
+    return None if device is None else peak_of_card(device, dtype)
+
+
+def _flops_of_sequence(job: Job) -> float:
+    """Return the model FLOPs of a forward and its backward over one sequence."""
+    config = gpt_config(job.work, job.gpt)
+    names = {field.name for field in dataclasses.fields(ModelSize)} & set(type(config).model_fields)
+    size = ModelSize(name="bench", **{name: getattr(config, name) for name in names})
+    return size.training_flops(job.work.sequence_length)
 
 
 class MeasuredRun:
@@ -201,6 +224,7 @@ class MeasuredRun:
         """Return all figures of its row."""
         steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
         step_s = statistics.median(steps)
+        sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
         bound = None if unsliced is None else bound_s(unsliced, self.accumulation, bubble, self.closing_s)
         costs = self.measured.costs.get("whole stages")
         of_median = self.timelines[median_index(steps)]
@@ -211,7 +235,8 @@ class MeasuredRun:
             "step_s": step_s,
             "step_s_all": steps,
             "spread_s": [min(steps), max(steps)],
-            "tokens_per_s": self.accumulation * work.micro_batch * work.sequence_length / step_s,
+            "tokens_per_s": sequences * work.sequence_length / step_s,
+            "model_flops_per_s": sequences * _flops_of_sequence(self.job) / step_s / devices,
             "bound_s": bound,
             "predicted_s": self.predicted_s(),
             "replayed_s": self.replayed_s,

@@ -9,8 +9,8 @@ WORTH_SAYING = 0.02
 """Shares and drifts up to this are in every run."""
 
 _HEAD = (
-    f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'stock/':>8}{'bound/':>8}"
-    f"{'predicted':>11}{'bubble':>8}{'exposed':>9}{'peak MB':>16}{'loss':>10}"
+    f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
+    f"{'stock/':>8}{'bound/':>8}{'predicted':>11}{'bubble':>8}{'exposed':>9}{'peak MB':>16}{'loss':>10}"
 )
 
 
@@ -67,7 +67,8 @@ def _line(row: Mapping[str, Any]) -> str:
     slices = counts_text(row["slices"], row.get("plans", ()))
     return (
         f"{head}{slices:>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
-        f"{row['tokens_per_s']:>10.0f}{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
+        f"{row['tokens_per_s']:>10.0f}{_tflops(row):>9}{_share(row.get('mfu')):>7}"
+        f"{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
         f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
     )
@@ -83,6 +84,15 @@ def _seconds(*times: float) -> str:
     """Show one or several times in one unit; accelerators need milliseconds for a layer."""
     short = max(times) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
+
+
+def _tflops(row: Mapping[str, Any]) -> str:
+    rate = row.get("model_flops_per_s")
+    return "-" if rate is None else f"{rate / 1e12:.3g}"
+
+
+def _share(number: float | None) -> str:
+    return "-" if number is None else f"{number:.1%}"
 
 
 def _or_dash(number: float | None, unit: str = "", digits: int = 3) -> str:

@@ -115,6 +115,7 @@ class BenchOptions(Options):
         "pipeline runs where there is one device; its times are not those of stages with a device each",
         group="sizes",
     )
+    peak_tflops: float | None = _output("dense peak of a device, for the MFU (default: of a GPU's card)", "P", gt=0)
     as_json: JsonOutput | None = json_option("machine and all figures", group="output")
     html: Output | None = _output("write a report for a browser, in one file", "FILE")
     interactive: bool = switch("with --html: timelines to zoom, hover and filter (2 MB more)", group="output")
@@ -199,9 +200,8 @@ def job_of(options: BenchOptions) -> Job:
     )
     pairs, granularity = int(values.pairs or 0), min(options.granularity, work.sequence_length)
     replayed = options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
-    return Job(
-        work, cases, accumulations, pairs, granularity, options.device, replayed, ds_config, gpt, options.share_device
-    )
+    where = options.device, replayed, ds_config, gpt, options.share_device, options.peak_tflops
+    return Job(work, cases, accumulations, pairs, granularity, *where)
 
 
 def _check_sizes(work: Workload, gpt: dict[str, Any] | None) -> None:

@@ -261,9 +261,9 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
     yield ""
     sizes = best.grid
     if sizes["model"] > 1:
-        yield f"  {sizes['model']} tensor ranks: build the layers with so many, on terapipe_ds.topology_of(strategy)"
+        yield f"  module: build it on terapipe_ds.topology_of(strategy), its layers for {sizes['model']} tensor ranks"
     if "sequence" in sizes:
-        yield "  sequence ranks: build the module on terapipe_ds.topology_of(strategy)"
+        yield "  module: build it on terapipe_ds.topology_of(strategy), which has sequence ranks"
     yield "  start:  " + _launch(best, options)
     if options.out:
         yield f"  config: {options.out} (set optimizer and learning rate)"

@@ -36,13 +36,13 @@ class TestQuantizedBases:
     @pytest.mark.parametrize("layers", [None, [3]], ids=["everywhere", "last stage"])
     @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
     def test_bf16_with_zero1(self, compute: str, layers: list[int] | None, tmp_path: Path) -> None:
-        given = {"is_bf16": True, "form": {"bnb_4bit_compute_dtype": compute}, "adapter": {"layers_to_transform": layers}}
-        given["adapter"] |= {} if layers is None else {"target_modules": ["q_proj"]}
-        section = engines.section(slices=[7, 3, 6], verify="first_batch")
+        fields = {} if layers is None else {"layers_to_transform": layers, "target_modules": ["q_proj"]}
+        given = {"is_bf16": True, "form": {"bnb_4bit_compute_dtype": compute}, "adapter": fields}
+        section = engines.section(slices=[7, 3, 6], verify="off")
         errors = rank_pool(2).run(train_quantized, folder=str(tmp_path), terapipe=section, **given)
         assert not engines.violations(errors, 1e-2)
 
-    @pytest.mark.sample(1)
+    @pytest.mark.full
     @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
     def test_transposed_weights_and_biases(self, family: str, tmp_path: Path) -> None:
         given = {"family": family, "terapipe": engines.section(slices=[7, 3, 6], schedule="zbv"), "is_stored": True}
@@ -54,7 +54,7 @@ class TestQuantizedBases:
         for found in rank_pool(2).run(folders_of_adapters, folder=str(tmp_path)):
             assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"] and found["base"]
             assert "adapters are not added to quantized weights" in found["merge"]
-            errors = [found[name] for name in ("peft", "again", "other", "parts", "moved", "skeleton")]
+            errors = [found[name] for name in ("peft", "again", "other", "moved", "skeleton")]
             assert max(errors) <= 1e-6, found
 
     def test_what_is_refused(self, tmp_path: Path) -> None:

@@ -159,8 +159,8 @@ def test_so_does_another_rank_that_has_the_first_part(tmp_path: Path) -> None:
 
 
 CLIPS: list[tuple[dict[str, Any], str]] = [
-    ({"said": False}, "gradient_clipping is 1 (DeepSpeed's default, for the config does not say)"),
-    ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 (as the config says)"),
+    ({"said": False}, "gradient_clipping is 1 (DeepSpeed's default)"),
+    ({"gradient_clipping": 0.5}, "gradient_clipping is 0.5 (set in the config)"),
     # Both engines clip alike, or not at all.
     ({"gradient_clipping": 0.0}, ""),
     ({"gradient_clipping": 0.5, "stages": 1}, ""),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 pytest.importorskip("trl", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
@@ -69,7 +70,8 @@ def test_the_example_trains_goes_on_and_answers(tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     script = root / "examples/sft_trl.py"
     assert len(script.read_text().splitlines()) <= 60
-    launch = [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", "2", str(script), "--out", str(tmp_path)]
+    launcher, port = str(Path(sys.executable).with_name("deepspeed")), str(get_free_port())
+    launch = [launcher, "--num_gpus", "2", "--master_port", port, str(script), "--out", str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": str(root), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 500, "env": environment, "check": True}
     printed = subprocess.run([*launch, "--steps", "50"], **options).stdout

@@ -52,7 +52,15 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, *SMALL)
     assert text.startswith("gpt3-1b in fp16 on 4 x NVIDIA V100 SXM2 16 GB, costs counted\n4 stages, tensor")
-    for word in ("(chosen)", "predicted", "unsliced", "best equal slices", "bubble", "memory", "the limit is 15.46 GB"):
+    for word in (
+        "(chosen)",
+        "predicted",
+        "unsliced",
+        "best equal slices",
+        "bubble",
+        "memory",
+        "the limit is 14.40 GiB",
+    ):
         assert word in text
 
 
@@ -228,7 +236,7 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
     assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
-    assert f"needs {ranking['chimera']['need_bytes'] / 1e9:.2f} GB" in text
+    assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text
 
 
 def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -247,3 +247,18 @@ def test_plan_with_devices_still_works(capsys: pytest.CaptureFixture[str]) -> No
     output = capsys.readouterr()
     assert json.loads(output.out) == as_json(capsys, *SMALL, *LENGTH)
     assert output.err == "terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs\n"
+
+
+def test_a_model_with_experts_says_what_is_not_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ("--model", "qwen3-30b-a3b", "--device", "h200", "--devices", "16", "--global-batch", "16", "--stages", "2")
+    text = shown(capsys, "strategy", *few, *LENGTH, "--tensor-parallel", "8", "--schedule", "1f1b")
+    (line,) = [line for line in text.splitlines() if line.startswith("  experts")]
+    assert "128 per layer, 8 per token; 30.53 B parameters, 3.35 B per token" in line
+    assert line.endswith("expert parallelism is not searched")
+
+
+def test_more_devices_that_do_not_help_are_not_advised(capsys: pytest.CaptureFixture[str]) -> None:
+    """A layer of 256 experts does not fit on a node of four small devices, and there are only 61."""
+    few = ("--model", "deepseek-v3", "--device", "t4", "--devices", "1024", "--global-batch", "1024")
+    text = refused(capsys, *few, "--sequence-length", "4096")
+    assert "more of these devices do not help: a stage has a layer at least" in text and "or more devices" not in text

@@ -15,7 +15,7 @@ import terapipe_ds
 pytest.importorskip("setuptools", reason="builds the package: pip install 'setuptools>=69'")
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"completion", "hf", "trl", "megatron", "plot", "bench", "docs", "test"}
+EXTRAS = {"completion", "hf", "trl", "qlora", "megatron", "plot", "bench", "docs", "test"}
 NEEDED_BY_OTHERS = ("py.typed", "data/devices.json", "bench/report/page.html", "commands/plan.py")
 
 

@@ -75,6 +75,8 @@ class Run(_AnyRun):
     static_bytes: _PerStage | None = None
     drift: _Seconds | None = None
     off_core_s: _Amount | None = None
+    model_flops_per_s: _Amount | None = None
+    mfu: _Amount | None = None
     timeline: Annotated[Timeline | None, PlainValidator(_read_timeline)] = None
 
     @model_validator(mode="after")

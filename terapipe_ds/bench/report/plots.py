@@ -78,8 +78,11 @@ def step_times(result: Result) -> Figure | None:
     for ax, (group, runs), (_, scale) in zip(panels, rows, units, strict=True):
         for row, run in enumerate(runs):
             _draw_steps(ax, row, run, scale)
-        ratios = map(group.ratio, runs)
-        _beside(ax, "× stock", ["–" if ratio is None else f"{ratio:.2f}×" for ratio in ratios], bold_row=0)
+        ratios = ["–" if ratio is None else f"{ratio:.2f}×" for ratio in map(group.ratio, runs)]
+        has_mfu = any(run.mfu is not None for run in runs)
+        shares = [f"  {percent(run.mfu)}" if has_mfu else "" for run in runs]
+        beside = [ratio + share for ratio, share in zip(ratios, shares, strict=True)]
+        _beside(ax, "× stock" + "  MFU" * has_mfu, beside, bold_row=0)
         ax.plot([], [], "|", color=MUTED, markersize=9, markeredgewidth=2.4, label="median")
         if any(run.bound_s is not None for run in runs):
             ax.plot([], [], "|", color=INK, markersize=9, markeredgewidth=1.3, label="bound")

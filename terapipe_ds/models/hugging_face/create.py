@@ -34,7 +34,13 @@ from terapipe_ds.models.hugging_face.refusals import (
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
-from terapipe_ds.models.hugging_face.weights.quantized import ask_for, quantize, require_adapters, require_stored
+from terapipe_ds.models.hugging_face.weights.quantized import (
+    ask_for,
+    quantize,
+    refuse_random_weights,
+    require_adapters,
+    require_stored,
+)
 from terapipe_ds.models.hugging_face.weights.stored import (
     ADAPTER_CONFIG,
     DrawnWeights,
@@ -88,6 +94,7 @@ def from_config(
     dtype = check_arguments(dtype, options)
     if of_hub := [name for name in _OF_HUB if name in options]:
         raise TypeError(f"from_config reads nothing from the hub: leave out {', '.join(of_hub)}")
+    refuse_random_weights(config)
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
     with refused_on_all_ranks():  # adapters may be in a folder
@@ -141,8 +148,8 @@ def from_pretrained(
     with refused_on_all_ranks():  # each may have a disk of its own
         name, folder, adapter = _folders(folder, adapter, of_hub)
         config = _config_of(name, folder, quantization_config)
+        require_adapters(config, adapter)
         with _family_named(config):
-            require_adapters(config, adapter)
             outline = Outline(model_without_weights(config, dtype))
         # generation settings are only handed on to what is saved
         with contextlib.suppress(OSError):  # most have one

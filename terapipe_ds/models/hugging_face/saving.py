@@ -106,22 +106,12 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     the adapters added to its weights.
 
     Raises:
-        ValueError: `merge`, and the model has no adapters, or quantized weights; or without it, and weights beside the adapters are trained.
+        ValueError: `merge`, and the model has no adapters, or quantized weights; or without it, and weights beside the
+            adapters are trained.
         SavingError: on all ranks, with the failure of each.
     """
     module, adapters = engine.module, engine.module.blueprint.adapters
-    if merge and adapters is None:
-        raise ValueError("merge=True: the model has no adapters; save it without")
-    if merge and is_quantized_by(module.config):
-        raise ValueError(
-            "merge=True: adapters are not added to quantized weights. Save the adapters, and let peft add them to the "
-            "original weights: PeftModel.from_pretrained(model, folder).merge_and_unload()"
-        )
-    if adapters is not None and adapters.beside and not merge:
-        raise ValueError(
-            f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "
-            "hold them: pass merge=True, which writes the whole model"
-        )
+    _check_merge(module, merge)
     # one name for all ranks, drawn by the first
     pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
@@ -139,6 +129,22 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
             if adapters is not None and not merge:
                 adapters.save(trained, module.config.name_or_path or None, saving)
             _publish(saving)
+
+
+def _check_merge(module: HuggingFaceModule, merge: bool) -> None:
+    adapters = module.blueprint.adapters
+    if merge and adapters is None:
+        raise ValueError("merge=True: the model has no adapters; save it without")
+    if merge and is_quantized_by(module.config):
+        raise ValueError(
+            "merge=True: adapters are not added to quantized weights. Save the adapters, and let peft add them to the "
+            "original weights: PeftModel.from_pretrained(model, folder).merge_and_unload()"
+        )
+    if adapters is not None and adapters.beside and not merge:
+        raise ValueError(
+            f"{named(adapters.beside)} of the model are trained beside the adapters, and adapter files cannot "
+            "hold them: pass merge=True, which writes the whole model"
+        )
 
 
 def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving: Path, merge: bool) -> None:

@@ -9,8 +9,9 @@ Under sequence parallelism a column-parallel layer multiplies the tokens of all 
 megatron-core gathers them in the forward and once more in the backward. Here W gathers them, because other stages wait
 for B. Keeping the gathered tokens would multiply their memory by the number of ranks.
 
-Transformer Engine's linear layers compute all their gradients at once. If a slice has a W, the same layer runs by
-torch's operations on its own parameters: the norm that some of them begin with, the product, the collectives.
+Transformer Engine's linear layers compute all their gradients at once. If a slice has a W, or is a part of a sequence
+whose weight gradients join or go to the optimizer's sums, the same layer runs by torch's operations on its own
+parameters: the norm that some of them begin with, the product, the collectives.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from megatron.core.tensor_parallel import (
 )
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+
+from terapipe_ds.attention import active_slice
 
 
 class SplitBackwards(Protocol):
@@ -97,8 +100,10 @@ def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tenso
 
     def forward(inputs: Tensor) -> tuple[Tensor, Tensor | None]:
         weight, in_fp8 = layer.weight, transformer_engine.FP8GlobalStateManager.is_fp8_enabled()
-        # the layer's own kernels are faster, unless they would have to wait
-        take = None if in_fp8 or not gradients.splits_now() else gradients.taker(inputs, weight)
+        active = active_slice()
+        # the layer's own kernels are faster, but write and add a gradient of the weight's size for each slice
+        is_sliced = gradients.splits_now() or (active is not None and not active.is_whole)
+        take = gradients.taker(inputs, weight) if is_sliced and not in_fp8 else None
         if take is None:
             return plain(inputs)
         is_row = layer.parallel_mode == "row"

@@ -120,7 +120,7 @@ def shown_runs(numbers: Sequence[int]) -> str:
 
 
 def _bytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
+    return f"{number / 2**30:.2f} GiB" if number >= 2**30 else f"{number / 2**20:.1f} MiB"
 
 
 def _time(seconds: float) -> str:

@@ -126,7 +126,8 @@ class Space:
             if larger.least_need()[0] <= self.limit_bytes:
                 devices = f"; from about {cluster.num_devices} of these devices on it can fit"
                 raise MemoryLimitError(str(problem) + devices, problem.need_bytes, problem.stage_id)
-        raise problem
+        why = "; more of these devices do not help: a stage has a layer at least"
+        raise MemoryLimitError(str(problem).replace(", or more devices", "") + why, problem.need_bytes)
 
     def _zeros(self, data: int) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed divides the states of bfloat16 whatever the stage."""

@@ -185,8 +185,8 @@ class BatchSource:
         if self._tells_of_labels and read.labels is not None and batch.get("shift_labels") is None:
             self._tells_of_labels = False
             logger.info(
-                "labels of dict batches are shifted here: each token is trained on the label of the next one, and the "
-                "last of a row or document on none"
+                "labels of dict batches are shifted here: each token learns the label of the next one, and the "
+                "last token of a sequence or document learns none"
             )
         return read
 

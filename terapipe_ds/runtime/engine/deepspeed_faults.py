@@ -39,12 +39,11 @@ def tell_of_clipping(engine: PipelineEngine) -> None:
     in_fp32 = not (engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization())
     if engine.global_rank == 0 and engine.num_stages > 1 and in_fp32 and engine.gradient_clipping() > 0:
         is_said = "gradient_clipping" in engine._config._param_dict
-        source = "as the config says" if is_said else "DeepSpeed's default, for the config does not say"
+        source = "set in the config" if is_said else "DeepSpeed's default"
         logger.info(
-            f"gradient_clipping is {engine.gradient_clipping():g} ({source}): gradients are clipped by their norm over "
-            "all stages, whereas DeepSpeed's own engine, in fp32 without ZeRO, leaves later stages out of it, so that "
-            "losses of the two part after the first step that clips; to compare them set "
-            '"gradient_clipping": 0 in both configs'
+            f"gradient_clipping is {engine.gradient_clipping():g} ({source}): this engine clips by the norm of all "
+            "stages. In fp32 without ZeRO DeepSpeed's own engine clips by the norm of the first stage only, and its "
+            'losses differ after the first step that clips. To compare both, set "gradient_clipping": 0 in both configs'
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -13,7 +13,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.costs.devices import device_cards
+from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.forward_backward import Stage
@@ -183,7 +183,7 @@ def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
 
 def _expected(predicted: Prediction | None) -> str:
     if predicted is None:
-        return 'nothing is predicted: slices were not planned ("slices" or "schedule" is "auto" then)'
+        return 'no prediction without measured costs ("slices": "auto" or "schedule": "auto" measures them)'
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
     if predicted.unsliced_s is not None:
         text += f", {predicted.unsliced_s / predicted.predicted_s:.2f} times as fast as whole sequences"
@@ -220,9 +220,6 @@ def of_device(host_share: float | None) -> str:
     return f"; messages of {host_share:.0%} of the batches by way of the host, {allocator_retries()} allocator retries"
 
 
-_FAMILIES = ("v100", "a100", "h100", "h200")
-
-
 def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
     """Return the peak of one device in FLOP/s: the config's, or its card's peak in the dtype of the training."""
     if config.peak_tflops is not None:
@@ -230,18 +227,6 @@ def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
     if torch.device(engine.device).type != "cuda":
         return None
     return peak_of_card(torch.cuda.get_device_name(engine.device), _dtype_name(engine))
-
-
-def peak_of_card(device: str, dtype: str) -> float | None:
-    """Return the peak of a device by the name that its driver gives; None if the name does not identify one card."""
-    words = device.lower().replace("-", " ").split()
-    if {"pcie", "nvl", "mig"} & set(words):  # their peaks differ from those on SXM boards
-        return None
-    family = next((word for word in words if word in _FAMILIES), None)
-    peaks: list[Mapping[str, float | None]] = [
-        card.peak_flops for name, card in device_cards().items() if family is not None and name.startswith(family)
-    ]
-    return peaks[0].get(dtype) if peaks else None
 
 
 def _dtype_name(engine: PipelineEngine) -> str:

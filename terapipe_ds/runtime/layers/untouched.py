@@ -60,7 +60,10 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     before = KeptState({"": module, **others})
     before.renew()
     if before.stuck:
-        logger.info("shared with trials, for it cannot be copied or is large: %s", ", ".join(before.stuck))
+        logger.info(
+            "trial runs use these attributes without a copy, since they are large or cannot be copied: %s",
+            ", ".join(before.stuck),
+        )
     module.train()
     try:
         yield

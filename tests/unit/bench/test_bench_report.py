@@ -112,6 +112,16 @@ SLICED = row(
 )  # fmt: skip
 
 
+def test_flops_stand_in_the_table_and_mfu_in_the_picture_too() -> None:
+    rated = SLICED | {"model_flops_per_s": 412.3e12, "mfu": 0.4167}
+    text = render_page(result(STOCK, rated))
+    assert "<td>412 (41.7 %)</td>" in text and "<td>–</td>" in text
+    picture = plots.step_times(read_result(result(STOCK, rated)))
+    assert picture is not None
+    texts = [text.get_text() for axes in picture.axes for text in axes.texts]
+    assert "× stock  MFU" in texts and "1.60×  41.7 %" in texts
+
+
 def test_the_headline_is_worked_out_per_accumulation() -> None:
     slower = row(accumulation=4, step_s=4.0, step_s_all=[3.9, 4.0, 4.1])
     stock_4 = row("deepspeed", accumulation=4, step_s=3.8, step_s_all=[3.7, 3.8, 3.85])
@@ -142,12 +152,12 @@ def test_the_table_has_the_figures() -> None:
     page = page_of(result(STOCK, SLICED, failed("too few layers")))
     assert page.row("terapipe seq1f1b") == [
         "terapipe seq1f1bfastest", "4 × 512", "1.250", "1.200 – 1.300", "1.60", "96.0 %", "1.300 (+4.0 %)", "1,638.4",
-        "12.5 %", "1.50 / 1.00", "0.0100", "10.5",
+        "–", "12.5 %", "1.50 / 1.00", "0.0100", "10.5",
     ]  # fmt: skip
     assert page.row("deepspeed 1f1b")[4] == "1.00"
     assert page.row("torch zbv") == ["torch zbvfailed", f"1 × {LENGTH}", "too few layers"]
     heads = page.row("run")
-    assert len(heads) == 12
+    assert len(heads) == 13
     (span,) = [attributes["colspan"] for tag, attributes in page.tags if tag == "td" and "colspan" in attributes]
     assert 2 + int(span or 0) == len(heads)
     assert sum(attributes.get("class") == "best" for tag, attributes in page.tags if tag == "tr") == 1
@@ -184,8 +194,8 @@ def test_what_is_not_known_is_a_dash_and_small_figures_have_small_units() -> Non
     unknown = dict.fromkeys(("tokens_per_s", "bound_s", "predicted_s", "bubble", "exposed_comm_s", "loss"))
     small = {"step_s": 0.01234, "step_s_all": [0.01234], "peak_bytes": [5 * 2**20, None]}
     page = page_of(result(row("torch", **unknown, **small)))
-    assert page.row("torch")[2:] == ["12.34", "12.34 – 12.34", *["–"] * 5, "5.00 / –", "–", "–"]
-    assert (page.row("run")[2], page.row("run")[9]) == ("stepms", "peakMiB")
+    assert page.row("torch")[2:] == ["12.34", "12.34 – 12.34", *["–"] * 6, "5.00 / –", "–", "–"]
+    assert (page.row("run")[2], page.row("run")[10]) == ("stepms", "peakMiB")
 
 
 @pytest.mark.parametrize(("changes", "told"), [

@@ -95,6 +95,21 @@ def test_rows_by_hand() -> None:
     assert stock["off_core_s"] == 0.0 and stock["drift"] is None  # nothing was measured to drift from
 
 
+def test_flops_and_mfu_by_hand() -> None:
+    """Two sequences of 8 tokens on two devices; matrices 2 x (4 x 16 + 3 x 4 x 64) + 256 x 4, attention 36 pairs."""
+    sequence = 3 * (2 * 8 * (2 * (4 * 16 + 3 * 4 * 64) + 256 * 4) + 2 * 4 * 4 * 36)
+    _, unknown, _ = result()["runs"]
+    assert unknown["model_flops_per_s"] == pytest.approx(2 * sequence / 7.5 / 2) and unknown["mfu"] is None
+    known = result(peak_tflops=1e-6)
+    assert known["peak_flops_per_s"] == 1e6
+    assert known["runs"][1]["mfu"] == pytest.approx(sequence / 7.5 / 1e6)
+    assert f"{sequence / 7.5 / 1e6:.1%}" in render(known).splitlines()[3]
+    # all stages on one device, and no card of that name
+    shared = result(device="cuda", share_device=True)
+    assert shared["runs"][1]["model_flops_per_s"] == pytest.approx(2 * sequence / 7.5)
+    assert shared["runs"][1]["mfu"] is None and "peak_flops_per_s" not in shared
+
+
 def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     replayed = result(replayed=True)
     stock = replayed["runs"][0]

@@ -18,6 +18,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor, nn
 
+from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.models.megatron import layers, linears, refusals
 from terapipe_ds.models.megatron.layers import MegatronLayer
 from terapipe_ds.models.megatron.linears import split_backwards
@@ -93,6 +94,26 @@ def test_b_has_all_but_the_weights_and_w_these(changes: dict[str, Any], optimize
     assert run.weights() == [3, 3]
     run.assert_same()
     assert not run.layers.up.calls  # of Transformer Engine's own forward
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_slices_join_their_weight_gradients_without_a_split(is_whole: bool, engine: Any) -> None:
+    torch.manual_seed(0)
+    run = Run(Layers(engine), (TOKENS, ROWS, IN), UNITS, None, by_torch, shared=dist.group.WORLD)
+    run.gradients.open_batch((), [UNITS])
+    left = []
+    for which in UNITS:
+        mine, theirs = (run.inputs[which].clone().requires_grad_() for _ in range(2))
+        active = ActiveSlice(0, TOKENS, (1 if is_whole else 2) * TOKENS, slice_id=which[2])
+        with push_slice(active):
+            loss = run.layers(mine).square().sum()
+            with run.gradients.deferred(which):
+                loss.backward()
+        left.append(run.gradients.compute(which, contextlib.nullcontext))
+        by_torch(run.plain, theirs).square().sum().backward()
+    run.assert_same()
+    # a whole sequence has one gradient anyway: by Transformer Engine's kernels
+    assert left == ([0, 0] if is_whole else [3, 3]) and len(run.layers.up.calls) == (2 if is_whole else 0)
 
 
 def test_other_backwards_are_transformer_engine_s(engine: Any) -> None:

@@ -32,3 +32,17 @@ def test_other_questions_can_be_asked(capsys: pytest.CaptureFixture[str]) -> Non
     strategy_times.main([*options, "--sequence-length", "256"])
     text = capsys.readouterr().out
     assert "mini, 2 v100, 4 x 256 tokens" in text and "strategies replayed" in text and "s per step" in text
+
+
+def test_models_that_do_not_fit_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    refused = [question for question in strategy_times.TABLE if question.device != "h100"]
+    assert [question.nodes * question.devices_per_node for question in refused] == [64, 256, 1024]
+    for (question, answer), devices in zip(answers(refused), (128, 512, 2048), strict=True):
+        assert answer.ranked == 0 and answer.cpu_s < SLOW * 0.25
+        assert f"from about {devices} of these devices on it can fit" in strategy_times._row(question, answer)
+
+
+def test_a_limit_ends_a_search() -> None:
+    ((question, answer),) = answers([QUESTIONS["small"]], time_limit_s=0.5)
+    assert not answer.is_complete and answer.cpu_s < SLOW * 2
+    assert " s, stopped | " in strategy_times._row(question, answer)

@@ -7,7 +7,7 @@ folder that has them quantized. peft puts adapters beside such layers. bitsandby
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,20 +16,27 @@ from transformers import PretrainedConfig, PreTrainedModel
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.weights.unread import read
 
+if TYPE_CHECKING:
+    from transformers.quantizers import HfQuantizer
+
 
 def ask_for(quantization: Any, config: PretrainedConfig) -> None:
-    """Have the config of a model say that its weights are to be quantized, unless it says that they are."""
-    if not quantization:
-        return
-    from transformers.quantizers import AutoQuantizationConfig  # which imports the code of all methods
+    """Have the config of a model say that its weights are to be quantized, unless it says that they are.
 
+    Raises:
+        ModelRefusedError: they are quantized in a way beside which stages train no adapters, or bitsandbytes is absent.
+    """
+    if quantization:
+        if is_quantized_by(config):
+            raise ModelRefusedError(
+                "its weights are stored quantized, in the way that its config says: leave out quantization_config"
+            )
+        from transformers.quantizers import AutoQuantizationConfig  # which imports the code of all methods
+
+        is_dict = isinstance(quantization, Mapping)
+        config.quantization_config = AutoQuantizationConfig.from_dict(dict(quantization)) if is_dict else quantization
     if is_quantized_by(config):
-        raise ModelRefusedError(
-            "its weights are stored quantized, in the way that its config says: leave out quantization_config"
-        )
-    if isinstance(quantization, Mapping):
-        quantization = AutoQuantizationConfig.from_dict(dict(quantization))
-    config.quantization_config = quantization
+        _quantizer_of(config)
 
 
 def is_quantized_by(config: PretrainedConfig) -> bool:
@@ -52,6 +59,15 @@ def require_stored(config: PretrainedConfig, source: object) -> None:
         )
 
 
+def refuse_random_weights(config: PretrainedConfig) -> None:
+    """Raise ModelRefusedError if the config asks for quantized weights, and there are none to read."""
+    if is_quantized_by(config):
+        raise ModelRefusedError(
+            "its config has a quantization_config, and random weights are not quantized: remove it from the config, or "
+            "read a folder by from_pretrained"
+        )
+
+
 def refuse_tensor_ranks(model: PreTrainedModel) -> None:
     """Raise ModelRefusedError if weights are quantized: they have no shares for tensor-parallel ranks."""
     if is_quantized_by(model.config):
@@ -62,22 +78,30 @@ def refuse_tensor_ranks(model: PreTrainedModel) -> None:
 
 
 def quantize(model: PreTrainedModel) -> None:
-    """Replace the layers of a model without weights that its config says are quantized, as transformers does.
-
-    Raises:
-        ModelRefusedError: they are quantized in another way than stages can train adapters beside.
-    """
+    """Replace the layers of a model without weights that its config says are quantized, as transformers does."""
     if not is_quantized_by(model.config):
         return
-    asked = model.config.quantization_config
-    fields = asked if isinstance(asked, Mapping) else asked.to_dict()
-    _check(fields)
     from transformers.modeling_utils import local_torch_dtype
+
+    quantizer = _quantizer_of(model.config)
+    with local_torch_dtype(model.dtype):  # of the biases of the new layers
+        quantizer.preprocess_model(model, dtype=model.dtype, device_map=None)
+    model.hf_quantizer, model.is_loaded_in_4bit = quantizer, True  # peft reads the second one
+    for part in model.modules():
+        # in evaluation on a CPU it would pack weights in place into a form that has no backward
+        if getattr(part, "support_avx512bf16_for_cpu", False):
+            part.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+
+
+def _quantizer_of(config: PretrainedConfig) -> HfQuantizer:
     from transformers.quantizers.auto import AutoHfQuantizer
 
+    # a config in a file is a dict, and then the weights beside it are quantized
+    asked = config.quantization_config
+    is_stored = isinstance(asked, Mapping)
+    _check(asked if is_stored else asked.to_dict())
     try:
-        # a config in a file is a dict, and then the file beside it has quantized weights
-        quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=isinstance(asked, Mapping))
+        quantizer = AutoHfQuantizer.from_config(asked, pre_quantized=is_stored)
         quantizer.validate_environment()
         if not hasattr(quantizer, "get_quantize_ops"):
             raise ImportError("transformers 4 cannot quantize layer by layer")
@@ -85,14 +109,7 @@ def quantize(model: PreTrainedModel) -> None:
         raise ModelRefusedError(
             f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]' 'transformers>=5'"
         ) from error
-    # biases of the new layers get the default dtype
-    with local_torch_dtype(model.dtype):
-        quantizer.preprocess_model(model, dtype=model.dtype, device_map=None)
-    model.hf_quantizer, model.is_loaded_in_4bit = quantizer, True  # peft reads the second one
-    for part in model.modules():
-        # in evaluation on a CPU it would pack weights in place into a form that has no backward
-        if getattr(part, "support_avx512bf16_for_cpu", False):
-            part.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
+    return quantizer
 
 
 def _check(fields: Mapping[str, Any]) -> None:

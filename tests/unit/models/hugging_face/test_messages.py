@@ -22,6 +22,7 @@ from terapipe_ds.models.hugging_face.create import _family_named, model_without_
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
 from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
+from terapipe_ds.models.hugging_face.weights.quantized import ask_for
 from tests.hugging_face_families import config_of
 
 
@@ -31,8 +32,7 @@ from tests.hugging_face_families import config_of
     [
         ({"attn_implementation": "sdpa"}, "leave it out: sliced_attention"),
         ({"device_map": "auto"}, "DeepSpeed gives each rank its device"),
-        ({"quantization_config": {"load_in_4bit": True}}, "not trained quantized"),
-        ({"load_in_4bit": True}, "not trained quantized"),
+        ({"load_in_4bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)"),
         ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
         ({"cache_dir": "here"}, "HF_HUB_CACHE"),
         ({"num_stage": 2}, "did you mean num_stages?"),
@@ -171,3 +171,41 @@ def test_a_family_that_cannot_run_is_not_blamed_on_the_version() -> None:
         _family_named(config_of("ctrl")),
     ):
         Outline(model_without_weights(config_of("ctrl"), None))
+
+
+@pytest.mark.parametrize(
+    ("stored", "asked", "text"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, None, r"quantized \(quant_method gptq\).*the folder of the original"),
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, r"quantized \(load_in_8bit\)"),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True},
+            {"load_in_4bit": True},
+            "leave out quantization_config",
+        ),
+        (None, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' is for FSDP"),
+        (None, {"load_in_4bit": True, "llm_int8_enable_fp32_cpu_offload": True}, "needs a device_map"),
+    ],
+    ids=["other method", "8 bits", "twice", "storage", "offload"],
+)
+def test_ways_of_quantization(stored: dict[str, Any] | None, asked: dict[str, Any] | None, text: str) -> None:
+    config = config_of("llama")
+    if stored is not None:
+        config.quantization_config = stored
+    with pytest.raises(ModelRefusedError, match=text):
+        ask_for(asked, config)
+
+
+def test_random_weights_are_not_quantized() -> None:
+    with pytest.raises(TypeError, match="from_pretrained quantizes those of a folder"):
+        terapipe_ds.from_config(config_of("llama"), quantization_config={"load_in_4bit": True})
+    config = config_of("llama")
+    config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    with pytest.raises(ModelRefusedError, match="random weights are not quantized: remove it from the config"):
+        terapipe_ds.from_config(config)
+
+
+def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ModelRefusedError, match=r"requires bitsandbytes.*terapipe_ds\[qlora\]"):
+        ask_for({"load_in_4bit": True}, config_of("llama"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.devices import device_card, peak_of_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.engine import trace
 from terapipe_ds.runtime.engine.step_report import (
@@ -18,7 +18,6 @@ from terapipe_ds.runtime.engine.step_report import (
     device_figures,
     first_line,
     of_device,
-    peak_of_card,
     step_figures,
 )
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -68,8 +67,8 @@ def test_the_first_line() -> None:
         "should take 9 s, 2.00 times as fast as whole sequences"
     )
     ramp = first_line(Ran(build("seq1f1b", 2, 3, [4, 2, 3]), 1, None), 3, 2)
-    assert "3 micro-batches of 2 to 4 slices, 2 replicas; nothing is predicted" in ramp
-    assert "2 stages, 1 micro-batch of 1 slice; nothing" in first_line(Ran(build("1f1b", 2, 1, 1), 1, None), 1, 1)
+    assert "3 micro-batches of 2 to 4 slices, 2 replicas; no prediction" in ramp
+    assert "2 stages, 1 micro-batch of 1 slice; no prediction" in first_line(Ran(build("1f1b", 2, 1, 1), 1, None), 1, 1)
 
 
 def test_what_steps_took() -> None:
@@ -88,6 +87,8 @@ def test_what_steps_took() -> None:
     ("NVIDIA H100 80GB HBM3", "bf16", "h100"), ("NVIDIA A100-SXM4-40GB", "fp16", "a100-40gb"),
     ("Tesla V100-SXM2-16GB", "fp16", "v100"), ("NVIDIA H200", "fp32", "h200"), ("NVIDIA H100 PCIe", "bf16", None),
     ("NVIDIA H100 NVL", "bf16", None), ("NVIDIA A10G", "bf16", None), ("NVIDIA H200 MIG 1g.18gb", "bf16", None),
+    ("NVIDIA GeForce RTX 4090", "bf16", "4090"), ("NVIDIA GeForce RTX 4090 D", "bf16", None),
+    ("AMD Instinct MI300X", "bf16", "mi300x"), ("Tesla T4", "fp16", "t4"), ("NVIDIA GB200", "bf16", "gb200"),
 ])  # fmt: skip
 def test_the_peak_of_a_card(device: str, dtype: str, card: str | None) -> None:
     expected = None if card is None else device_card(card).peak_flops[dtype]

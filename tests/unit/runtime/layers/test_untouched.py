@@ -274,4 +274,4 @@ def test_what_is_too_large_or_cannot_be_copied_is_shared_and_named(
         _use(layer)
         assert before == (layer.tokens, layer.reader, layer.model)
     [text] = caplog.messages
-    assert text.startswith("shared with trials") and text.endswith(": tokens, reader, model")
+    assert text.startswith("trial runs use these attributes") and text.endswith(": tokens, reader, model")

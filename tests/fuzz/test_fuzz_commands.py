@@ -63,7 +63,7 @@ NAMES = [
 VALUES = {  # by the metavar of the help
     **dict.fromkeys(("FILE", "FILE.html", "FILE.json", "DS.json", "PREDICTED", "RESULT", "TRACE_DIR_OR_FILE"), FILES),
     **dict.fromkeys(("NAME", "NAME[,...]", "{cpu,cuda}", "PRESET", "DTYPE"), NAMES),
-    **dict.fromkeys((*"KMVNLBTDSG", "GB", "GB/S", "{0,1}"), NUMBERS),
+    **dict.fromkeys((*"KMVNLBTDSGP", "GB", "GB/S", "{0,1}"), NUMBERS),
     **dict.fromkeys(("N[,...]", "M[,...]"), COUNTS),
     "NAME_OR_JSON": [*FILES, *NAMES],
     "yes|no": ["yes", "no", "maybe", ""],

@@ -65,7 +65,9 @@ def autocast() -> Any:
 
 
 @pytest.mark.parametrize(
-    "options", [{"autocast": autocast}, {"with_layers": False}, {"checkpoint": _checkpoint}], ids=str
+    "options",
+    [{"autocast": autocast}, {"with_layers": False}, {"checkpoint": _checkpoint}],
+    ids=["autocast", "the loss alone", "checkpointed"],
 )
 def test_healthy_models_pass(options: dict[str, Any]) -> None:
     found = verify_gpt("float32", **options)

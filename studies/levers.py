@@ -57,7 +57,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "two sequence ranks per stage": {"sequence_ranks": 2},
     "`offload_optimizer` of DeepSpeed": {"optimizer_on_host": True},
 }
-"""What each row of the table adds to the row above."""
+"""Lever that a row adds to the row above -> changes of the setup."""
 
 
 def setups(slices: int) -> dict[str, Setup]:
@@ -156,7 +156,7 @@ def measure(work: Workload, vocabulary: int, setup: Setup) -> tuple[list[int], f
 
 
 def table(rows: dict[str, list[int]]) -> str:
-    """Return the rows as Markdown, with the largest stage of each row over the one of the row above."""
+    """Return the rows as Markdown, with the ratio of each row's largest stage to the largest stage of the row above."""
     lines = ["| added lever | first stage, MB | last stage, MB | of the row above |", "|---|---|---|---|"]
     before = 0
     for name, peaks in rows.items():

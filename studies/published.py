@@ -79,7 +79,7 @@ def networks() -> Iterator[Row]:
 
 
 def schedules() -> Iterator[Row]:
-    """Yield the speed of every schedule over that of 1F1B, for a model with experts on several ranks.
+    """Yield the speed of every schedule relative to 1F1B, for a model with experts on several ranks.
 
     A rank with its share of the experts computes with the tokens of all ranks: as many as if it had them all. Only
     their weights take less time and memory. Exchanged tokens are not counted.
@@ -187,7 +187,7 @@ class _ContextLayers(CountedLayers):
 
 
 def _context_s(run: dict[str, Any], size: ModelSize, cluster: Cluster) -> float:
-    """Return the seconds where `context` ranks divide a sequence; their places and sums are those of replicas."""
+    """Return the seconds if `context` ranks divide a sequence, with the places and sums of replicas."""
     stages, replicas, tensor = run["grid"]
     layers = _ContextLayers(size, cluster, run["dtype"])
     layers.ranks = run["context"]

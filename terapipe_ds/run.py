@@ -79,13 +79,13 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def leave_word_to_first_rank() -> None:
-    """Wait on all ranks of a machine but its first, which says what is wrong for all of them and ends.
+    """Wait on all ranks of a machine but its first, which prints the error for all of them and ends.
 
-    All ranks find a mistake at the same place, and the launcher ends the others when one has gone. A rank that is still
-    there after some seconds is alone with its mistake, and says it too.
+    All ranks find a mistake at the same place, and the launcher ends the other ranks when one has ended. A rank that
+    still runs after 15 seconds is alone with its mistake, and prints it too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the launcher ends ranks: without a report of ours
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends ranks by this signal: no report of ours
         time.sleep(15)
 
 

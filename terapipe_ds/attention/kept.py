@@ -22,7 +22,7 @@ States = list[tuple[Any, ...]]
 class KeptAttention:
     """Hold results of attention between the two runs of one checkpointed function, on one slice."""
 
-    num_calls = 0  # of all functions in this process, for a warning where nothing is kept
+    num_calls = 0  # of all functions in this process; at 0 the engine warns that nothing is kept
 
     def __init__(self) -> None:
         self._has_run = False
@@ -49,7 +49,7 @@ class KeptAttention:
         """Return the output, log-sum-exp and states of `call`, which runs unless they are kept."""
         if self._has_run and layer in self._kept:
             token, states, random = self._kept.pop(layer)
-            if random is not None:  # later draws of the layer are those of its first run
+            if random is not None:  # so that the layer's later draws equal those of its first run
                 _random(device).set_rng_state(random)
             out, lse = _unpacked(layer, token)
             return out, lse, states
@@ -78,8 +78,8 @@ def _unpacked(layer: Hashable, token: Tensor) -> tuple[Tensor, Tensor]:
     try:
         out, lse = token.grad_fn.saved_tensors  # type: ignore[union-attr]
     except RuntimeError as error:
-        what = f"layer {layer!r}: the output of sliced_attention() was changed in place, but keep_attention keeps it"
-        raise SliceStoreError(f"{what}: work on a copy (out = out * gate)") from error
+        problem = f"layer {layer!r}: it changed the output of sliced_attention() in place, but keep_attention keeps it"
+        raise SliceStoreError(f"{problem}: work on a copy (out = out * gate)") from error
     return out, lse
 
 

@@ -149,7 +149,7 @@ class Job:
     ds_config: dict[str, Any] | None = None
     gpt: dict[str, Any] | None = None
     share_device: bool = False
-    peak_tflops: float | None = None  # of a device; None: its card's, where the name of a GPU identifies one
+    peak_tflops: float | None = None  # of a device; None: of the card that a GPU's name identifies
 
     def device_of(self, rank: int) -> str:
         """Return the device on which a rank computes."""

@@ -125,7 +125,7 @@ def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[d
 
 
 def _peak_flops(job: Job, device: str | None) -> float | None:
-    """Return the peak of one device: the user's, or that of the card that the name of a GPU identifies."""
+    """Return the peak of one device, given by the user or by the card that the name of a GPU identifies."""
     if job.peak_tflops is not None:
         return 1e12 * job.peak_tflops
     dtype = {"bfloat16": "bf16", "float16": "fp16"}.get((job.gpt or {}).get("dtype", ""), "fp32")

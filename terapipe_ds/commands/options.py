@@ -119,7 +119,7 @@ def json_option(what: str = "the result", *, group: str = "") -> Any:
 
 
 def write_json(text_of: Callable[[], str], target: str | None) -> bool:
-    """Write JSON where `--json` says, and return whether it took the place of the text on stdout.
+    """Write JSON to the target of `--json`, and return whether it replaces the text on stdout.
 
     `text_of` makes the JSON; nobody calls it without `--json`.
     """

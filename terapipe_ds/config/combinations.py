@@ -115,6 +115,6 @@ def _keep_problems(section: Mapping[str, Any]) -> Iterator[str]:
     if recompute == "off":
         yield f'{shown}: nothing recomputes; set recompute to "full" or to stages, or leave keep_attention out'
     if recompute == "auto":
-        yield f'{shown}: recompute "auto" knows the seconds of whole layers alone; name the stages that recompute'
+        yield f'{shown}: recompute "auto" knows only the seconds of whole layers; name the stages that recompute'
     if section.get("compile") is True:
         yield f"{shown} with compile = true: compiled layers run all of their forward again; leave one of them out"

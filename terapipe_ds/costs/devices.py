@@ -122,7 +122,7 @@ def device_cards() -> dict[str, DeviceCard]:
 def peak_of_card(device: str, dtype: str) -> float | None:
     """Return the peak of a device by the name that its driver gives; None if the name does not identify one card."""
     words = set(device.lower().replace("-", " ").split())
-    if {"pcie", "nvl", "mig", "laptop", "d"} & words:  # their peaks differ from those of the cards
+    if {"pcie", "nvl", "mig", "laptop", "d"} & words:  # their peaks differ from the cards'
         return None
     of_family = {name.removeprefix("rtx-").split("-")[0]: card for name, card in device_cards().items()}
     return next((card.peak_flops.get(dtype) for family, card in of_family.items() if family in words), None)

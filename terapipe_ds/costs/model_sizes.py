@@ -33,10 +33,10 @@ class ModelSizeError(ValueError):
 class Experts:
     """Hold the numbers of a layer whose tokens choose among MLPs; `ModelSize.ffn_size` is the width of one of these."""
 
-    number: int  # of which a token chooses
-    per_token: int  # that it chooses
-    shared_ffn_size: int = 0  # of the experts that take every token, together
-    dense_layers: int = 0  # with one MLP in place of experts
+    number: int  # experts of a layer
+    per_token: int  # experts that a token chooses
+    shared_ffn_size: int = 0  # total width of the experts that take every token
+    dense_layers: int = 0  # layers with one MLP in place of experts
     dense_ffn_size: int = 0  # the width of that MLP
 
     def __post_init__(self) -> None:
@@ -50,8 +50,8 @@ class Latent:
 
     query_rank: int  # 0: queries come from the hidden states
     key_value_rank: int
-    rope_dim: int  # of `head_dim`, the numbers that have positions; the heads share those of the keys
-    value_dim: int  # of a head's values; `head_dim` is of queries and keys
+    rope_dim: int  # the part of `head_dim` that has positions; the heads share this part of the keys
+    value_dim: int  # width of a head's values; `head_dim` is the width of its queries and keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ModelSize:
         return queries + down + up + heads * one.value_dim * self.hidden_size
 
     def mlp_weights(self, *, active: bool = False) -> int:
-        """Count the weights of all layers' MLPs and routers; `active`: of those that one token passes."""
+        """Count the weights of all layers' MLPs and routers, with `active` only of the MLPs that one token passes."""
         per_width = self.matrices_of_mlp * self.hidden_size
         if (of := self.experts) is None:
             return self.num_layers * per_width * self.ffn_size
@@ -148,7 +148,7 @@ class ModelSize:
         return self.embedding_parameters() + layers + self.head_parameters()
 
     def active_parameters(self) -> int:
-        """Count the parameters that one token passes: those of its experts, and all others."""
+        """Count the parameters that one token passes: its experts, and all parameters outside of experts."""
         return self.num_parameters() - self.mlp_weights() + self.mlp_weights(active=True)
 
     def about_experts(self) -> str:

@@ -147,7 +147,7 @@ class MemoryModel:
         """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix).
 
         The factors of all slices are copied, one weight at a time: as many numbers per token as a backward works on.
-        Nothing is copied where no factors wait.
+        Nothing is copied if no factors wait.
         """
         if not self.parts[part_id].joined_bytes_per_token:
             return 0

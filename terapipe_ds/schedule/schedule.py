@@ -150,8 +150,8 @@ def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_on
     """Return the actions of a stage's engine, from its computations `order`.
 
     The receive of a computation is posted before the one `RECEIVE_AHEAD` places earlier. A link connects two parts;
-    where both are on one stage there is no wire, hence no send and no receive, and the engine hands the tensor over.
-    Raises `ScheduleError` where the neighbour of a computation is nowhere in the schedule.
+    if both are on one stage, the engine hands the tensor over, without a send and a receive.
+    Raises `ScheduleError` if the schedule lacks the neighbour of a computation.
     """
     own = slice(nodes.first[stage_id], nodes.first[stage_id + 1])
     _check_neighbours(nodes, own, stage_id, order)
@@ -176,7 +176,7 @@ def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_on
 
 
 def message(action: Action, peer_stage_id: int, receives: bool = False) -> Action | None:
-    """Return the send of a computation's result, or the receive of its input; None where the peer is -1."""
+    """Return the send of a computation's result, or the receive of its input; None if the peer is -1."""
     if peer_stage_id < 0:
         return None
     kind = (_RECEIVE if receives else _SEND)[action.kind]

@@ -89,7 +89,7 @@ def _listed(placement: Placement, num_slices: tuple[int, ...], limit: int) -> li
     """Return orders of list scheduling in which no stage holds more than `limit` slices.
 
     If the limit is short, stages share it out among their chunks as work goes on, or beforehand by the number of
-    parts that follow: either may be shorter. Else orders without a wait at even times are within reach.
+    parts that follow: either may be shorter. Otherwise orders without a wait exist if all times are equal.
     """
     num_stages, chunks, of_one = _sizes(placement, num_slices)
     rooms, weights = [room_on_stages(limit, num_slices, chunks)], (1, 1, 1)

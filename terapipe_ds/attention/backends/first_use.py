@@ -80,9 +80,9 @@ def wrong_result(
 
 @contextmanager
 def _as_outside(device: torch.device) -> Iterator[None]:
-    """Keep the state of random numbers, and suspend modes that watch operations, such as the first batch's check.
+    """Keep the state of random numbers, and suspend modes that watch operations.
 
-    The check would replace random numbers.
+    One such mode is the check of the first batch, which would replace random numbers.
     """
     devices = [device] if device.type == "cuda" else []
     with _python_dispatch._disable_current_modes(), torch.random.fork_rng(devices), torch.no_grad():

@@ -79,7 +79,7 @@ class PipelineTrainerMixin(Trainer):
             return
         # keys of the section that follow from the arguments
         wants_recompute = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
-        if wants_recompute and "strategy" not in stages.section:  # which says where to recompute
+        if wants_recompute and "strategy" not in stages.section:  # a strategy sets `recompute` itself
             stages.section.setdefault("recompute", "full")
         if getattr(self, "padding_free", False):  # TRL's collator then joins texts in rows
             stages.section.setdefault("documents", "position_ids")

@@ -47,7 +47,7 @@ _NEW = (
     "_labels_of",
 )  # methods of the mixin that no Trainer has
 _WHOLE_SEQUENCES = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
-# The mixin replaces these methods, so that a class below it may only hand the call on.
+# The mixin replaces these methods: a class below it may only call its parent's method.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
 
 
@@ -57,7 +57,7 @@ def is_sft(kind: type) -> bool:
 
 
 def outer_arguments(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments by name; `kind` is its class, whose parents may hand them on unnamed."""
+    """Return a Trainer's arguments by name; `kind` is its class, whose parents may pass them on unnamed."""
     signatures = (inspect.signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base))
     names = next(list(each.parameters)[1:] for each in signatures if "args" in _named(each))
     return dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -113,11 +113,11 @@ def _of_args(args: TrainingArguments) -> list[str]:
     if args.label_smoothing_factor and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
         problems.append(
             f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
-            "micro-batches and ranks in place of their mean: install 5.15 or a newer one"
+            "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(name in optimizer for name in _REFUSED_OPTIMIZERS):
-        problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another one of torch")
+        problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch")
     if args.accelerator_config.dispatch_batches:
         problems.append("dispatch_batches: rank 0 would divide batches among stages; leave it out")
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
@@ -131,7 +131,7 @@ def _of_given(given: Mapping[str, Any]) -> list[str]:
     problems = [f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None]
     if given.get("quantization_config") is not None and not isinstance(given.get("model"), str | os.PathLike):
         problems.append(
-            "quantization_config: the model is there already; give its folder or name, or "
+            "quantization_config: the model is in memory already; give its folder or name, or "
             "terapipe_ds.skeleton(name, quantization_config=...)"
         )
     if any(each is not None for each in given.get("optimizers") or ()):

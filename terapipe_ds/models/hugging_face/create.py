@@ -265,7 +265,7 @@ def _folders(
 ) -> tuple[str | os.PathLike[str], Path, Adapter]:
     """Return the model's folder as it was named and on this machine, and the adapters.
 
-    Raises ModelRefusedError where there is no such folder or model.
+    Raises ModelRefusedError if there is no such folder or model.
 
     A folder that contains adapters is read as adapters, even if it also contains a model, as transformers does.
     """

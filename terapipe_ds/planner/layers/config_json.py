@@ -98,7 +98,7 @@ def size_of_config(path: str) -> ModelSize:
 
 
 def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Experts | None:
-    """Return the experts of a family that has some, and set `numbers["ffn_size"]` to the width of one of them."""
+    """Return the experts of a family with experts, and set `numbers["ffn_size"]` to the width of one expert."""
     keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
     if not keys:
         return None
@@ -106,7 +106,7 @@ def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[st
         known = ", ".join(sorted(_EXPERTS))
         raise PlannerError(f"{path}: {keys[0]}: experts are counted for {known}; give a measured profile")
     width, of_dense = _number(config, ["moe_intermediate_size"]) or numbers["ffn_size"], numbers["ffn_size"]
-    # layers without experts: the first ones, those that a list names, and all but every n-th
+    # layers without experts: the first ones, the layers that a list names, and all but every n-th
     step, first = _number(config, ["decoder_sparse_step"]) or 1, _number(config, ["first_k_dense_replace"])
     layers, named = range(numbers["num_layers"]), config.get("mlp_only_layers") or ()
     dense = sum(layer < first or layer in named or (layer + 1) % step != 0 for layer in layers)

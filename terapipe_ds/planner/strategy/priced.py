@@ -210,7 +210,7 @@ class Priced(Bounded):
         for kind in (kinds[0], *reversed(kinds[1:])):
             recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
             memory = self.memory(bounds, recompute, owners)
-            # the host's bytes are known sooner; where it lacks room, all stages recompute
+            # the host's bytes are known sooner; if it has too little memory, all stages recompute
             hosts = self.host_bytes(few, bounds, plan, memory, owners)
             if hosts > host_limit:
                 again = [True] * self.num_stages
@@ -240,7 +240,7 @@ class Priced(Bounded):
     def price(
         self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[int]
     ) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds and the peak bytes by stage of a cut whose stages recompute where `recompute` says."""
+        """Return the seconds and the peak bytes by stage of a cut whose layers recompute as `recompute` tells."""
         owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
         memory, costs = self.memory(bounds, recompute, owners), self.parts(bounds, recompute, owners)

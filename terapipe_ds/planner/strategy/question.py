@@ -64,7 +64,8 @@ def rank_strategies(
         global_batch_size: sequences of a step, over all replicas.
         sequence_length: tokens of a sequence.
         memory_limit_gb: per device; None: 0.9 of the memory of the device card.
-        dtype: of parameters and activations: "bfloat16", "float16", "float32", or "auto", the first one of the device.
+        dtype: of parameters and activations: "bfloat16", "float16", "float32", or "auto", the first of
+            these that the device has.
         stages, tensor_parallel, data_parallel, sequence_parallel, offload_activations, offload_optimizer, schedule,
             chunks_per_stage: fixed values; None: the search chooses.
         progress: called now and then with (what, work done, of how much).
@@ -226,7 +227,7 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
 
 
 def _check_levers(layers: Layers, **levers: bool | None) -> None:
-    """Raise PlannerError where a lever is fixed on, and its costs are not known for these layers."""
+    """Raise PlannerError if a lever is fixed on, and its costs are unknown for these layers."""
     for name, value in levers.items():
         if value and name not in layers.levers:
             raise PlannerError(f"{name} = True: only counted models have its costs; give one, or leave it out")

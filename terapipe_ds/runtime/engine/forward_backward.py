@@ -231,7 +231,7 @@ class PartRunner:
         slices.finish(action)
 
     def _loss(self, active: ActiveSlice, outputs: Any) -> Any:
-        """Add the slice's share of the loss to the batch's (DeepSpeed's `total_loss`); say once what logits take."""
+        """Add the slice's share of the loss to the batch's (DeepSpeed's `total_loss`); log the bytes of logits once."""
         results = self._stage.results
         if not active.wants_logits:
             assert self._of_hidden is not None

@@ -62,8 +62,8 @@ class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
 
     With `is_watched` an optimizer of DeepSpeed's collects gradients by hooks. It must learn of each gradient, except
-    those that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do. Gradients
-    are narrower than fp32 if `is_narrow`.
+    gradients that go to its `sums` at once. Otherwise its first `own_hooks` on a parameter have nothing to do.
+    Gradients are narrower than fp32 if `is_narrow`.
     """
 
     def __init__(
@@ -94,9 +94,9 @@ class WeightGradients:
     def joins_unsplit(self, checkpoints: bool) -> bool:
         """Return whether slices join their products although their backwards are not split.
 
-        What waits for a joint product takes almost as much memory as the activations that slices save. That pays where
-        gradients are narrower than the sums to which they are added, which makes an addition cost most. Layers that run
-        a second time in B (`checkpoints`) would keep many times what a slice keeps.
+        Tensors that wait for a joint product take almost as much memory as the activations that slices save. This pays
+        if gradients are narrower than the sums to which they are added, because additions then cost most. Layers that
+        run a second time in B (`checkpoints`) would keep many times the bytes of a slice.
         """
         return self._is_narrow and not checkpoints
 

@@ -61,7 +61,6 @@ def warn_of_links(config: TeraPipeConfig) -> None:
     if not links.is_exact:
         logger.warning(
             f"terapipe.links: activations travel as {links.forward or 'they are'}, gradients as "
-            f"{links.backward or 'they are'}: where layers hand on wider numbers these are rounded, and the training "
-            "is no longer equal to that of DeepSpeed's stock engine. Evaluations have exact messages, and so has the "
-            "check of the first batch, which compares layers and loss"
+            f"{links.backward or 'they are'}. The wires round wider numbers, so that training is no longer equal to "
+            "training in DeepSpeed's stock engine. Messages of evaluations and of the check of the first batch are exact"
         )

@@ -248,7 +248,7 @@ class LayerCheck:
                     torch.autograd.backward([outputs[i] for i in used], shares)
                     self.is_running = False
             of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
-        # W comes as late as it may
+        # W comes as late as possible
         for key in list(weights.waiting):
             with push_slice(slicing.active(key[-1], "weight")):
                 weights.compute(key, nullcontext)

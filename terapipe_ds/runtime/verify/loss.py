@@ -1,6 +1,6 @@
 """Compare the loss of the whole sequence, and its gradients, with the weighted sum of the slices' losses.
 
-Training may leave the output matrix to a loss that keeps no logits. Slices then run that one as well.
+Training may leave the output matrix to a loss that keeps no logits. Slices then run this loss as well.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _CANNOT = (
 )
 _WITHOUT_LOGITS = (
     "output_head() of the last layer must describe all that its forward does after hidden states (weight, bias, scale, "
-    "soft cap), and of_hidden() of loss_fn must do what loss_fn does to logits and labels; to train with logits, give "
-    "loss_fn an attribute needs_logits that says why (docs/losses.md)"
+    "soft cap), and of_hidden() of loss_fn must compute the loss that loss_fn computes; to train with logits, give "
+    "loss_fn an attribute needs_logits with the reason (docs/losses.md)"
 )
 _CANCELS, _CANCELS_IN_HALF = 1e-3, 0.1  # relative to the size of its terms: a smaller loss is mostly rounding
 
@@ -129,8 +129,8 @@ class LossCheck:
     """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
 
     `get_additional_losses` is the module's. Its reports are compared as well, weighted like the losses. `at_start` has
-    its reports before any layer ran, None if layers did not run for this check. `head` is there if training runs the
-    last layer and its loss without logits.
+    its reports from before any layer ran, or None if layers did not run for this check. `head` is there if training
+    runs the last layer and its loss without logits.
     """
 
     loss_fn: Callable[[Any, Any], Any]

@@ -122,7 +122,7 @@ class Slicing:
     part_id: int = 0
     store: SliceStore = field(default_factory=SliceStore)
     starts: Starts | None = None  # where documents start in the rows
-    wants_logits: bool = True  # of slices: the last layer returns logits, as it always does of the whole
+    wants_logits: bool = True  # of slices; for the whole sequence the last layer always returns logits
 
     def whole(self) -> Slicing:
         """Return the slicing of the sequence into one slice."""

@@ -172,7 +172,7 @@ class Outline:
         return original
 
     def copy_of(self, module: nn.Module) -> nn.Module:
-        """Return a copy of a module that shares the config, which says how attention runs, and what has no values."""
+        """Return a copy of a module that shares the config, which sets how attention runs, and parameters on meta."""
         shared: dict[int, object] = {id(config): config for config in (self.config, self.model.config)}
         shared |= {id(each): each for each in module.parameters() if each.is_meta}  # bitsandbytes cannot copy its own
         return copy.deepcopy(module, shared)

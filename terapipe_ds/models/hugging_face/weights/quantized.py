@@ -29,7 +29,7 @@ def ask_for(quantization: Any, config: PretrainedConfig) -> None:
     if quantization:
         if is_quantized_by(config):
             raise ModelRefusedError(
-                "its weights are stored quantized, in the way that its config says: leave out quantization_config"
+                "its weights are stored quantized, as its config describes: leave out quantization_config"
             )
         from transformers.quantizers import AutoQuantizationConfig  # which imports the code of all methods
 
@@ -45,17 +45,17 @@ def is_quantized_by(config: PretrainedConfig) -> bool:
 
 
 def require_adapters(config: PretrainedConfig, adapter: object) -> None:
-    """Raise ModelRefusedError if weights are quantized, and nothing beside them would be trained."""
+    """Raise ModelRefusedError if weights are quantized, and no adapters would train beside them."""
     if adapter is None and is_quantized_by(config):
-        raise ModelRefusedError("its weights are quantized, and stay as they are: train adapters, adapter=LoraConfig()")
+        raise ModelRefusedError("its weights are quantized, and cannot train: train adapters, adapter=LoraConfig()")
 
 
 def require_stored(config: PretrainedConfig, source: object) -> None:
     """Raise ModelRefusedError if the weights are quantized in memory; `source` is the folder of a skeleton."""
     if source is None and is_quantized_by(config):
         raise ModelRefusedError(
-            "its weights are quantized in memory: give the folder that it was made of, to terapipe_ds.from_pretrained "
-            "or terapipe_ds.skeleton, and the same quantization_config"
+            "its weights are quantized in memory: give its folder and the same quantization_config to "
+            "terapipe_ds.from_pretrained or terapipe_ds.skeleton"
         )
 
 
@@ -113,11 +113,11 @@ def _quantizer_of(config: PretrainedConfig) -> HfQuantizer:
 
 
 def _check(fields: Mapping[str, Any]) -> None:
-    """Raise ModelRefusedError for a way of quantization that stages do not train adapters beside."""
+    """Raise ModelRefusedError for a kind of quantization beside which stages cannot train adapters."""
     if fields.get("quant_method") != "bitsandbytes" or not fields.get("load_in_4bit"):
         way = "load_in_8bit" if fields.get("load_in_8bit") else f"quant_method {fields.get('quant_method')!s}"
         raise ModelRefusedError(
-            f"its weights are quantized ({way}), and stages train adapters beside 4-bit weights of bitsandbytes alone "
+            f"its weights are quantized ({way}), and stages train adapters only beside 4-bit weights of bitsandbytes "
             "(BitsAndBytesConfig(load_in_4bit=True)): give the folder of the original weights"
         )
     if fields.get("bnb_4bit_quant_storage", "uint8") != "uint8":
@@ -126,7 +126,7 @@ def _check(fields: Mapping[str, Any]) -> None:
             "change the packed weights: leave it out"
         )
     if fields.get("llm_int8_enable_fp32_cpu_offload"):
-        raise ModelRefusedError("llm_int8_enable_fp32_cpu_offload needs a device_map, and stages have none: leave out")
+        raise ModelRefusedError("llm_int8_enable_fp32_cpu_offload needs a device_map, which stages lack: leave it out")
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -146,7 +146,7 @@ def without_values(old: nn.Parameter, owner: nn.Module) -> nn.Parameter:
 
 
 def can_take(value: Tensor, read_value: Tensor) -> bool:
-    """Return whether the values that were read are those of the parameter `value`."""
+    """Return whether the values that were read fit the parameter `value`."""
     if read_value.is_meta or read_value.shape != value.shape:
         return False
     owner = value.module if is_quantized(value) else None  # type: ignore[attr-defined]

@@ -41,7 +41,7 @@ _WITHOUT_VALUES = frozenset(
 class Unread(nn.Parameter):
     """Be a parameter without values yet; the first operation that needs them reads the values of its whole module.
 
-    Then it is what it was before, and the same object, so that lists of parameters and optimizers stay valid.
+    Then it has its former class and is the same object, so that lists of parameters and optimizers stay valid.
     """
 
     is_unread = True  # for code that moves layers: there is nothing to send

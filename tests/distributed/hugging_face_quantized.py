@@ -25,7 +25,7 @@ FORM = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double
 
 
 def adapter_of(**fields: Any) -> LoraConfig:
-    """Return adapters of which no factor is zero, and that are small enough for gradients to be more than rounding."""
+    """Return adapters without factors of zero, and small enough for gradients to be more than rounding."""
     fields = {"r": 4, "lora_alpha": 1, "target_modules": "all-linear", "init_lora_weights": False, **fields}
     return LoraConfig(**fields)
 

@@ -62,5 +62,5 @@ def warn_of_links(config: TeraPipeConfig) -> None:
         logger.warning(
             f"terapipe.links: activations travel as {links.forward or 'they are'}, gradients as "
             f"{links.backward or 'they are'}. The wires round wider numbers, so that training is no longer equal to "
-            "training in DeepSpeed's stock engine. Messages of evaluations and of the check of the first batch are exact"
+            "training in DeepSpeed's stock engine. Evaluations and the check of the first batch send exact messages"
         )

@@ -1,4 +1,4 @@
-"""The loss that training runs without logits is compared with the one of logits; each fault of it is found."""
+"""The check compares the loss without logits, which training runs, with the loss of logits, and finds each fault."""
 
 from __future__ import annotations
 

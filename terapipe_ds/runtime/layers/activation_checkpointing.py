@@ -38,6 +38,8 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     setattr(module, _KEEPS_ATTENTION, config.keep_attention)
     recomputing = config.recomputing_stages(module.num_stages)
     section = raw.get("pipeline")
+    if config.keep_attention:
+        _require_reentrant(module, section)
     of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
     if recomputing is None:
         if config.keep_attention and not (own or of_section):
@@ -61,6 +63,20 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
         )
     setattr(module, _OWN_INTERVAL, own)
     module.activation_checkpoint_interval = int(module.stage_id in recomputing)
+
+
+def _require_reentrant(module: PipelineModule, section: Any) -> None:
+    """Raise TeraPipeConfigError for non-reentrant checkpoints: their first run has a graph already."""
+    function = module.activation_checkpoint_func
+    is_asked = isinstance(section, Mapping) and section.get("use_reentrant") is False
+    options = getattr(function, "keywords", {})
+    is_given = function is ds_checkpointing.non_reentrant_checkpoint or options.get("use_reentrant") is False
+    if is_asked or is_given:
+        where = "pipeline.use_reentrant = false" if is_asked else "the module's activation_checkpoint_func"
+        raise TeraPipeConfigError(
+            f"terapipe.keep_attention = true: {where} checkpoints without reentry, and such layers run all of their "
+            "forward again; checkpoint with reentry (use_reentrant = true), or leave keep_attention out"
+        )
 
 
 def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients, set_recompute
 
 TOKENS = torch.tensor([[1, 2], [0, 1]])
 
@@ -37,3 +43,61 @@ def test_without_it_the_embedding_is_cut_off() -> None:
     """Why this exists. When it fails, DeepSpeed is mended."""
     with pytest.raises(RuntimeError, match="does not require grad"):
         run(ds_checkpointing.checkpoint)
+
+
+NON_REENTRANT = functools.partial(checkpoint, use_reentrant=False)
+
+
+@pytest.mark.parametrize(
+    ("function", "section", "named"),
+    [
+        (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
+        (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
+        (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
+    ],
+)
+def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict[str, Any], named: str) -> None:
+    config = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True)
+    module: Any = SimpleNamespace(
+        activation_checkpoint_interval=0,
+        activation_checkpoint_func=function,
+        num_stages=2,
+        stage_id=0,
+        checkpointable_layers=None,
+    )
+    with pytest.raises(TeraPipeConfigError, match=f"keep_attention = true: {named}.*or leave keep_attention out"):
+        set_recompute(module, config, {"pipeline": section})
+    module.activation_checkpoint_func = ds_checkpointing.checkpoint
+    set_recompute(module, config, {"pipeline": {"use_reentrant": True}})
+
+
+def kept_gradients(function: Any, layer: Any, lengths: tuple[int, ...] = (8,)) -> tuple[Tensor, Tensor]:
+    """Return the gradients of x [1, 2, 8, 4] through a checkpointed layer that keeps attention, and through SDPA."""
+    x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    keeping, store, outputs = checkpoint_with_gradients(function, keeps_attention=True), SliceStore(), []
+    ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
+    slices = [
+        ActiveSlice(e - n, e, 8, slice_id=i, store=store) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))
+    ]
+    for active in slices:
+        with push_slice(active):
+            outputs.append(keeping(layer, x[:, :, active.start : active.stop]))
+    for active, output in reversed(list(zip(slices, outputs, strict=True))):
+        with push_slice(active.replace(mode="recompute")):
+            output.square().sum().backward()
+    found, x.grad = x.grad, None
+    F.scaled_dot_product_attention(x, x, x, is_causal=True).square().sum().backward()
+    assert found is not None and x.grad is not None
+    return found, x.grad
+
+
+def attend(x: Tensor, name: str = "layer") -> Tensor:
+    return sliced_attention(x * 1.0, x * 1.0, x * 1.0, name)
+
+
+@pytest.mark.parametrize("lengths", [(8,), (5, 3)])
+@pytest.mark.parametrize("function", [ds_checkpointing.checkpoint, lambda *args: NON_REENTRANT(*args)])
+def test_gradients_with_kept_attention(function: Any, lengths: tuple[int, ...]) -> None:
+    """Those of a function without reentry as well, which nobody can tell by looking at it."""
+    found, expected = kept_gradients(function, attend, lengths)
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

@@ -57,6 +57,9 @@ class KeptAttention:
             return out, lse, states
         out, lse, states = call()
         if not self._has_run:
+            if layer in self._kept:
+                problem = f"layer {layer!r}: two calls of sliced_attention() in one checkpointed range have this name"
+                raise SliceStoreError(f"{problem}, and keep_attention keeps results by name: give each its own name")
             KeptAttention.num_calls += 1
             # autograd saves them as it saves all tensors, so that they go to the host with the others of the slice
             with torch.enable_grad():

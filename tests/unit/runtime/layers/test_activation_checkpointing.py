@@ -14,7 +14,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
+from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients, set_recompute
 
@@ -101,3 +101,11 @@ def test_gradients_with_kept_attention(function: Any, lengths: tuple[int, ...]) 
     """Those of a function without reentry as well, which nobody can tell by looking at it."""
     found, expected = kept_gradients(function, attend, lengths)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_two_kept_calls_need_two_names() -> None:
+    reentrant = ds_checkpointing.checkpoint
+    with pytest.raises(SliceStoreError, match=r"layer 'layer': two calls of .*: give each its own name"):
+        kept_gradients(reentrant, lambda x: attend(x) + attend(2 * x))
+    found, _ = kept_gradients(reentrant, lambda x: attend(x) + 0 * attend(2 * x, "other"))
+    assert torch.allclose(found, kept_gradients(reentrant, attend)[1], rtol=1e-12, atol=1e-12)

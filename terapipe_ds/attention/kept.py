@@ -83,6 +83,8 @@ def _unpacked(layer: Hashable, token: Tensor) -> tuple[Tensor, Tensor]:
     try:
         out, lse = token.grad_fn.saved_tensors  # type: ignore[union-attr]
     except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
         problem = f"layer {layer!r}: it changed the output of sliced_attention() in place, but keep_attention keeps it"
         raise SliceStoreError(f"{problem}: work on a copy (out = out * gate)") from error
     return out, lse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -71,7 +72,9 @@ def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict
     set_recompute(module, config, {"pipeline": {"use_reentrant": True}})
 
 
-def kept_gradients(function: Any, layer: Any, lengths: tuple[int, ...] = (8,)) -> tuple[Tensor, Tensor]:
+def kept_gradients(
+    function: Any, layer: Any, lengths: tuple[int, ...] = (8,), saving: Any = nullcontext()
+) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [1, 2, 8, 4] through a checkpointed layer that keeps attention, and through SDPA."""
     x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     keeping, store, outputs = checkpoint_with_gradients(function, keeps_attention=True), SliceStore(), []
@@ -80,7 +83,7 @@ def kept_gradients(function: Any, layer: Any, lengths: tuple[int, ...] = (8,)) -
         ActiveSlice(e - n, e, 8, slice_id=i, store=store) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))
     ]
     for active in slices:
-        with push_slice(active):
+        with push_slice(active), saving:
             outputs.append(keeping(layer, x[:, :, active.start : active.stop]))
     for active, output in reversed(list(zip(slices, outputs, strict=True))):
         with push_slice(active.replace(mode="recompute")):
@@ -109,3 +112,16 @@ def test_two_kept_calls_need_two_names() -> None:
         kept_gradients(reentrant, lambda x: attend(x) + attend(2 * x))
     found, _ = kept_gradients(reentrant, lambda x: attend(x) + 0 * attend(2 * x, "other"))
     assert torch.allclose(found, kept_gradients(reentrant, attend)[1], rtol=1e-12, atol=1e-12)
+
+
+def test_only_an_in_place_change_is_called_one() -> None:
+    """Kept tensors may come back from the host, to a device without memory for them."""
+
+    def fail(packed: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory for it")
+
+    saving = torch.autograd.graph.saved_tensors_hooks(lambda x: x, fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        kept_gradients(ds_checkpointing.checkpoint, attend, saving=saving)
+    with pytest.raises(SliceStoreError, match=r"it changed the output of sliced_attention\(\) in place"):
+        kept_gradients(ds_checkpointing.checkpoint, lambda x: attend(x).mul_(2.0))

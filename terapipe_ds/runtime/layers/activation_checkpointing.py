@@ -79,6 +79,11 @@ def _require_reentrant(module: PipelineModule, section: Any) -> None:
         )
 
 
+def keeps_attention(module: Any) -> bool:
+    """Return whether layers that recompute keep the results of their attention, on any stage."""
+    return bool(getattr(module, _KEEPS_ATTENTION, False))
+
+
 def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
     """Let DeepSpeed checkpoint exactly these layers of the model from the next forward on, each by itself.
 
@@ -105,9 +110,7 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(
-        checkpoint, offloads, getattr(module, _KEEPS_ATTENTION, False)
-    )
+    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads, keeps_attention(module))
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from deepspeed.pipe import PipelineModule
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.costs.profile import ProfileKey
+from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
@@ -68,23 +69,24 @@ def profile_key(
     """Return the key of a profile of sequences of `length` tokens, `rows` of them in a micro-batch.
 
     Args:
-        module: of any part, for the dtype.
+        module: of any part, for the dtype, and for whether layers that recompute keep their attention.
         autocast: the dtype of `torch.autocast` if the layers run under it.
         slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
             repeat other work, which their arguments need not show.
     """
     # a part may have functions alone
     parameter = next(module.parameters(), torch.empty(0))
-    made_of = _counted([kind for part in parts for kind, *_ in part.together[0]], slice_length_multiple)
-    multiple = made_of[-1:] if slice_length_multiple > 1 else []
+    names = [kind for part in parts for kind, *_ in part.together[0]]
     # parts that recompute have other times than parts that do not
     intervals = [part.together[2] for part in parts]  # they differ between parts if some stages recompute
     alike = len(set(intervals)) <= 1
+    notes = [f"slices in multiples of {slice_length_multiple} tokens"] * (slice_length_multiple > 1)
+    notes += ["attention kept"] * (max(intervals) > 0 and keeps_attention(module))
     of_layers = [part.together[2] for part in parts for _ in part.one_by_one]
     layers = [layer for part in parts for layer in part.one_by_one]
     return ProfileKey(
-        model_fingerprint=_hash([*(part.together for part in parts), *multiple]),
-        model=", ".join(made_of),
+        model_fingerprint=_hash([*(part.together for part in parts), *notes]),
+        model=", ".join([*_counted(names), *notes]),
         device=device_name(device),
         dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
         micro_batch=rows,
@@ -94,7 +96,7 @@ def profile_key(
         sequence_length=length,
         attention_backend=backend_name(parameter.new_empty(1, 1, 1, 8)),
         versions=installed_versions(),
-        layers_fingerprint=_hash([*layers, intervals[0] if alike else of_layers, *multiple]),
+        layers_fingerprint=_hash([*layers, intervals[0] if alike else of_layers, *notes]),
     )
 
 
@@ -113,9 +115,8 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or "unknown processor"
 
 
-def _counted(names: Sequence[str], slice_length_multiple: int) -> list[str]:
-    made_of = [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
-    return made_of + [f"slices in multiples of {slice_length_multiple} tokens"] * (slice_length_multiple > 1)
+def _counted(names: Sequence[str]) -> list[str]:
+    return [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
 
 
 def _describe(layer: Any) -> list[Any]:

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartMeasured
 from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
@@ -138,10 +140,15 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
 # -- what a profile is valid for -----------------------------------------------------------------------------------
 
 
-def _key(**changes: Any) -> ProfileKey:
+def _key(interval: int = 0, keeps: bool | None = None, **changes: Any) -> ProfileKey:
     module = nn.Linear(2, 2)
-    module.activation_checkpoint_interval = 0  # type: ignore[assignment]
-    described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], 0], [])
+    if keeps is not None:
+        recompute: Any = "full" if interval else "off"
+        module.num_stages, module.stage_id = 1, 0  # type: ignore[assignment]
+        module.activation_checkpoint_interval = 0  # type: ignore[assignment]
+        module.activation_checkpoint_func = module.checkpointable_layers = None  # type: ignore[assignment]
+        set_recompute(module, TeraPipeConfig(enabled=True, recompute=recompute, keep_attention=keeps), {})  # type: ignore[arg-type]
+    described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], interval], [])
     return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
 
 
@@ -157,3 +164,13 @@ def test_tensor_and_sequence_parallelism_are_in_the_key(changes: dict[str, Any],
     (line,) = str(caught.value).splitlines()[1:]
     assert named in line
     profile.require(_key(slice_length_multiple=1))
+
+
+def test_kept_attention_is_in_the_key_of_layers_that_recompute() -> None:
+    """And only there, so that other profiles stay valid."""
+    full, kept = _key(1, keeps=False), _key(1, keeps=True)
+    assert full == _key(1) and _key(0, keeps=False) == _key(0)
+    for one, other in ((full, kept), (kept, full)):
+        with pytest.raises(ProfileError, match="attention kept"):
+            combine(one, [rank(0, 0, (1.0, 1.0))]).require(other)
+    assert full.layers_fingerprint != kept.layers_fingerprint

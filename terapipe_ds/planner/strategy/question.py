@@ -157,6 +157,7 @@ def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
     counts = strategy.micro_batch_size, strategy.accumulation, strategy.zero_stage
     length = strategy.plans[0].sequence_length
     layers = layers_of(model, cluster, length, strategy.dtype)
+    _check_levers(layers, keep_attention=strategy.keep_attention, **dataclasses.asdict(levers))
     return Priced(layers, cluster, length, Candidate(strategy.layout, *counts, levers))
 
 
@@ -229,7 +230,8 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
 def _check_levers(layers: Layers, **levers: bool | None) -> None:
     """Raise PlannerError if a lever is fixed on, and its costs are unknown for these layers."""
     for name, value in levers.items():
-        if value and name not in layers.levers:
+        is_known = Again.KEEPS_ATTENTION in layers.kinds if name == "keep_attention" else name in layers.levers
+        if value and not is_known:
             raise PlannerError(f"{name} = True: only counted models have its costs; give one, or leave it out")
 
 

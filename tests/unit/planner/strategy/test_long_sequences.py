@@ -25,6 +25,7 @@ from terapipe_ds.planner.strategy import (
     plan_strategy,
     price_strategy,
     rank_strategies,
+    simulate_strategy,
 )
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.offload import offloaded_until
@@ -195,6 +196,17 @@ def test_a_strategy_that_keeps_attention_says_so_in_its_files() -> None:
     assert strategy.recompute != "off" and strategy.keep_attention
     assert strategy.to_deepspeed()["terapipe"]["keep_attention"] is True
     assert Strategy.from_json(strategy.to_json()) == strategy and section_of(strategy)["keep_attention"] is True
+
+
+@pytest.mark.parametrize("lever", ["keep_attention", "offload_activations", "offload_optimizer"])
+def test_a_strategy_is_not_priced_without_the_costs_of_a_lever(lever: str) -> None:
+    chain, cluster = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4), Cluster("h100", 1, 2)
+    plain = plan_strategy(chain, cluster, global_batch_size=2, sequence_length=64, stages=2)
+    strategy = plain.model_copy(update={lever: True, "recompute": "full"})
+    for price in (price_strategy, simulate_strategy):
+        price(plain, chain, cluster)
+        with pytest.raises(PlannerError, match=f"{lever} = True: only counted models have its costs"):
+            price(strategy, chain, cluster)
 
 
 @pytest.mark.parametrize("lever", ["offload_activations", "offload_optimizer"])

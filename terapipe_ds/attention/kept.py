@@ -9,6 +9,7 @@ queries, keys and values again, because the backward needs them.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,13 +20,19 @@ from terapipe_ds.attention.active_slice import SliceStoreError, active_slice, pu
 States = list[tuple[Any, ...]]
 
 
+@dataclass
+class KeptCalls:
+    """Count the calls whose results the layers of one engine have kept, so that it can warn of none."""
+
+    num: int = 0
+    has_warned: bool = False
+
+
 class KeptAttention:
     """Hold results of attention between the two runs of one checkpointed function, on one slice."""
 
-    num_calls = 0  # of all functions in this process; at 0 the engine warns that nothing is kept
-
-    def __init__(self) -> None:
-        self._has_run = False
+    def __init__(self, calls: KeptCalls) -> None:
+        self._calls, self._has_run = calls, False
         self._kept: dict[Hashable, tuple[Tensor, States, Tensor | None]] = {}
 
     def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +67,7 @@ class KeptAttention:
             if layer in self._kept:
                 problem = f"layer {layer!r}: two calls of sliced_attention() in one checkpointed range have this name"
                 raise SliceStoreError(f"{problem}, and keep_attention keeps results by name: give each its own name")
-            KeptAttention.num_calls += 1
+            self._calls.num += 1
             # autograd saves them as it saves all tensors, so that they go to the host with the others of the slice
             with torch.enable_grad():
                 token = _Saved.apply(torch.zeros((), requires_grad=True), out.detach(), lse.detach())

@@ -216,6 +216,8 @@ class OpenBatch:
         stage.weights.assert_done()
         for part in self._parts:
             part.close_batch()
+        if batch.training:
+            stage.deepspeed.close_batch(stage.stage_id)
         batch.assert_done(peak_live_slices)
         stage.store.assert_drained()
         stage.own_time.close_batch()

@@ -37,7 +37,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients, warn_if_none_is_kept
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
@@ -89,6 +89,10 @@ class DeepSpeedCalls:
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
         self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+
+    def close_batch(self, stage_id: int) -> None:
+        """Warn if a training batch has shown that a setting has no effect."""
+        warn_if_none_is_kept(self._engine.module, stage_id)
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
-from terapipe_ds.attention.kept import KeptAttention
+from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
-_KEEPS_ATTENTION = "_terapipe_keeps_attention"
+_KEPT_CALLS = "_terapipe_kept_calls"
+
+logger = logging.getLogger("terapipe_ds")
 
 
 def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> None:
@@ -35,7 +38,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     # a second engine may get the same module: the interval that the first one set is not the module's own
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
-    setattr(module, _KEEPS_ATTENTION, config.keep_attention)
+    setattr(module, _KEPT_CALLS, KeptCalls() if config.keep_attention else None)
     recomputing = config.recomputing_stages(module.num_stages)
     section = raw.get("pipeline")
     if config.keep_attention:
@@ -79,9 +82,22 @@ def _require_reentrant(module: PipelineModule, section: Any) -> None:
         )
 
 
-def keeps_attention(module: Any) -> bool:
-    """Return whether layers that recompute keep the results of their attention, on any stage."""
-    return bool(getattr(module, _KEEPS_ATTENTION, False))
+def kept_calls(module: Any) -> KeptCalls | None:
+    """Return the count of kept calls on this stage; None if layers that recompute keep nothing, on any stage."""
+    return getattr(module, _KEPT_CALLS, None)
+
+
+def warn_if_none_is_kept(module: Any, stage_id: int) -> None:
+    """Warn once, after a training batch, if layers of this stage should keep their attention and none did."""
+    calls = kept_calls(module)
+    if calls is None or calls.num or calls.has_warned or not module.activation_checkpoint_interval:
+        return
+    calls.has_warned = True
+    logger.warning(
+        f"stage {stage_id}: terapipe.keep_attention = true, but no layer here keeps attention: only calls of "
+        "sliced_attention() are kept, and only in checkpointed ranges with an input that requires a gradient. All of "
+        "the forward runs again; gradients are right."
+    )
 
 
 def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
@@ -110,7 +126,7 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads, keeps_attention(module))
+    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
     try:
         yield
     finally:
@@ -118,7 +134,7 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
 
 
 def checkpoint_with_gradients(
-    checkpoint: Callable[..., Any], offloads: bool = False, keeps_attention: bool = False
+    checkpoint: Callable[..., Any], offloads: bool = False, kept: KeptCalls | None = None
 ) -> Callable[..., Any]:
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
@@ -126,8 +142,8 @@ def checkpoint_with_gradients(
     never get a gradient. The recomputation runs under the autocast of the forward, which DeepSpeed forgets.
 
     With `offloads`, torch's reentrant checkpoint stands in for DeepSpeed's, which holds the inputs of a range itself:
-    autograd has to save them, so that they go to the host. With `keeps_attention` the second run takes the results of
-    attention from the first one. A non-reentrant range runs all of its attention again.
+    autograd has to save them, so that they go to the host. With `kept`, which counts calls, the
+    second run takes the results of attention from the first one. A non-reentrant range runs all of its attention again.
     """
     if (
         offloads
@@ -140,7 +156,7 @@ def checkpoint_with_gradients(
         function = _under_the_same_autocast(function)
         if torch.is_grad_enabled() and not any(torch.is_tensor(t) and t.requires_grad for t in inputs):
             return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
-        return checkpoint(KeptAttention().around(function) if keeps_attention else function, *inputs)
+        return checkpoint(function if kept is None else KeptAttention(kept).around(function), *inputs)
 
     return checkpoint_range
 

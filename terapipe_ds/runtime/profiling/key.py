@@ -16,7 +16,7 @@ from deepspeed.pipe import PipelineModule
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.costs.profile import ProfileKey
-from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
+from terapipe_ds.runtime.layers.activation_checkpointing import kept_calls
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
@@ -81,7 +81,7 @@ def profile_key(
     intervals = [part.together[2] for part in parts]  # they differ between parts if some stages recompute
     alike = len(set(intervals)) <= 1
     notes = [f"slices in multiples of {slice_length_multiple} tokens"] * (slice_length_multiple > 1)
-    notes += ["attention kept"] * (max(intervals) > 0 and keeps_attention(module))
+    notes += ["attention kept"] * (max(intervals) > 0 and kept_calls(module) is not None)
     of_layers = [part.together[2] for part in parts for _ in part.one_by_one]
     layers = [layer for part in parts for layer in part.one_by_one]
     return ProfileKey(

@@ -16,8 +16,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
+from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients, set_recompute
+from terapipe_ds.runtime.layers.activation_checkpointing import (
+    checkpoint_with_gradients,
+    checkpointing_with_gradients,
+    set_recompute,
+    warn_if_none_is_kept,
+)
 
 TOKENS = torch.tensor([[1, 2], [0, 1]])
 
@@ -49,6 +55,12 @@ def test_without_it_the_embedding_is_cut_off() -> None:
 NON_REENTRANT = functools.partial(checkpoint, use_reentrant=False)
 
 
+def module_of(function: Any) -> Any:
+    """Return the part of a `PipelineModule` on which checkpointing depends."""
+    fields = {"num_stages": 2, "stage_id": 0, "checkpointable_layers": None}
+    return SimpleNamespace(activation_checkpoint_interval=0, activation_checkpoint_func=function, **fields)
+
+
 @pytest.mark.parametrize(
     ("function", "section", "named"),
     [
@@ -58,14 +70,7 @@ NON_REENTRANT = functools.partial(checkpoint, use_reentrant=False)
     ],
 )
 def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict[str, Any], named: str) -> None:
-    config = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True)
-    module: Any = SimpleNamespace(
-        activation_checkpoint_interval=0,
-        activation_checkpoint_func=function,
-        num_stages=2,
-        stage_id=0,
-        checkpointable_layers=None,
-    )
+    config, module = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True), module_of(function)
     with pytest.raises(TeraPipeConfigError, match=f"keep_attention = true: {named}.*or leave keep_attention out"):
         set_recompute(module, config, {"pipeline": section})
     module.activation_checkpoint_func = ds_checkpointing.checkpoint
@@ -77,7 +82,7 @@ def kept_gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [1, 2, 8, 4] through a checkpointed layer that keeps attention, and through SDPA."""
     x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    keeping, store, outputs = checkpoint_with_gradients(function, keeps_attention=True), SliceStore(), []
+    keeping, store, outputs = checkpoint_with_gradients(function, kept=KeptCalls()), SliceStore(), []
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     slices = [
         ActiveSlice(e - n, e, 8, slice_id=i, store=store) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))
@@ -125,3 +130,23 @@ def test_only_an_in_place_change_is_called_one() -> None:
         kept_gradients(ds_checkpointing.checkpoint, attend, saving=saving)
     with pytest.raises(SliceStoreError, match=r"it changed the output of sliced_attention\(\) in place"):
         kept_gradients(ds_checkpointing.checkpoint, lambda x: attend(x).mul_(2.0))
+
+
+def test_layers_that_keep_nothing_are_told_once_per_engine(caplog: pytest.LogCaptureFixture) -> None:
+    config, module = (
+        TeraPipeConfig(enabled=True, recompute="full", keep_attention=True),
+        module_of(ds_checkpointing.checkpoint),
+    )
+    for layer, warnings in ((attend, 0), (lambda x: 2.0 * x, 1)):
+        set_recompute(module, config, {})
+        caplog.clear()
+        x = torch.randn(1, 2, 8, 4, requires_grad=True)
+        with checkpointing_with_gradients(module), push_slice(ActiveSlice(0, 8, 8)):
+            module.activation_checkpoint_func(layer, x)
+        for _ in range(2):
+            warn_if_none_is_kept(module, 1)
+        assert caplog.text.count("stage 1: terapipe.keep_attention = true, but no layer here keeps") == warnings
+    # a stage without checkpoints
+    set_recompute(module, config.model_copy(update={"recompute": (1,)}), {})
+    warn_if_none_is_kept(module, 0)
+    assert "stage 0" not in caplog.text

@@ -90,6 +90,7 @@ class ActiveSlice:
     `exchange` is set if sequence ranks divide the tokens of a slice: [start, stop) are then the tokens of this rank,
     and `sliced_attention` reaches the other tokens through `exchange`.
     `kept` is set while a function runs that will run again in the backward, if it keeps the results of attention.
+    `keeps_attention` is set in all runs of such a slice, so that attention takes one path in layers with checkpoints too.
     `wants_logits` is False if the loss takes the input of the output matrix: the last layer then returns its input.
     """
 
@@ -106,6 +107,7 @@ class ActiveSlice:
     exchange: Exchange | None = None
     wants_logits: bool = True
     kept: Kept | None = None
+    keeps_attention: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop <= self.sequence_length:

@@ -42,7 +42,7 @@ class KeptAttention:
             active = active_slice()
             # a first run with gradients has a graph, whose backward needs the tensors of a second run of all
             keeps_nothing = not self._has_run and torch.is_grad_enabled()
-            if active is None or active.mode == "eval" or keeps_nothing:
+            if active is None or not active.keeps_attention or keeps_nothing:
                 return function(*inputs)
             try:
                 with push_slice(active.replace(kept=self)):

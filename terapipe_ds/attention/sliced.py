@@ -73,7 +73,7 @@ def sliced_attention(
         return active.exchange.attend(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)
     # torch's own function is the fastest where nothing has to be kept for other slices
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
-    keeps = active is not None and active.kept is not None
+    keeps = active is not None and active.keeps_attention
     is_plain = active is None or (active.is_whole and reach_of(active, window).starts is None)
     if asks_nothing and is_plain and not keeps:
         return F.scaled_dot_product_attention(

@@ -37,7 +37,11 @@ from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients, warn_if_none_is_kept
+from terapipe_ds.runtime.layers.activation_checkpointing import (
+    checkpointing_with_gradients,
+    keeps_attention,
+    warn_if_none_is_kept,
+)
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
@@ -89,6 +93,7 @@ class DeepSpeedCalls:
         engine = self._engine
         self._is_timed = bool(engine.wall_clock_breakdown())
         self.checkpoints = getattr(engine.module, "activation_checkpoint_interval", 0) > 0
+        self.keeps_attention = keeps_attention(engine.module)
 
     def close_batch(self, stage_id: int) -> None:
         """Warn if a training batch has shown that a setting has no effect."""
@@ -201,6 +206,7 @@ class PartRunner:
             documents=None if starts is None else Documents(starts, start, stop),
             store=self._stage.store,
             wants_logits=self._of_hidden is None or self._stage.results.needs_logits,
+            keeps_attention=self._stage.deepspeed.keeps_attention and mode != "eval",
         )
         return self._stage.sequence.part_of(whole)
 

@@ -87,10 +87,15 @@ def kept_calls(module: Any) -> KeptCalls | None:
     return getattr(module, _KEPT_CALLS, None)
 
 
+def keeps_attention(module: Any) -> bool:
+    """Return whether layers of this stage recompute and keep their attention: its active slices say so."""
+    return kept_calls(module) is not None and module.activation_checkpoint_interval > 0
+
+
 def warn_if_none_is_kept(module: Any, stage_id: int) -> None:
     """Warn once, after a training batch, if layers of this stage should keep their attention and none did."""
     calls = kept_calls(module)
-    if calls is None or calls.num or calls.has_warned or not module.activation_checkpoint_interval:
+    if calls is None or calls.num or calls.has_warned or not keeps_attention(module):
         return
     calls.has_warned = True
     logger.warning(

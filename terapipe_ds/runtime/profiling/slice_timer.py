@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss import weighted_loss
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients, keeps_attention
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
@@ -261,7 +261,8 @@ class SliceTimer:
         span, length = (prefix, prefix + tokens), self.sequence_length
         # a probe writes keys and values like any slice, but no code relies on them
         whole = ActiveSlice(*span, sequence_length=length, part_id=self.part_id, mode="probe", store=self.store)
-        return self.sequence.part_of(whole.replace(wants_logits=self.of_hidden is None))
+        keeps = keeps_attention(self.module)
+        return self.sequence.part_of(whole.replace(wants_logits=self.of_hidden is None, keeps_attention=keeps))
 
     def _tokens(self, active: ActiveSlice) -> int:
         """Return the number of tokens of a slice; each sequence rank has a share of them."""

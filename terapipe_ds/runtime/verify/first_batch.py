@@ -26,6 +26,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import counts_any, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
+from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
@@ -253,7 +254,10 @@ class FirstBatchCheck:
                 if owner == engine.stage_id and inputs is not None:
                     activate(module, chunk_id)
                     starts = cut.of_starts(micro_batch.shape.starts)
-                    slicing = Slicing(cut.plan, cut.weights, self._tensor_ranks, part_id, starts=starts)
+                    keeps = keeps_attention(module)
+                    slicing = Slicing(
+                        cut.plan, cut.weights, self._tensor_ranks, part_id, starts=starts, keeps_attention=keeps
+                    )
                     autocast = functools.partial(autocast_if_enabled, engine)
                     is_last, intercept = part_id + 1 == layout.num_parts, self._config.attention == "intercept"
                     of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
+from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients, kept_calls
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part
@@ -67,8 +68,9 @@ def layers_of(module: Any) -> list[NamedLayer]:
     layers = []
     for index, function in enumerate(module.forward_funcs):
         is_checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
-        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func) if is_checkpointed else None
-        layers.append(NamedLayer(index + module._local_start, function, checkpoint))
+        kept = None if kept_calls(module) is None else KeptCalls()  # training counts its own
+        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func, kept=kept)
+        layers.append(NamedLayer(index + module._local_start, function, checkpoint if is_checkpointed else None))
     return layers
 
 

@@ -123,6 +123,7 @@ class Slicing:
     store: SliceStore = field(default_factory=SliceStore)
     starts: Starts | None = None  # where documents start in the rows
     wants_logits: bool = True  # of slices; for the whole sequence the last layer always returns logits
+    keeps_attention: bool = False
 
     def whole(self) -> Slicing:
         """Return the slicing of the sequence into one slice."""
@@ -133,7 +134,7 @@ class Slicing:
         span, length, store = self.plan.span(slice_id), self.plan.sequence_length, self.store
         documents = None if self.starts is None else Documents(self.starts, *span)
         active = ActiveSlice(*span, length, slice_id=slice_id, part_id=self.part_id, mode=mode, store=store)
-        return active.replace(documents=documents, wants_logits=self.wants_logits)
+        return active.replace(documents=documents, wants_logits=self.wants_logits, keeps_attention=self.keeps_attention)
 
     def layouts_of(self, whole: Tensor, parts: Sequence[Tensor]) -> list[TokenDim]:
         """Return all layouts in which the shapes of `parts` fit slices of `whole`."""

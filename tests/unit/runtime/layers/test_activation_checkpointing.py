@@ -18,12 +18,16 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
 from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpoint_with_gradients,
     checkpointing_with_gradients,
+    keeps_attention,
     set_recompute,
     warn_if_none_is_kept,
 )
+from terapipe_ds.runtime.verify.named_layer import layers_of
+from terapipe_ds.runtime.verify.tokens import Slicing
 
 TOKENS = torch.tensor([[1, 2], [0, 1]])
 
@@ -85,7 +89,8 @@ def kept_gradients(
     keeping, store, outputs = checkpoint_with_gradients(function, kept=KeptCalls()), SliceStore(), []
     ends = [sum(lengths[: n + 1]) for n in range(len(lengths))]
     slices = [
-        ActiveSlice(e - n, e, 8, slice_id=i, store=store) for i, (e, n) in enumerate(zip(ends, lengths, strict=True))
+        ActiveSlice(e - n, e, 8, slice_id=i, store=store, keeps_attention=True)
+        for i, (e, n) in enumerate(zip(ends, lengths, strict=True))
     ]
     for active in slices:
         with push_slice(active), saving or nullcontext():
@@ -141,7 +146,7 @@ def test_layers_that_keep_nothing_are_told_once_per_engine(caplog: pytest.LogCap
         set_recompute(module, config, {})
         caplog.clear()
         x = torch.randn(1, 2, 8, 4, requires_grad=True)
-        with checkpointing_with_gradients(module), push_slice(ActiveSlice(0, 8, 8)):
+        with checkpointing_with_gradients(module), push_slice(ActiveSlice(0, 8, 8, keeps_attention=True)):
             module.activation_checkpoint_func(layer, x)
         for _ in range(2):
             warn_if_none_is_kept(module, 1)
@@ -150,3 +155,19 @@ def test_layers_that_keep_nothing_are_told_once_per_engine(caplog: pytest.LogCap
     set_recompute(module, config.model_copy(update={"recompute": (1,)}), {})
     warn_if_none_is_kept(module, 0)
     assert "stage 0" not in caplog.text
+
+
+def test_a_layer_may_checkpoint_itself_beside() -> None:
+    """Its own second run comes when nothing is kept any more, and has to save the same tensors as the first one."""
+    found, expected = kept_gradients(ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x))
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_verification_keeps_attention_as_training_does() -> None:
+    module = module_of(ds_checkpointing.checkpoint)
+    set_recompute(module, TeraPipeConfig(enabled=True, recompute="full", keep_attention=True), {})
+    module.forward_funcs, module.is_checkpointable_results = [lambda x: attend(x) + attend(2 * x)], [True]
+    module._local_start, x = 0, torch.randn(1, 2, 8, 4, requires_grad=True)
+    (layer,), slicing = layers_of(module), Slicing(SlicePlan((8,)), (1.0,), keeps_attention=keeps_attention(module))
+    with push_slice(slicing.active(0)), pytest.raises(SliceStoreError, match="give each its own name"):
+        layer((x,), False)

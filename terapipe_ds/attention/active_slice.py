@@ -90,7 +90,7 @@ class ActiveSlice:
     `exchange` is set if sequence ranks divide the tokens of a slice: [start, stop) are then the tokens of this rank,
     and `sliced_attention` reaches the other tokens through `exchange`.
     `kept` is set while a function runs that will run again in the backward, if it keeps the results of attention.
-    `keeps_attention` is set in all runs of such a slice, so that attention takes one path in layers with checkpoints too.
+    `keeps_attention` is set in all runs of such a slice, so that attention takes one path; a layer may checkpoint too.
     `wants_logits` is False if the loss takes the input of the output matrix: the last layer then returns its input.
     """
 

@@ -103,7 +103,7 @@ def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tenso
         active = active_slice()
         # the layer's own kernels are faster, but write and add a gradient of the weight's size for each slice
         is_sliced = gradients.splits_now() or (active is not None and not active.is_whole)
-        take = gradients.taker(inputs, weight) if is_sliced and not in_fp8 else None
+        take = _taker(gradients, inputs, weight) if is_sliced and not in_fp8 else None
         if take is None:
             return plain(inputs)
         is_row = layer.parallel_mode == "row"
@@ -123,6 +123,15 @@ def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tenso
 
     setattr(forward, _MARK, True)
     return forward
+
+
+def _taker(gradients: SplitBackwards, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:
+    """Return `gradients.taker`; in the first run of a checkpointed layer the second one's, for the same kernels."""
+    active = active_slice()
+    if torch.is_grad_enabled() or active is None or active.mode == "eval":
+        return gradients.taker(inputs, weight)
+    with torch.enable_grad():
+        return gradients.taker(inputs.detach().requires_grad_(), weight)
 
 
 def _normed(layer: Any, inputs: Tensor) -> Tensor:

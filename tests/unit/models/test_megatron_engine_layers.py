@@ -17,6 +17,7 @@ pytest.importorskip("megatron.core")
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.models.megatron import layers, linears, refusals
@@ -132,6 +133,25 @@ def test_other_backwards_are_transformer_engine_s(engine: Any) -> None:
     with unit(*UNITS[0]), run.gradients.deferred(UNITS[0]), fp8_autocast(fp8_recipe=recipe):
         run.layers(hidden).sum().backward()
     assert run.gradients.compute(UNITS[0], contextlib.nullcontext) == 0 and len(run.layers.up.calls) == 2
+
+
+@pytest.mark.parametrize("splits", [False, True])
+def test_both_runs_of_a_checkpointed_layer_have_the_same_kernels(splits: bool, engine: Any) -> None:
+    torch.manual_seed(0)
+    run, which = Run(Layers(engine), (TOKENS, ROWS, IN), UNITS, None, by_torch, shared=dist.group.WORLD), UNITS[0]
+    run.gradients.open_batch([which] if splits else ())
+    mine, theirs = (run.inputs[which].clone().requires_grad_() for _ in range(2))
+    with unit(*which):
+        outputs = checkpoint(run.layers, mine, use_reentrant=True)
+        with run.gradients.deferred(which):
+            outputs.square().sum().backward()
+    left = run.gradients.compute(which, contextlib.nullcontext)
+    by_torch(run.plain, theirs).square().sum().backward()
+    run.assert_same()
+    assert (left, len(run.layers.up.calls)) == ((3, 0) if splits else (0, 2))
+    with unit(*which) as active, push_slice(active.replace(mode="eval")), torch.no_grad():
+        run.layers(mine)
+    assert len(run.layers.up.calls) == (1 if splits else 3), "nothing runs again: the faster kernels"
 
 
 def test_half_precision_keeps_a_small_gamma(engine: Any) -> None:

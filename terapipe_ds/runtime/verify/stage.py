@@ -147,8 +147,12 @@ class StageCheck:
         if not self.found.with_layers:
             if self.of_hidden is not None and len(layers) > 1:
                 outputs, layers = self._run_layers(layers[:-1], inputs), layers[-1:]
-            self._last = None if outputs is None else (layers[0], outputs)
-            return None if outputs is None else self._run_layers(layers, outputs)
+            if outputs is None:
+                return None
+            # without a graph, nothing says that the last layer hands a gradient on
+            trained = outputs.changed(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+            self._last = layers[0], trained
+            return self._run_layers(layers, outputs)
         together: list[NamedLayer] = []
         for layer in layers:
             # a layer whose output cannot be cut is compared with the layers after it

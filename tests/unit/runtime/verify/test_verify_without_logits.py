@@ -16,7 +16,7 @@ from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hand
 from terapipe_ds.models import gpt
 from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
-from tests.unit.runtime.verify.test_verify_layers import VOCAB, _checkpoint, data, verify, verify_gpt
+from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, _checkpoint, data, verify, verify_gpt
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPED = LinearCrossEntropy(label_smoothing=0.1, softcap=4.0, scale=0.5)
@@ -155,6 +155,38 @@ def test_a_loss_without_logits_that_differs_is_found(
     sabotage(monkeypatch)
     [finding] = verify(layers_of(nn.Linear(WIDTH, VOCAB), dtype), None, loss).findings
     assert finding.problem.startswith(f"without logits, as in training, {what}"), finding
+
+
+class ThreeTimes(torch.autograd.Function):
+    """Hand three times the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3.0 * gradients[0]
+
+
+class WrongForHidden(LinearCrossEntropy):
+    """The hidden states alone get a wrong gradient."""
+
+    def of_hidden(self, hidden: Tensor, *rest: Any) -> Tensor:
+        loss: Tensor = super().of_hidden(ThreeTimes.apply(hidden), *rest)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
+)
+@pytest.mark.parametrize("before", [1, 0], ids=["after another layer", "alone in its part"])
+def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, is_frozen: bool, before: int) -> None:
+    """The layers before it run without a graph, and a frozen head has no other gradient."""
+    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not is_frozen))
+    hidden = (torch.randn(2, LENGTH, WIDTH),)
+    [finding] = verify(layers[1 - before :], hidden, loss, with_layers=False).findings
+    assert finding.problem.startswith("without logits, as in training, input gradient"), finding
 
 
 def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:

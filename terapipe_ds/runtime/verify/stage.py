@@ -254,7 +254,8 @@ class StageCheck:
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
         if self.of_hidden is not None and self._last is not None:
-            check = replace(check, head=HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast))
+            head = HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast, self.intercept)
+            check = replace(check, head=head)
         result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
         problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):

@@ -54,6 +54,7 @@ def verify(
     with_layers: bool = True,
     report: Callable[[], Any] = lambda: None,
     splits: bool = False,
+    intercept: bool = True,
 ) -> Findings:
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -67,7 +68,9 @@ def verify(
     last = SimpleNamespace(loss_fn=loss_fn, forward_funcs=layers)
     of_hidden = LossOfHidden.of(last, WeightGradients())
     weights = accumulate_in_products(module, None) if splits else None
-    check = StageCheck(module, slicing, Findings(with_layers), autocast, of_hidden=of_hidden, weights=weights)
+    check = StageCheck(
+        module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights
+    )
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
         outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))

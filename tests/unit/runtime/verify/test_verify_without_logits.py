@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
@@ -155,6 +156,28 @@ def test_a_loss_without_logits_that_differs_is_found(
     sabotage(monkeypatch)
     [finding] = verify(layers_of(nn.Linear(WIDTH, VOCAB), dtype), None, loss).findings
     assert finding.problem.startswith(f"without logits, as in training, {what}"), finding
+
+
+class Attends(Capped):
+    """A block with plain causal attention before the head."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return super().forward(hidden + mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("with_layers", [True, False])
+def test_plain_attention_of_the_last_layer_is_intercepted_as_in_training(with_layers: bool) -> None:
+    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+
+
+@pytest.mark.parametrize("with_layers", [True, False])
+def test_plain_attention_of_the_last_layer_is_refused_without_interception(with_layers: bool) -> None:
+    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers, intercept=False)
+    assert "plain attention was called on slice" in "".join(map(str, [*found.findings, *found.notes]))
+    assert found.num_losses == 0
 
 
 class ThreeTimes(torch.autograd.Function):

@@ -55,6 +55,7 @@ def verify(
     report: Callable[[], Any] = lambda: None,
     splits: bool = False,
     intercept: bool = True,
+    everyone: Sequence[Tensor] = (),
 ) -> Findings:
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -75,7 +76,8 @@ def verify(
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
         outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
         if loss_fn is not None and outputs is not None:
-            check.check_loss(LossCheck(loss_fn, tokens, outputs, slicing, config, report), len(layers))
+            loss = LossCheck(loss_fn, tokens, outputs, slicing, config, report)
+            check.check_loss(loss, len(layers), [SliceableTensors.of_labels(each, 1) for each in everyone])
     return check.found
 
 

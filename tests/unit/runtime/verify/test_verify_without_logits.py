@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
 from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, _checkpoint, data, verify, verify_gpt
@@ -210,6 +211,43 @@ def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any
     hidden = (torch.randn(2, LENGTH, WIDTH),)
     [finding] = verify(layers[1 - before :], hidden, loss, with_layers=False).findings
     assert finding.problem.startswith("without logits, as in training, input gradient"), finding
+
+
+WINDOWS = 12
+
+
+def labels_of_all(kind: int | None = None) -> Tensor:
+    """Labels of which no value is frequent; two late windows have `kind` as well, as ignored labels or as padding."""
+    labels = (torch.arange(2 * WINDOWS * LENGTH) % (VOCAB - 4) + 4).view(2, -1)
+    if kind is not None:
+        labels[0, -2 * LENGTH :] = kind
+    return labels
+
+
+@pytest.mark.parametrize(("kind", "of_heads"), [(None, 1), (-100, 2), (0, 2)])
+def test_the_last_layer_runs_for_new_kinds_of_labels_alone(
+    kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of logits is compared for all windows."""
+    calls, compare, run = [], HeadWithLoss.compare, LossCheck.run
+    monkeypatch.setattr(HeadWithLoss, "compare", lambda *args: (calls.append("head"), compare(*args))[1])
+    monkeypatch.setattr(LossCheck, "run", lambda *args: (calls.append("loss"), run(*args))[1])
+    labels, everyone = labels_of_all()[:, :LENGTH], [labels_of_all(kind)]
+    found = verify(layers_of(Capped()), None, LinearCrossEntropy(), labels=labels, everyone=everyone)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+    assert (calls.count("head"), calls.count("loss")) == (of_heads, 1 + WINDOWS)
+
+
+@pytest.mark.parametrize("first_ignored", [0, 8, LENGTH], ids=["no label", "a slice", "a window"])
+def test_a_fault_of_ignored_labels_is_found_in_a_late_window(first_ignored: int) -> None:
+    """Slices of ignored labels alone run no loss of hidden states, and do not show the fault."""
+    labels, late = labels_of_all(), labels_of_all(-100)
+    for each in (labels, late):
+        each[:, :first_ignored] = -100
+    first, loss = labels[:, :LENGTH], OtherIgnored()
+    assert verify(layers_of(Capped()), None, loss, labels=first, everyone=[labels]).findings == []
+    [finding] = verify(layers_of(Capped()), None, loss, labels=first, everyone=[late]).findings
+    assert finding.problem.startswith("without logits, as in training, ") and "of micro-batch 0" in finding.problem
 
 
 def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
+from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.planner.memory import PartMemory
@@ -203,3 +204,14 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
     backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
     assert timer.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, strict=True))
+
+
+@pytest.mark.parametrize("interval", [0, 1])
+def test_measured_slices_keep_attention_as_training_does(monkeypatch: pytest.MonkeyPatch, interval: int) -> None:
+    timer = timer_of([nn.Linear(16, 16)], False, False)
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", interval)
+    monkeypatch.setattr(Part, "_terapipe_kept_calls", KeptCalls(), raising=False)
+    timer.forward(4, 0)
+    assert isinstance(timer.module, Part)
+    active = timer.module.seen[-1][0]
+    assert active is not None and active.keeps_attention is bool(interval)

@@ -45,7 +45,7 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = outer_arguments(type(self), args, kwargs)
+        given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
         config = enabled_config(given.get("args"))
         if config is None:
             super().__init__(*args, **kwargs)

@@ -106,9 +106,7 @@ def _quantizer_of(config: PretrainedConfig) -> HfQuantizer:
         if not hasattr(quantizer, "get_quantize_ops"):
             raise ImportError("transformers 4 cannot quantize layer by layer")
     except ImportError as error:
-        raise ModelRefusedError(
-            f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]' 'transformers>=5'"
-        ) from error
+        raise ModelRefusedError(f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]'") from error
     return quantizer
 
 

@@ -49,7 +49,7 @@ def test_quantization_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
     args = types.SimpleNamespace(model_init_kwargs={"quantization_config": {"load_in_4bit": True}})
     given = {"args": args, "model": "a/model", "quantization_config": {"load_in_4bit": True}}
-    with pytest.raises(ModelRefusedError, match="stands in model_init_kwargs too: leave out the latter"):
+    with pytest.raises(ModelRefusedError, match="it stands in model_init_kwargs too; give it once"):
         without_start(OtherOrder)._with_skeleton(given)
 
 

@@ -66,9 +66,7 @@ class PipelineTrainerMixin(Trainer):
                 options = {"dtype": "float32"} | options  # as TRL reads a model
             if (quantization := given.pop("quantization_config", None)) is not None:
                 if "quantization_config" in options:
-                    raise ModelRefusedError(
-                        "quantization_config is an argument, and stands in model_init_kwargs too: leave out the latter"
-                    )
+                    raise ModelRefusedError("quantization_config: it stands in model_init_kwargs too; give it once")
                 options["quantization_config"] = quantization
             model = skeleton(given["model"], **options)
             if is_sft(type(self)) and given.get("processing_class") is None:
@@ -128,7 +126,7 @@ class PipelineTrainerMixin(Trainer):
         if self._stages is not None:
             self._renew_config()
             self._waiting.clear()
-            self._stages.forget_sums()
+            self._stages.own_sums()  # of a step that raised
         return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -162,11 +160,11 @@ class PipelineTrainerMixin(Trainer):
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Count the operations of a batch once per replica, on its first stage."""
-        if self._stages is None:
-            return super().floating_point_ops(inputs)
-        # transformers doubles 4-bit weights for two numbers in a byte; those of a model without weights are not packed
+        if self._stages is None or not self._stages.is_first:
+            return super().floating_point_ops(inputs) if self._stages is None else 0
+        # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(getattr(self.model, "get_base_model", lambda: self.model)(), "is_loaded_in_4bit", False):
-            return super().floating_point_ops(inputs) if self._stages.is_first else 0
+            return super().floating_point_ops(inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

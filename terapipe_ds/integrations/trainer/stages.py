@@ -218,15 +218,12 @@ class Stages:
         return loss, reduced, self._sums()
 
     def _sums(self) -> Sums:
-        if self._loss is None:
-            return {}
-        every = gather(self._loss.take_sums(), self._pipe_group())  # copies of the last part are on several stages
+        every = [] if self._loss is None else gather(self.own_sums(), self._pipe_group())  # parts have copies
         return {index: sums for of_stage in every for index, sums in of_stage.items()}
 
-    def forget_sums(self) -> None:
-        """Drop the sums of a step that raised an error."""
-        if self._loss is not None:
-            self._loss.take_sums()
+    def own_sums(self) -> Sums:
+        """Return the sums of this stage since the last call."""
+        return {} if self._loss is None else self._loss.take_sums()
 
     def _pipe_group(self) -> Any:
         return self.module.mpu().get_pipe_parallel_group()

@@ -104,8 +104,8 @@ DEVICES = {**DEVICES, "devices": DEVICES["devices"][:2]}
 def test_device_cards(cards: Any, data: bytes) -> None:
     for card in cards.values():
         numbers = [value for value in dataclasses.astuple(card) if isinstance(value, int | float)]
-        optional = [card.host_memory_bytes, card.attention_backward_efficiency]
-        assert len(numbers) == 9 - optional.count(None) and not any(isinstance(value, bool) for value in numbers)
+        optional = [card.host_memory_bytes, card.attention_backward_efficiency, card.context_bytes]
+        assert len(numbers) == 10 - optional.count(None) and not any(isinstance(value, bool) for value in numbers)
         assert all(0 < value < math.inf for value in numbers)
         assert card.resolve_dtype("auto") in card.dtypes
         assert all(peak > 0 for peak in card.peak_flops.values() if peak is not None)

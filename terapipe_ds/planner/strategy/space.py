@@ -106,7 +106,8 @@ class Space:
         (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
         kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
         kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
-        return (whole.static_bytes + self.sequence_length * kept) / candidate.grid.pipe
+        mean = (whole.static_bytes + self.sequence_length * kept) / candidate.grid.pipe
+        return mean + self.cluster.context_bytes(candidate.grid)
 
     def check_need(self) -> None:
         """Raise MemoryLimitError where no strategy can fit, with the number of devices that would do."""

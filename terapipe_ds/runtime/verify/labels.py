@@ -24,6 +24,8 @@ _TOKENS = 64  # in a call, each with one kind of label
 _SHARE = 512  # with large vocabularies, later batches always contain new rare labels
 _EVEN = 0.01  # if the slices' shares differ by less, rounding hides which mean it is
 _NAMED = 8  # labels in a message
+_FILLS = 0.25  # of a window: no word of a text is as frequent, but padding may be
+_ANY = 2**31 - 1  # in place of labels that are neither negative nor as frequent
 
 
 class LabelProbe:
@@ -144,12 +146,17 @@ def compare_everywhere(
     """Compare the loss with the labels of all rows and tokens, window by window, each on the outputs of `check`.
 
     Return the difference, and the reason if nothing was compared, empty otherwise. The labels' worth depends on no
-    setting here: a window without any loss is compared with no weight at all.
+    setting here: a window without any loss is compared with no weight at all. The loss without logits is compared for
+    the first window that has a loss, and for windows with new kinds of labels.
     """
-    waits, not_finite = "no label counts in this batch", ""
+    waits, not_finite, seen, head = "no label counts in this batch", "", set[int](), check.head
     own = (check, "") if counts_any(check.labels, check.slicing.plan, check.config, check.loss_fn) else None
-    for here, where in filter(None, (own, *_windows(check, everyone, note))):
+    for here, where in filter(None, itertools.chain((own,), _windows(check, everyone, note))):
+        # the last layer takes far longer than loss_fn, and shows the same for labels of the same kinds
+        fresh = set[int]() if head is None else _kinds_that_run(here) - seen
+        here.head = head if any(check.slicing.ranks.exchange(bool(fresh))) else None
         problem = here.run()
+        seen |= fresh if here.is_finite else set()
         if problem is not None:
             return problem + where, ""
         if not here.is_finite:
@@ -203,16 +210,28 @@ def _tokens_first(tensor: Tensor, dim: int) -> Tensor:
     return tokens[:, None] if tokens.dim() == 1 else tokens
 
 
-def _kinds(labels: SliceableTensors) -> np.ndarray:
-    """Return a number for the kind of each label, flat over [tokens, rows]."""
+def _kinds(labels: SliceableTensors, are_joined: bool = False) -> np.ndarray:
+    """Return a number for the kind of each label, flat over [tokens, rows]; `are_joined` makes common labels one."""
     kinds = torch.zeros(labels.length, num_rows(labels), dtype=torch.int64)
     for tensor in itertools.compress(labels.tensors, labels.sliced):
         tokens = _tokens_first(tensor.detach().cpu(), labels.dim)
         if tensor.is_floating_point() or tensor.dtype == torch.bool:  # a mask, weights, a distribution
             kinds = kinds * 2 + (tokens != 0).flatten(2).any(2) if tokens.dim() > 2 else kinds * 2 + (tokens != 0)
         elif tokens.dim() == 2:
+            if are_joined:
+                values, places, counts = tokens.long().unique(return_inverse=True, return_counts=True)
+                is_common = (values >= 0) & (counts < _FILLS * tokens.numel())
+                tokens = values.masked_fill(is_common, _ANY)[places]
             kinds = kinds * 2**31 + tokens
     return kinds.flatten().numpy()
+
+
+def _kinds_that_run(check: LossCheck) -> set[int]:
+    """Return the kinds of labels in slices with a weight; without one, no loss of hidden states runs."""
+    plan = check.slicing.plan
+    has_weight = np.repeat(np.array(check.slicing.weights) != 0.0, plan.lengths)
+    kinds = _kinds(check.labels, are_joined=True).reshape(plan.sequence_length, -1)
+    return set(kinds[has_weight].flatten().tolist())
 
 
 def _named(labels: SliceableTensors, kinds: Tensor) -> str:

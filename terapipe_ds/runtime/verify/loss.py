@@ -60,6 +60,7 @@ class HeadWithLoss:
     of_hidden: Callable[[Tensor, Any, float], Tensor]
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    intercept: bool = True  # plain causal attention of the layer goes to sliced_attention
 
     def compare(self, loss: LossCheck) -> Difference | None:
         """Compare the loss of slices without logits, and all its gradients, with the loss of the whole's logits."""
@@ -77,7 +78,8 @@ class HeadWithLoss:
         plan = loss.slicing.plan
         slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
         both = NamedLayer(self.layer.layer_id, _Joined(self.layer.module, run))
-        return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
+        with guard_plain_attention(self.intercept), GuardCapturedNames():
+            return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
 
 
 class _Joined(nn.Module):

@@ -147,8 +147,12 @@ class StageCheck:
         if not self.found.with_layers:
             if self.of_hidden is not None and len(layers) > 1:
                 outputs, layers = self._run_layers(layers[:-1], inputs), layers[-1:]
-            self._last = None if outputs is None else (layers[0], outputs)
-            return None if outputs is None else self._run_layers(layers, outputs)
+            if outputs is None:
+                return None
+            # without a graph, nothing says that the last layer hands a gradient on
+            trained = outputs.changed(lambda t: t.detach().requires_grad_(t.is_floating_point()))
+            self._last = layers[0], trained
+            return self._run_layers(layers, outputs)
         together: list[NamedLayer] = []
         for layer in layers:
             # a layer whose output cannot be cut is compared with the layers after it
@@ -250,7 +254,8 @@ class StageCheck:
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
         if self.of_hidden is not None and self._last is not None:
-            check = replace(check, head=HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast))
+            head = HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast, self.intercept)
+            check = replace(check, head=head)
         result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
         problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):

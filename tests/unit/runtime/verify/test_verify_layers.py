@@ -54,6 +54,8 @@ def verify(
     with_layers: bool = True,
     report: Callable[[], Any] = lambda: None,
     splits: bool = False,
+    intercept: bool = True,
+    everyone: Sequence[Tensor] = (),
 ) -> Findings:
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -67,12 +69,15 @@ def verify(
     last = SimpleNamespace(loss_fn=loss_fn, forward_funcs=layers)
     of_hidden = LossOfHidden.of(last, WeightGradients())
     weights = accumulate_in_products(module, None) if splits else None
-    check = StageCheck(module, slicing, Findings(with_layers), autocast, of_hidden=of_hidden, weights=weights)
+    check = StageCheck(
+        module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights
+    )
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
         outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
         if loss_fn is not None and outputs is not None:
-            check.check_loss(LossCheck(loss_fn, tokens, outputs, slicing, config, report), len(layers))
+            loss = LossCheck(loss_fn, tokens, outputs, slicing, config, report)
+            check.check_loss(loss, len(layers), [SliceableTensors.of_labels(each, 1) for each in everyone])
     return check.found
 
 

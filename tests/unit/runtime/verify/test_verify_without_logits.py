@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
 from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
-from tests.unit.runtime.verify.test_verify_layers import VOCAB, _checkpoint, data, verify, verify_gpt
+from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, _checkpoint, data, verify, verify_gpt
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SHAPED = LinearCrossEntropy(label_smoothing=0.1, softcap=4.0, scale=0.5)
@@ -155,6 +157,97 @@ def test_a_loss_without_logits_that_differs_is_found(
     sabotage(monkeypatch)
     [finding] = verify(layers_of(nn.Linear(WIDTH, VOCAB), dtype), None, loss).findings
     assert finding.problem.startswith(f"without logits, as in training, {what}"), finding
+
+
+class Attends(Capped):
+    """A block with plain causal attention before the head."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        heads = hidden.unflatten(-1, (2, -1)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return super().forward(hidden + mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("with_layers", [True, False])
+def test_plain_attention_of_the_last_layer_is_intercepted_as_in_training(with_layers: bool) -> None:
+    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+
+
+@pytest.mark.parametrize("with_layers", [True, False])
+def test_plain_attention_of_the_last_layer_is_refused_without_interception(with_layers: bool) -> None:
+    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers, intercept=False)
+    assert "plain attention was called on slice" in "".join(map(str, [*found.findings, *found.notes]))
+    assert found.num_losses == 0
+
+
+class ThreeTimes(torch.autograd.Function):
+    """Hand three times the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 3.0 * gradients[0]
+
+
+class WrongForHidden(LinearCrossEntropy):
+    """The hidden states alone get a wrong gradient."""
+
+    def of_hidden(self, hidden: Tensor, *rest: Any) -> Tensor:
+        loss: Tensor = super().of_hidden(ThreeTimes.apply(hidden), *rest)
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
+)
+@pytest.mark.parametrize("before", [1, 0], ids=["after another layer", "alone in its part"])
+def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, is_frozen: bool, before: int) -> None:
+    """The layers before it run without a graph, and a frozen head has no other gradient."""
+    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not is_frozen))
+    hidden = (torch.randn(2, LENGTH, WIDTH),)
+    [finding] = verify(layers[1 - before :], hidden, loss, with_layers=False).findings
+    assert finding.problem.startswith("without logits, as in training, input gradient"), finding
+
+
+WINDOWS = 12
+
+
+def labels_of_all(kind: int | None = None) -> Tensor:
+    """Labels of which no value is frequent; two late windows have `kind` as well, as ignored labels or as padding."""
+    labels = (torch.arange(2 * WINDOWS * LENGTH) % (VOCAB - 4) + 4).view(2, -1)
+    if kind is not None:
+        labels[0, -2 * LENGTH :] = kind
+    return labels
+
+
+@pytest.mark.parametrize(("kind", "of_heads"), [(None, 1), (-100, 2), (0, 2)])
+def test_the_last_layer_runs_for_new_kinds_of_labels_alone(
+    kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of logits is compared for all windows."""
+    calls, compare, run = [], HeadWithLoss.compare, LossCheck.run
+    monkeypatch.setattr(HeadWithLoss, "compare", lambda *args: (calls.append("head"), compare(*args))[1])
+    monkeypatch.setattr(LossCheck, "run", lambda *args: (calls.append("loss"), run(*args))[1])
+    labels, everyone = labels_of_all()[:, :LENGTH], [labels_of_all(kind)]
+    found = verify(layers_of(Capped()), None, LinearCrossEntropy(), labels=labels, everyone=everyone)
+    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+    assert (calls.count("head"), calls.count("loss")) == (of_heads, 1 + WINDOWS)
+
+
+@pytest.mark.parametrize("first_ignored", [0, 8, LENGTH], ids=["no label", "a slice", "a window"])
+def test_a_fault_of_ignored_labels_is_found_in_a_late_window(first_ignored: int) -> None:
+    """Slices of ignored labels alone run no loss of hidden states, and do not show the fault."""
+    labels, late = labels_of_all(), labels_of_all(-100)
+    for each in (labels, late):
+        each[:, :first_ignored] = -100
+    first, loss = labels[:, :LENGTH], OtherIgnored()
+    assert verify(layers_of(Capped()), None, loss, labels=first, everyone=[labels]).findings == []
+    [finding] = verify(layers_of(Capped()), None, loss, labels=first, everyone=[late]).findings
+    assert finding.problem.startswith("without logits, as in training, ") and "of micro-batch 0" in finding.problem
 
 
 def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,7 +50,7 @@ setup(
     extras_require={
         "hf": [*HUGGING_FACE],
         "trl": [*HUGGING_FACE, *TRL],  # `terapipe_ds.integrations.trainer`
-        "qlora": [*HUGGING_FACE, *QLORA],  # adapters beside quantized weights
+        "qlora": [*HUGGING_FACE, "transformers>=5", *QLORA],  # adapters beside quantized weights
         "megatron": ["megatron-core==0.16.1"],
         "plot": [*PLOT],
         "bench": [*PLOT],  # the report of `terapipe bench --html`

@@ -62,7 +62,7 @@ class TestQuantizedBases:
         texts = {
             "nothing trained": "train adapters, adapter=LoraConfig()",
             "tensor ranks": "tensor-parallel ranks cannot divide them",
-            "in memory": "its weights are quantized in memory: give the folder",
+            "in memory": "its weights are quantized in memory: give its folder",
             "two": "give it to skeleton",
             "dora": "LoraConfig(use_dora=True) is not served",
             "bias": "LoraConfig(bias='all') is not served",

@@ -57,6 +57,8 @@ def test_the_metadata(built: Path) -> None:
     required = said.get_all("Requires-Dist", ())
     hf = {re.split(r"\W", line)[0] for line in required if line.endswith('extra == "hf"')}
     assert hf == {"transformers", "safetensors", "peft"}
+    of_qlora = [line for line in required if line.startswith("transformers") and line.endswith('extra == "qlora"')]
+    assert any(">=5" in line for line in of_qlora)  # an older one does not quantize layer by layer
     plain = {re.split(r"[^\w-]", line)[0] for line in required if "extra ==" not in line}
     assert plain == {"torch", "deepspeed", "numpy", "pydantic", "packaging", "xxhash"}
     assert said["License"] == "Apache-2.0"

@@ -25,7 +25,7 @@ from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_ra
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
-from terapipe_ds.models.hugging_face.refusals import SOURCE, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
 from terapipe_ds.runtime.checkpoints.save import replaced
 
@@ -45,7 +45,7 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        given = outer_arguments(type(self), args, kwargs)
+        given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
         config = enabled_config(given.get("args"))
         if config is None:
             super().__init__(*args, **kwargs)
@@ -65,6 +65,8 @@ class PipelineTrainerMixin(Trainer):
             if is_sft(type(self)):
                 options = {"dtype": "float32"} | options  # as TRL reads a model
             if (quantization := given.pop("quantization_config", None)) is not None:
+                if "quantization_config" in options:
+                    raise ModelRefusedError("quantization_config: it stands in model_init_kwargs too; give it once")
                 options["quantization_config"] = quantization
             model = skeleton(given["model"], **options)
             if is_sft(type(self)) and given.get("processing_class") is None:
@@ -124,6 +126,7 @@ class PipelineTrainerMixin(Trainer):
         if self._stages is not None:
             self._renew_config()
             self._waiting.clear()
+            self._stages.own_sums()  # of a step that raised
         return super()._inner_training_loop(*args, **kwargs)
 
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -157,8 +160,11 @@ class PipelineTrainerMixin(Trainer):
 
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Count the operations of a batch once per replica, on its first stage."""
-        is_counted = self._stages is None or self._stages.is_first
-        return super().floating_point_ops(inputs) if is_counted else 0
+        if self._stages is None or not self._stages.is_first:
+            return super().floating_point_ops(inputs) if self._stages is None else 0
+        # transformers would take weights in 4 bits for packed, and these have no values
+        with replaced(getattr(self.model, "get_base_model", lambda: self.model)(), "is_loaded_in_4bit", False):
+            return super().floating_point_ops(inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

@@ -56,9 +56,10 @@ def is_sft(kind: type) -> bool:
     return any(map(is_sft_itself, kind.__mro__))
 
 
-def outer_arguments(kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a Trainer's arguments by name; `kind` is its class, whose parents may pass them on unnamed."""
-    signatures = (inspect.signature(vars(base)["__init__"]) for base in kind.__mro__ if "__init__" in vars(base))
+def outer_arguments(kind: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return by name the arguments that the mixin of a class of Trainer got; its parents may pass them on unnamed."""
+    parents = kind.__mro__[kind.__mro__.index(mixin) + 1 :]  # classes before the mixin have handed theirs on
+    signatures = (inspect.signature(vars(base)["__init__"]) for base in parents if "__init__" in vars(base))
     names = next(list(each.parameters)[1:] for each in signatures if "args" in _named(each))
     return dict(zip(names, args, strict=False)) | dict(kwargs)
 

@@ -46,7 +46,9 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
         return None
     raw = HfDeepSpeedConfig(source).config
     refuse_misspelt_section(raw)
-    return dict(raw) if is_enabled(raw) else None
+    # null means an absent section, and DeepSpeed and Trainer would look into it
+    present = {key: each for key, each in raw.items() if each is not None or key not in ("pipeline", "tensor_parallel")}
+    return present if is_enabled(raw) else None
 
 
 def is_size(value: Any) -> bool:
@@ -84,6 +86,12 @@ class Stages:
                 raise TeraPipeConfigError(
                     f"terapipe.strategy = {path!r}: it divides sequences over {strategy.grid['sequence']} ranks, and "
                     "Trainer gets whole ones; plan without sequence ranks, or train without Trainer"
+                )
+            count = self._wanted_sizes()[0]
+            if count not in ("auto", strategy.grid["pipe"]):
+                raise TeraPipeConfigError(
+                    f"pipeline.stages = {count!r}, and terapipe.strategy = {path!r} has {strategy.grid['pipe']}: leave "
+                    "out pipeline.stages"
                 )
             return topology_of(strategy)
         world, (count, tensor) = torch_dist.get_world_size(), self._wanted_sizes()
@@ -210,10 +218,12 @@ class Stages:
         return loss, reduced, self._sums()
 
     def _sums(self) -> Sums:
-        if self._loss is None:
-            return {}
-        every = gather(self._loss.take_sums(), self._pipe_group())  # copies of the last part are on several stages
+        every = [] if self._loss is None else gather(self.own_sums(), self._pipe_group())  # parts have copies
         return {index: sums for of_stage in every for index, sums in of_stage.items()}
+
+    def own_sums(self) -> Sums:
+        """Return the sums of this stage since the last call."""
+        return {} if self._loss is None else self._loss.take_sums()
 
     def _pipe_group(self) -> Any:
         return self.module.mpu().get_pipe_parallel_group()

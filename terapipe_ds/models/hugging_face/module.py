@@ -163,6 +163,12 @@ class HuggingFaceModule(PipelineModule):
         if self._is_built or not self._is_stored:
             super()._synchronize_tied_weights()
 
+    def _get_frozen_parameter_names(self, layer: nn.Module) -> list[str]:
+        """Return names that a save without frozen weights leaves out: theirs, and those of their scales."""
+        frozen = super()._get_frozen_parameter_names(layer)
+        scales = [key for key in layer.state_dict() if key.startswith(tuple(f"{name}." for name in frozen))]
+        return [*frozen, *scales]
+
     def _agree(self) -> None:
         """Tell all stages which inputs the layers of some stages do not take."""
         # layers differ, and so do stages: the first stage checks the inputs for all

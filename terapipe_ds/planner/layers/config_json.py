@@ -40,6 +40,7 @@ _EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "
 """Families whose experts are counted."""
 
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
+_MAX_LAYERS = 10_000  # each is looked at
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
@@ -72,6 +73,8 @@ def size_of_config(path: str) -> ModelSize:
     ]
     if missing:
         raise PlannerError(f"{path} lacks {', '.join(missing)}: give the config.json of a decoder model")
+    if numbers["num_layers"] > _MAX_LAYERS:
+        raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
     # a key that a config leaves out has the default of transformers' classes
     usual = {
@@ -108,7 +111,7 @@ def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[st
     width, of_dense = _number(config, ["moe_intermediate_size"]) or numbers["ffn_size"], numbers["ffn_size"]
     # layers without experts: the first ones, the layers that a list names, and all but every n-th
     step, first = _number(config, ["decoder_sparse_step"]) or 1, _number(config, ["first_k_dense_replace"])
-    layers, named = range(numbers["num_layers"]), config.get("mlp_only_layers") or ()
+    layers, named = range(numbers["num_layers"]), set(_listed(path, config, "mlp_only_layers", int))
     dense = sum(layer < first or layer in named or (layer + 1) % step != 0 for layer in layers)
     shared = _number(config, ["shared_expert_intermediate_size"]) or _number(config, ["n_shared_experts"]) * width
     numbers["ffn_size"] = width
@@ -134,7 +137,7 @@ def _needed(path: str, config: Mapping[str, Any], name: str) -> int:
 
 def _check_kind(path: str, family: str, document: Mapping[str, Any]) -> None:
     """Raise PlannerError for encoders, and for layers that are not all attention and MLP."""
-    architectures = [str(name) for name in document.get("architectures") or ()]
+    architectures = _listed(path, document, "architectures", str)
     is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
     if document.get("is_encoder_decoder") or is_other:
         what = ", ".join(architectures) or family
@@ -152,6 +155,13 @@ def _has_one_key_head(family: str, config: Mapping[str, Any]) -> bool:
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:
     values = [config[name] for name in names if type(config.get(name)) is int and config[name] > 0]
     return values[0] if values else 0
+
+
+def _listed(path: str, config: Mapping[str, Any], name: str, kind: type) -> list[Any]:
+    values = config.get(name) or []
+    if not isinstance(values, list) or any(type(value) is not kind for value in values):
+        raise PlannerError(f"{path}: {name} is no list of {kind.__name__}: give the config.json of a decoder model")
+    return values
 
 
 def with_length(size: ModelSize, sequence_length: int) -> ModelSize:

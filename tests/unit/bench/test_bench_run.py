@@ -110,6 +110,17 @@ def test_flops_and_mfu_by_hand() -> None:
     assert shared["runs"][1]["mfu"] is None and "peak_flops_per_s" not in shared
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16", "torch.float16", "half", "fp16"])
+def test_autocast_has_the_peak_of_its_dtype(dtype: str | None) -> None:
+    section = {"enabled": True, **({} if dtype is None else {"dtype": dtype})}
+    records = [{**found, "device": "NVIDIA H100 80GB HBM3", "attention": "cuda_flash"} for found in ranks()]
+    peaks = [
+        result_of(Job(WORK, CASES, (1,), 2, device="cuda", ds_config=config), "cpu-2stage", MACHINE, records)
+        for config in ({"torch_autocast": section}, {"torch_autocast": section | {"enabled": False}})
+    ]
+    assert [peak["peak_flops_per_s"] for peak in peaks] == [989.4e12, 67e12]
+
+
 def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     replayed = result(replayed=True)
     stock = replayed["runs"][0]

@@ -6,6 +6,7 @@ folder that has them quantized. peft puts adapters beside such layers. bitsandby
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +107,7 @@ def _quantizer_of(config: PretrainedConfig) -> HfQuantizer:
         if not hasattr(quantizer, "get_quantize_ops"):
             raise ImportError("transformers 4 cannot quantize layer by layer")
     except ImportError as error:
-        raise ModelRefusedError(
-            f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]' 'transformers>=5'"
-        ) from error
+        raise ModelRefusedError(f"its weights are quantized, and {error}: pip install 'terapipe_ds[qlora]'") from error
     return quantizer
 
 
@@ -149,8 +148,27 @@ def can_take(value: Tensor, read_value: Tensor) -> bool:
     """Return whether the values that were read fit the parameter `value`."""
     if read_value.is_meta or read_value.shape != value.shape:
         return False
-    owner = value.module if is_quantized(value) else None  # type: ignore[attr-defined]
-    return owner is None or read_value.quant_state.shape == (owner.out_features, owner.in_features)  # type: ignore[attr-defined]
+    scales = getattr(read_value, "quant_state", None)
+    return not is_quantized(value) or (read_value.dtype is torch.uint8 and _fit(scales, value.module))  # type: ignore[attr-defined]
+
+
+def _fit(scales: Any, owner: Any) -> bool:
+    """Return whether scales are those of a weight of this size: native code reads as many as the size requires."""
+    shape, nested = (owner.out_features, owner.in_features), getattr(scales, "state2", None)
+    if scales is None or scales.quant_type not in ("nf4", "fp4") or scales.shape != shape:
+        return False
+    dtypes = torch.float32, torch.float16, torch.bfloat16
+    is_fit = scales.dtype in dtypes and _has(scales, math.prod(shape), 16, dtypes[0] if nested is None else torch.uint8)
+    return is_fit and (nested is None or _has(nested, scales.absmax.numel(), 256, torch.float32))
+
+
+def _has(scales: Any, count: int, codes: int, dtype: torch.dtype) -> bool:
+    """Return whether there is a scale for each block of `count` numbers, and the table of codes is whole."""
+    size = scales.blocksize
+    blocks = -(count // -size) if type(size) is int and size in [2**power for power in range(5, 13)] else -1
+    wanted = (scales.absmax, dtype, blocks), (scales.code, torch.float32, codes)
+    is_plain = all(each.layout is torch.strided and each.is_contiguous() for each, *_ in wanted)
+    return is_plain and all(each.dtype is kind and each.numel() == length for each, kind, length in wanted)
 
 
 def take(value: Tensor, read_value: Tensor) -> None:
@@ -167,13 +185,28 @@ def take(value: Tensor, read_value: Tensor) -> None:
 def take_scales(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     """Take the scales of quantized weights out of a state dict, whose other values torch loads.
 
-    bitsandbytes saves them beside a weight, but does not load them.
+    bitsandbytes saves them beside a weight, but does not load them. Raises ModelRefusedError if they do not fit.
     """
     for name, part in module.named_modules(prefix=prefix.removesuffix(".")):
-        weight = part._parameters.get("weight")
-        beside = f"{name}.weight."
-        scales = {key.removeprefix(beside): state.pop(key) for key in list(state) if key.startswith(beside)}
-        if weight is not None and is_quantized(weight) and scales:
+        weight, key = part._parameters.get("weight"), f"{name}.weight"
+        scales = {each.removeprefix(f"{key}."): state.pop(each) for each in list(state) if each.startswith(f"{key}.")}
+        # without the weight they are those of other codes than the module has
+        if weight is not None and is_quantized(weight) and key in state:
             read([weight])
-            loaded = type(weight.quant_state).from_dict(scales, device=weight.device)  # type: ignore[attr-defined]
-            weight.quant_state = part.quant_state = loaded  # type: ignore[attr-defined, assignment]
+            weight.quant_state = part.quant_state = _loaded(scales, weight, part, key)  # type: ignore[attr-defined]
+
+
+def _loaded(scales: dict[str, Any], weight: Tensor, owner: nn.Module, key: str) -> Any:
+    own, loaded, cause = weight.quant_state, None, None  # type: ignore[attr-defined]
+    try:
+        loaded = type(own).from_dict(scales, device=weight.device)
+    except Exception as error:  # bitsandbytes checks little of what a file says
+        cause = error
+    if loaded is None or not _fit(loaded, owner):
+        raise ModelRefusedError(f"the checkpoint has no scales, or none that fit, for {key}: save it again") from cause
+    saved, present = (f"{each.quant_type} in blocks of {each.blocksize}" for each in (loaded, own))
+    if saved != present:
+        raise ModelRefusedError(
+            f"the checkpoint has {key} as {saved}, and the model as {present}: give its quantization_config"
+        )
+    return loaded

@@ -129,8 +129,8 @@ class StoredWeights:
             wrong = [key for key, value in tensors.items() if not can_take(value, shares[key])]
             if wrong:
                 raise ModelRefusedError(
-                    f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}: give a folder whose "
-                    "config and weights are of one model"
+                    f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}, or no scales of "
+                    "its quantized values that fit: give a folder whose config and weights are of one model"
                 )
             for key, value in tensors.items():
                 take(value, shares[key])

@@ -112,3 +112,19 @@ def test_a_plan_and_refusals(tmp_path: Path) -> None:
     path.write_text(json.dumps(NARROW | {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": None}))
     with pytest.raises(PlannerError, match="lacks num_experts_per_tok"):
         size_of_config(str(path))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mlp_only_layers": 5}, "mlp_only_layers is no list of int"),
+        ({"mlp_only_layers": [[]]}, "mlp_only_layers is no list of int"),
+        ({"architectures": 5}, "architectures is no list of str"),
+        ({"num_hidden_layers": 10**12}, "1000000000000 layers are more than 10000"),
+    ],
+)
+def test_fields_of_a_stranger(fields: dict[str, Any], text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(NARROW | {"model_type": "qwen3_moe"} | MIXED | fields))
+    with pytest.raises(PlannerError, match=text):
+        size_of_config(str(path))

@@ -231,7 +231,7 @@ def peak_flops(engine: PipelineEngine, config: TeraPipeConfig) -> float | None:
 
 def _dtype_name(engine: PipelineEngine) -> str:
     if engine.torch_autocast_enabled():
-        return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(engine.torch_autocast_dtype(), "fp32")
+        return {torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp16"}.get(engine.torch_autocast_dtype(), "fp32")
     if engine.bfloat16_enabled() or engine.fp16_enabled():
         return "bf16" if engine.bfloat16_enabled() else "fp16"
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"

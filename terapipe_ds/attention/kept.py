@@ -58,7 +58,7 @@ class KeptAttention:
         """Return the output, log-sum-exp and states of `call`, which runs unless they are kept."""
         if self._has_run and layer in self._kept:
             token, states, random = self._kept.pop(layer)
-            if random is not None:  # so that the layer's later draws equal those of its first run
+            if random is not None:  # the layer's later draws then equal the draws of its first run
                 _random(device).set_rng_state(random)
             out, lse = _unpacked(layer, token)
             return out, lse, states

@@ -164,7 +164,7 @@ class HuggingFaceModule(PipelineModule):
             super()._synchronize_tied_weights()
 
     def _get_frozen_parameter_names(self, layer: nn.Module) -> list[str]:
-        """Return names that a save without frozen weights leaves out: theirs, and those of their scales."""
+        """Return the names that a save without frozen weights leaves out: frozen weights and their scales."""
         frozen = super()._get_frozen_parameter_names(layer)
         scales = [key for key in layer.state_dict() if key.startswith(tuple(f"{name}." for name in frozen))]
         return [*frozen, *scales]

@@ -40,7 +40,7 @@ _EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "
 """Families whose experts are counted."""
 
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
-_MAX_LAYERS = 10_000  # each is looked at
+_MAX_LAYERS = 10_000  # the planner goes over every layer
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",

@@ -153,7 +153,7 @@ def can_take(value: Tensor, read_value: Tensor) -> bool:
 
 
 def _fit(scales: Any, owner: Any) -> bool:
-    """Return whether scales are those of a weight of this size: native code reads as many as the size requires."""
+    """Return whether scales fit a weight of this size: native code reads as many as the size requires."""
     shape, nested = (owner.out_features, owner.in_features), getattr(scales, "state2", None)
     if scales is None or scales.quant_type not in ("nf4", "fp4") or scales.shape != shape:
         return False
@@ -190,7 +190,7 @@ def take_scales(module: nn.Module, state: dict[str, Any], prefix: str) -> None:
     for name, part in module.named_modules(prefix=prefix.removesuffix(".")):
         weight, key = part._parameters.get("weight"), f"{name}.weight"
         scales = {each.removeprefix(f"{key}."): state.pop(each) for each in list(state) if each.startswith(f"{key}.")}
-        # without the weight they are those of other codes than the module has
+        # without the weight in the state, the scales belong to other codes than the module has
         if weight is not None and is_quantized(weight) and key in state:
             read([weight])
             weight.quant_state = part.quant_state = _loaded(scales, weight, part, key)  # type: ignore[attr-defined]

@@ -87,8 +87,8 @@ class HeadExchange:
             sinks = sinks.chunk(size)[rank]
         q, k, v = to_heads((q, k, v), self.ranks)
         # the store and the kernels see all tokens, and know nothing of ranks
-        active = active_slice()
-        with push_slice(replace(self.whole, kept=None if active is None else active.kept)):
+        active, whole = active_slice(), self.whole
+        with push_slice(whole if active is None or active.kept is None else whole.replace(kept=active.kept)):
             out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
 

@@ -131,8 +131,7 @@ def _peak_flops(job: Job, device: str | None) -> float | None:
     autocast = (job.ds_config or {}).get("torch_autocast") or {}
     # products run in autocast's dtype, which on a GPU is fp16 unless it is given
     dtype = autocast.get("dtype") or "fp16" if autocast.get("enabled") else (job.gpt or {}).get("dtype")
-    short = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "half": "fp16", "fp16": "fp16"}
-    return None if device is None else peak_of_card(device, short.get(str(dtype).removeprefix("torch."), "fp32"))
+    return None if device is None else peak_of_card(device, str(dtype or "fp32").removeprefix("torch."))
 
 
 def _flops_of_sequence(job: Job) -> float:

@@ -125,7 +125,8 @@ def peak_of_card(device: str, dtype: str) -> float | None:
     if {"pcie", "nvl", "mig", "laptop", "d"} & words:  # their peaks differ from the cards'
         return None
     of_family = {name.removeprefix("rtx-").split("-")[0]: card for name, card in device_cards().items()}
-    return next((card.peak_flops.get(dtype) for family, card in of_family.items() if family in words), None)
+    name = _SPELLINGS.get(dtype, dtype)
+    return next((card.peak_flops.get(name) for family, card in of_family.items() if family in words), None)
 
 
 def read_cards(text: str | bytes) -> dict[str, DeviceCard]:

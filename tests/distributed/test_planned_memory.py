@@ -60,10 +60,10 @@ def settled(all_to_all: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable
     """Return the collective, which ends when gloo's threads hold its tensors no more: a free there is not recorded."""
 
     def call(*tensors: torch.Tensor) -> None:
-        before = [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in tensors]
+        before = [x._use_count() for x in tensors]
         all_to_all(*tensors)
         deadline_s = time.monotonic() + 1.0
-        while [torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in tensors] > before:
+        while [x._use_count() for x in tensors] > before:
             assert time.monotonic() < deadline_s, "somebody else keeps the tensors of an exchange"
             time.sleep(0.0005)
 

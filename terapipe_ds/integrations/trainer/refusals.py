@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
+from terapipe_ds.runtime.checkpoints.save import replaced
 
 _WHOLE = "needs the whole model on one rank"
 # Attributes of the arguments that are set, and why stages cannot serve them.
@@ -39,13 +39,6 @@ _REFUSED_GIVEN = {
     "terapipe_ds.from_pretrained and train without Trainer",
     "model_init": "stages are cut once: pass model=",
 }
-_NEW = (
-    "_with_skeleton",
-    "_start_engine",
-    "_renew_config",
-    "_note_metrics",
-    "_labels_of",
-)  # methods of the mixin that no Trainer has
 _WHOLE_SEQUENCES = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
 # The mixin replaces these methods: a class below it may only call its parent's method.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
@@ -92,8 +85,10 @@ def _of_class(kind: type, mixin: type) -> list[str]:
         for base in kind.__mro__
         if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
     ]
-    overrides = [name for name, value in vars(mixin).items() if inspect.isfunction(value) and name not in _NEW]
-    missing = [name for name in overrides if not hasattr(Trainer, name)]
+    # the mixin wraps the methods that replace those of Trainer
+    missing = [
+        name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__") and not hasattr(Trainer, name)
+    ]
     if missing:
         problems.append(
             f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
@@ -170,20 +165,20 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     ids = torch.tensor([[1, 2]])
     inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     seen: list[Mapping[str, Any]] = []
-    result = torch.zeros(()) if name != "prediction_step" else (torch.zeros(()), torch.zeros(()), torch.zeros(()))
+    loss, is_prediction = torch.zeros(()), name == "prediction_step"
+    result: Any = (loss, loss, loss) if is_prediction else loss
 
     def last(_: Trainer, model: Any, given: Mapping[str, Any], *__: Any, **___: Any) -> Any:
         seen.append(given)
         return result
 
-    further: tuple[Any, ...] = (True,) if name == "prediction_step" else ()
     try:
-        call = functools.partial(getattr(own[0], name), trainer, trainer.model, inputs, *further)
-        returned = _with_method(stock, name, last, call)
+        with replaced(stock, name, last):
+            returned = getattr(own[0], name)(trainer, trainer.model, inputs, *[True] * is_prediction)
     except Exception as error:
         return f"{own[0].__name__}.{name} is its own ({type(error).__name__}: {error})"
-    handed_on = len(seen) == 1 and seen[0].get("input_ids") is ids and _first(returned) is _first(result)
-    if handed_on:
+    first = returned[0] if isinstance(returned, tuple) else returned
+    if len(seen) == 1 and seen[0].get("input_ids") is ids and first is loss:
         return None
     return (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
@@ -194,16 +189,3 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
 def is_sft_itself(kind: type) -> bool:
     """Return whether the class is TRL's SFTTrainer, and not made of it."""
     return (kind.__module__, kind.__name__) == ("trl.trainer.sft_trainer", "SFTTrainer")
-
-
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _with_method(kind: type, name: str, method: Callable[..., Any], act: Callable[[], Any]) -> Any:
-    original = vars(kind)[name]
-    setattr(kind, name, method)
-    try:
-        return act()
-    finally:
-        setattr(kind, name, original)

@@ -80,7 +80,7 @@ class PipelineAccelerator(Accelerator):
 def count_replicas(args: TrainingArguments, stages: Stages) -> None:
     """Let `args` count replicas as their processes.
 
-    `process_index` stays the rank, which decides who writes files; within `as_replica` it is the replica.
+    `process_index` stays the rank, which decides who writes files, unless `args` have a `_replica`.
     """
     base: Any = type(args)
     names = {
@@ -91,16 +91,6 @@ def count_replicas(args: TrainingArguments, stages: Stages) -> None:
         "counted_class": base,
     }
     args.__class__ = type(base.__name__, (base,), names)
-
-
-@contextlib.contextmanager
-def as_replica(args: TrainingArguments, stages: Stages) -> Iterator[None]:
-    """Let `args` give the replica as their process index, for samplers and loaders."""
-    vars(args)["_replica"] = stages.replica
-    try:
-        yield
-    finally:
-        del vars(args)["_replica"]
 
 
 @contextlib.contextmanager

@@ -95,9 +95,14 @@ def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) ->
     return dtype
 
 
+def base_of(model: nn.Module) -> Any:
+    """Return the model that peft has put adapters into, or the model itself."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
     """Return the causal language model of transformers that is `model`, or has its adapters; refuse any other."""
-    base = getattr(model, "get_base_model", lambda: model)()
+    base = base_of(model)
     if not isinstance(base, transformers.PreTrainedModel):
         raise ModelRefusedError(
             f"a {type(model).__name__} is no model of transformers: pass what AutoModelForCausalLM makes (without "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ from terapipe_ds.integrations.trainer.refusals import check_arguments, check_tra
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
-from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
+from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
 from terapipe_ds.runtime.checkpoints.save import replaced
@@ -116,8 +116,8 @@ class PipelineTrainerMixin(Trainer):
 
     # -- the engine, its optimizer and schedulers ---------------------------------------------------------------------
 
-    def _start_engine(self, optimizer: Any = None) -> None:
-        """Build the engine if there is none yet, with `optimizer` or the one that the arguments name."""
+    def _start_engine(self) -> None:
+        """Build the engine if there is none yet, with the optimizer of the JSON or the one that the arguments name."""
         if self._stages.engine is not None:
             return
         accepts_counts = self.model_accepts_loss_kwargs
@@ -125,11 +125,7 @@ class PipelineTrainerMixin(Trainer):
         # the number of steps only matters to a scheduler, which is made later
         filled = self._stages.new_config(self.args)
         filled.trainer_config_finalize(self.args, self.model, 1)
-        if "optimizer" in filled.config:
-            optimizer = None
-        elif not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = self.create_optimizer()
-        self._stages.start(filled.config, optimizer)
+        self._stages.start(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -146,15 +142,12 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
-        stages = self._stages
-        stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
-        with replaced(self, "model", _OfStage(stages.module, self.model)):
+        self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        module, prefix = self._stages.module, "" if base_of(self.model) is self.model else IN_PEFT
+        names = module.checkpoint_names()
+        trained = [(prefix + names.get(name, name), each) for name, each in module.named_parameters()]
+        with replaced(self.model, "named_parameters", lambda: trained), replaced(self.model, "modules", module.modules):
             return super().create_optimizer()
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names in the whole model."""
-        names = super().get_decay_parameter_names(model.whole if isinstance(model, _OfStage) else model)
-        return [name.removeprefix(IN_PEFT) for name in names] if isinstance(model, _OfStage) else names
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -278,14 +271,3 @@ class PipelineTrainerMixin(Trainer):
 
 class PipelineTrainer(PipelineTrainerMixin, Trainer):
     """Be `transformers.Trainer` over pipeline stages."""
-
-
-class _OfStage:
-    """Show Trainer the parameters of a stage under their names in the whole model."""
-
-    def __init__(self, module: HuggingFaceModule, whole: nn.Module) -> None:
-        self._module, self.whole = module, whole
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        names = self._module.checkpoint_names()
-        return ((names.get(name, name), parameter) for name, parameter in self._module.named_parameters())

@@ -140,16 +140,15 @@ def _of_given(given: Mapping[str, Any]) -> list[str]:
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
-    problems = [_problem_of_method(trainer, mixin, name) for name in _REPLACED]
+    problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name))]
     if getattr(trainer, "aux_loss_enabled", False):
         problems.append(
             "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
         )
     if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
         problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
-    told = [problem for problem in problems if problem]
-    if told:
-        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(told)}")
+    if problems:
+        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(problems)}")
 
 
 def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:

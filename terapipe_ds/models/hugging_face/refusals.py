@@ -152,7 +152,7 @@ def check_config(config: Any) -> None:
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
     # a slice must have the same angles as the sequence
-    kinds = sorted(_rope_types(config))
+    kinds = sorted({_kind_of(rope) for rope in _ropes(config.get_text_config())})
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:
         raise ModelRefusedError(
@@ -170,10 +170,6 @@ def end_of_scaled_angles(config: Any) -> int | None:
             original = most if kind == "linear" else rope.get("original_max_position_embeddings") or most
             ends.append(max(most, int(original * factor)))
     return min(ends, default=None)
-
-
-def _rope_types(config: Any) -> set[str]:
-    return {_kind_of(rope) for rope in _ropes(config.get_text_config())}
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

@@ -64,10 +64,11 @@ def _line(row: Mapping[str, Any]) -> str:
     low, high = row["spread_s"]
     stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
-    slices = counts_text(row["slices"], row.get("plans", ()))
+    slices, rate = counts_text(row["slices"], row.get("plans", ())), row.get("model_flops_per_s")
+    tflops = None if rate is None else rate / 1e12
     return (
         f"{head}{slices:>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
-        f"{row['tokens_per_s']:>10.0f}{_tflops(row):>9}{_or_dash(row.get('mfu'), form='.1%'):>7}"
+        f"{row['tokens_per_s']:>10.0f}{_or_dash(tflops, form='.3g'):>9}{_or_dash(row.get('mfu'), form='.1%'):>7}"
         f"{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
         f"{peaks:>16}{_or_dash(row['loss'], form='.5f'):>10}"
@@ -84,11 +85,6 @@ def _seconds(*times: float) -> str:
     """Show one or several times in one unit; accelerators need milliseconds for a layer."""
     short = max(times) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
-
-
-def _tflops(row: Mapping[str, Any]) -> str:
-    rate = row.get("model_flops_per_s")
-    return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
 def _or_dash(number: float | None, unit: str = "", form: str = ".3f") -> str:

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -267,8 +267,13 @@ class _RegisteredConversions(_Conversions):
 
         quantizing = {} if self._quantizer is None else {"hf_quantizer": self._quantizer, "dtype": model.dtype}
         how = LoadStateDictConfig(weight_mapping=self._all, **quantizing)
-        with _without_progress_bar():
+        was_shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # the stage shows one for all of its layers
+        try:
             info, _ = convert_and_load_state_dict_in_model(model, slices, how)
+        finally:
+            if was_shown:
+                transformers_logging.enable_progress_bar()
         if info.error_msgs or info.conversion_errors:
             raise ModelRefusedError(f"its weights cannot be converted: {info.error_msgs or info.conversion_errors}")
 
@@ -278,17 +283,6 @@ def _conversions(model: PreTrainedModel) -> _Conversions:
         return _RegisteredConversions(model)
     except ImportError:
         return _Conversions()
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    was_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _files(folder: Path) -> dict[str, str]:

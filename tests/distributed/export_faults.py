@@ -1,7 +1,5 @@
 """Let a disk fail, or a kill strike, at any moment of `save_pretrained` over an older export. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

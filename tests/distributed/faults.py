@@ -4,8 +4,6 @@ A fault replaces names of the package. If such a name is gone, the patch fails, 
 then, so that it breaks the same thing in the new place. No torch at import, so that listing is cheap.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib

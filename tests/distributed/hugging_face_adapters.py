@@ -1,7 +1,5 @@
 """Train adapters of peft on stages, and in one process by peft itself. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train a tiny model of transformers on batches of transformers' collators. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Train adapters beside 4-bit weights of bitsandbytes on stages, and in one process by peft. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Train tiny models of transformers on stages x data-parallel x tensor-parallel ranks. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

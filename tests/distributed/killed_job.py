@@ -5,8 +5,6 @@ One log per rank records each event in a line, written at once: the process may 
     resumed 4 | step 5 0x1.8p+1 | saving 6 | saved 6 | end <hash of the parameters>
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import signal

@@ -1,7 +1,5 @@
 """Make on purpose mistakes that tensor parallelism invites. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

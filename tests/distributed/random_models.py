@@ -10,8 +10,6 @@ it as twice what the same loop is in bf16, and one rounding; gradients of layers
 quarter: there rounding turns units on and off.
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import functools

@@ -1,7 +1,5 @@
 """Test that experts with a balance loss and a z-loss train in slices as in a plain loop over whole sequences."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Test the memory that a stage holds for batches, and pipelines beside each other."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import weakref

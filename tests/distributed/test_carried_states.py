@@ -1,7 +1,5 @@
 """A head that predicts ahead trains as in the stock engine; profiles know the bytes of states and windows."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from pathlib import Path

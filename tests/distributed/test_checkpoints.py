@@ -4,8 +4,6 @@ reads the checkpoint of another one and goes on.
 States are compared by the names of parameters, as DeepSpeed's own functions return them for a running engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Test, beyond the transparency set, that parts at two places (Chimera) train as one model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any

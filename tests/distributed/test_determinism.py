@@ -1,7 +1,5 @@
 """Two runs with one seed are equal to the last bit: losses, gradients and parameters, with dropout and recompute."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

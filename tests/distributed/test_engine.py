@@ -4,8 +4,6 @@ The functions named `job_...` run on all ranks of a pool and return the values t
 runs in the same ranks with the same stages as ours; if it cannot run the tested case, it runs with one stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses

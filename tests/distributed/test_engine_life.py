@@ -1,7 +1,5 @@
 """Test calls of an engine at a wrong time, and its end: an error on every rank, and nothing stays behind."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

@@ -4,8 +4,6 @@ Faults that all ranks meet alike are plain exceptions, after which training can 
 most run on the ranks of the pool, some under DeepSpeed's own launcher with a training script.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Test the additions of gradients to an optimizer's sums: how many numbers are added, and how exact the sums are."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import statistics

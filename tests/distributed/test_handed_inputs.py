@@ -1,7 +1,5 @@
 """Test that layers get their stage's received tensor itself, or a copy if they work in place on it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

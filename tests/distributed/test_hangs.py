@@ -1,7 +1,5 @@
 """Test that all other ranks soon name a rank that hangs or dies: by stage, by action, by place in the code."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that adapters of peft train on stages as in one process, also if a stage has none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

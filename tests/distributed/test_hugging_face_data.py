@@ -1,7 +1,5 @@
 """Test that batches of transformers' collators train over two stages as with the model's own loss."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")

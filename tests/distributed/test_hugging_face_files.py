@@ -1,7 +1,5 @@
 """Test that stages read folders of transformers, and write folders that transformers reads: bit by bit."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

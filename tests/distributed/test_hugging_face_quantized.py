@@ -1,7 +1,5 @@
 """Test that adapters train beside 4-bit weights of bitsandbytes on stages as they do in one process."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

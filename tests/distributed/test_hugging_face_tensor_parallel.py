@@ -1,7 +1,5 @@
 """Test that models of transformers train over stages and tensor-parallel ranks as their own classes do alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test `terapipe.keep_attention`: layers that recompute do not attend a second time, and train with the same bits."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Test combinations that DeepSpeed's users have: offloaded optimizer states, parameters unused at times, two models."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

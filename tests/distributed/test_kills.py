@@ -1,7 +1,5 @@
 """Test that a resume after a kill (-9) at a chosen point of training or saving goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

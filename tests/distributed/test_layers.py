@@ -1,7 +1,5 @@
 """Test layers of all kinds in the engine: attention with options, alone and together, and carried states."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

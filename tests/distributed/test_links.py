@@ -1,7 +1,5 @@
 """Test links of real stages: how many messages are on their way, and their contents."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace

@@ -5,8 +5,6 @@ itself) and the parameters after them. The default run covers every pair of valu
 `megatron_cases.py`; with TERAPIPE_TEST_FULL=1 also the product of the dimensions that slices can get wrong.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import Any

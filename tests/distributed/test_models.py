@@ -1,7 +1,5 @@
 """Test models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

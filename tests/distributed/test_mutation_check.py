@@ -1,7 +1,5 @@
 """The script that tries all faults (`make mutations`), with a few of them: it says what caught each, or fails."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The tests also assert which values a fault leaves alone: with a wrong backward t
 that a comparison of losses alone would notice it late or never.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

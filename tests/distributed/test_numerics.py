@@ -1,7 +1,5 @@
 """Test the check for numbers that are not finite: every rank names the poisoned place, and training is undisturbed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

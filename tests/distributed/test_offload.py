@@ -1,7 +1,5 @@
 """Test `terapipe.offload_activations`: the same bits, and device memory only for the near slices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

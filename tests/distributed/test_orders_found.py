@@ -1,7 +1,5 @@
 """Test an order that the planner finds for costs: run it from its file, with the slices of the search."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

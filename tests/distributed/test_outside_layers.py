@@ -1,7 +1,5 @@
 """Test that content of a `PipelineModule` outside its layers trains as in one stage, is saved, or refused by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test the engine's own time in an F and a B: the second batch shows it, and slices are planned again with it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest import mock

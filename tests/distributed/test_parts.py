@@ -1,8 +1,6 @@
 """Test stages with several parts of the layers, and parts at two places, beyond the cases of
 `tests/test_transparency.py`."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """Test planned strategies for long sequences: they run as `to_deepspeed()` says, in the bytes of their plans."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Test `"slices": [[...], [...]]`: each micro-batch of a step in slices of its own, trained as by the stock engine."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

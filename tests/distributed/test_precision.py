@@ -1,7 +1,5 @@
 """Test half precision, loss scales and overflows in slices: results are as close to fp32 as the stock engine's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test ``"schedule": "auto"`` with a profile from a file: layers stay, and the log names a faster layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

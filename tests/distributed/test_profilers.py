@@ -1,7 +1,5 @@
 """Test `flops_profiler` and `wall_clock_breakdown` with two stages, which the stock engine cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -3,8 +3,6 @@
 A warning names any state that they cannot restore.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Test random models as users write them: equal to a plain loop, or refused before the first step."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.distributed.random_models import draw, verdict_of

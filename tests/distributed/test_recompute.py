@@ -1,7 +1,5 @@
 """Test `terapipe.recompute`: which stages run their layers again in the backward, and that results do not change."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path

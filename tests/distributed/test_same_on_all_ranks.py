@@ -1,7 +1,5 @@
 """Test that every rank refuses ranks that shuffle apart or have different models, but accepts copies of the same."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any

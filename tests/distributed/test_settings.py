@@ -1,7 +1,5 @@
 """Test settings that DeepSpeed fails on, or ignores: values for Trainer to fill in, losses as a list, empty groups."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

@@ -4,8 +4,6 @@ Each job runs with DeepSpeed's own engine and then with ours in the same ranks; 
 The tests cover the same areas as DeepSpeed's tests of its pipeline engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc

@@ -1,7 +1,5 @@
 """Test executed strategies: the placement on machines, the section's values from the file, the refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test slices under tensor parallelism: against the whole model on one rank, and the data that ranks must share."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Divided parameters count on every tensor-parallel rank, replicated ones once, an
 divided. With plain SGD a wrong norm shows in the update; Adam would hide it.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Test what surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test `"verify": "first_batch"` in a pipeline: all ranks report a fault; without one, training is unaffected."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

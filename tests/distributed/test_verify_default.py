@@ -1,8 +1,6 @@
 """Test the check's default: it compares layers and losses that are not the package's own, on a cut of the first batch;
 the loss always."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import pytest

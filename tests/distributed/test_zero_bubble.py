@@ -1,7 +1,5 @@
 """Test split backwards in the engine, beyond the cases of `zb-h1` and `seq1f1b-zb` in `tests/test_transparency.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

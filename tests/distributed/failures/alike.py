@@ -3,8 +3,6 @@
 Run by the ranks of `harness.RankPool`; many in one job, because the ranks survive them.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Let healthy ranks pause at any place, and strangers speak to every port."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import random

@@ -1,7 +1,5 @@
 """What the tests of carried states share: a layer run over slices as an engine does it, and on each document alone."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence

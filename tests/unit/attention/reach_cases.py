@@ -1,7 +1,5 @@
 """What the tests of windows, caps, sinks, documents and head dims share: the formula, and a run over slices."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

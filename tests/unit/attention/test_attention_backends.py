@@ -1,7 +1,5 @@
 """Which backend runs, what each refuses, and attention dropout."""
 
-from __future__ import annotations
-
 import logging
 import math
 import types

@@ -1,7 +1,5 @@
 """The balance loss and the z-loss of docs/auxiliary_losses.md on slices of packed rows, as of each document alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch

@@ -1,7 +1,5 @@
 """Carried states: what each mode reads and writes, wrong orders, memory and the end of life."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Activation checkpointing runs a slice's forward again inside its backward: same result, nothing appended twice."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

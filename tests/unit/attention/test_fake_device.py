@@ -4,8 +4,6 @@ A torch that was built without CUDA cannot index or copy such tensors, nor recor
 former with operators, and `Call` runs the backward without autograd.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

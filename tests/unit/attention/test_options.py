@@ -1,7 +1,5 @@
 """Windows, caps, sinks, documents and head dims of values, alone and together: slices equal the formula."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """The slice store: order, memory and the end of life of keys, values and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

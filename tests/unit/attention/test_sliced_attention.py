@@ -1,7 +1,5 @@
 """Sliced attention equals plain causal attention: outputs and gradients, for every plan, backend and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

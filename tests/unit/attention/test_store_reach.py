@@ -1,7 +1,5 @@
 """What the slice store keeps where a window or documents limit the reach: memory, undefined contents, order."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -4,8 +4,6 @@ A torch that was built without CUDA knows shapes on `meta` only; one that was bu
 no gradients of them where there is no device.
 """
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 from unittest import mock

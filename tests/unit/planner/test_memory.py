@@ -1,7 +1,5 @@
 """The memory model: against what torch saves for the backward, against the slice store, and worked by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any

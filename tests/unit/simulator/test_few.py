@@ -1,7 +1,5 @@
 """Few micro-batches tell what many take and hold, exactly where `Outcome` says that it is proven."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Run the pieces of a model in token slices in one process, and compare with the model of transformers itself."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence

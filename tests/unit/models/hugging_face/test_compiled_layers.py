@@ -1,7 +1,5 @@
 """Compiled decoder layers of transformers, in slices, against the whole model uncompiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

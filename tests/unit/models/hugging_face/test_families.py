@@ -1,7 +1,5 @@
 """The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 

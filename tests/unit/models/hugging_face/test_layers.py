@@ -1,7 +1,5 @@
 """Pieces of a model: weights, positions, documents, dropout, short slices; and broken ones, which are seen."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

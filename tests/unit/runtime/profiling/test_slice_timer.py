@@ -1,7 +1,5 @@
 """Slices that are run for their time alone, whole and layer by layer, on small parts in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -11,25 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
 
 from terapipe_ds.runtime.layers import compiled
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import train_family
-
-
-class CountedGraphs:
-    """A backend of torch.compile that counts the graphs with operations in them, and adds none of its own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        has_operations = any(node.op.startswith("call_") for node in graph.graph.nodes)
-        compiled = aot_eager(graph, inputs)  # which may have torch trace once more
-        self.count += has_operations
-        return compiled
+from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
 
 @dataclass

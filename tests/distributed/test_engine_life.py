@@ -16,28 +16,14 @@ from torch import distributed
 
 import terapipe_ds
 from terapipe_ds.runtime.planning import plans as plans_module
-from tests.distributed.engines import (
-    CHECKPOINTING,
-    FP32_SCALAR,
-    LENGTH,
-    batches,
-    engine_of,
-    fp32_layers,
-    gpt_layers,
-    micro_batch,
-    raised_by,
-    section,
-    step_error,
-    stock_run,
-    train,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 
 def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
     """Return the class and the text of the error that `act` raises in a thread of its own."""
     raised: list[tuple[str, str]] = []
-    thread = threading.Thread(target=lambda: raised.append(raised_by(act)), name="saver")
+    thread = threading.Thread(target=lambda: raised.append(engines.raised_by(act)), name="saver")
     thread.start()
     thread.join(20)
     return raised[0] if raised else ("", "it hangs")
@@ -45,22 +31,22 @@ def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
 
 def job_other_thread(folder: str) -> list[Any]:
     """Between batches, within one, and by a thread that goes on with batches after the first one."""
-    with engine_of(gpt_layers(), section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
         seen = []
 
         def data() -> Any:
             seen.append(in_thread(lambda: engine.save_checkpoint(folder)))
-            seen.append(in_thread(lambda: engine.train_batch(iter(batches(1)[0]))))
-            seen.append(raised_by(engine.destroy))
+            seen.append(in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0]))))
+            seen.append(engines.raised_by(engine.destroy))
             seen.append(in_thread(engine.destroy))
-            yield from batches(1)[0]
+            yield from engines.batches(1)[0]
 
         stages = data() if engine.is_first_stage() or engine.is_last_stage() else None
         expected = float(engine.train_batch(stages))
         seen.append(in_thread(lambda: engine.save_checkpoint(folder)))
         seen.append(in_thread(lambda: engine.load_checkpoint(folder)))
         engine.save_checkpoint(folder, tag="own")
-        later = in_thread(lambda: engine.train_batch(iter(batches(1)[0])))
+        later = in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0])))
         return [seen, later, expected > 0, sorted(path.name for path in Path(folder).iterdir())]
 
 
@@ -76,15 +62,15 @@ def test_calls_of_another_thread_and_destroy_in_a_batch_are_errors(tmp_path: Pat
 
 def job_descriptors(ours: bool) -> int:
     """Return how many files two more engines keep open after their end, although references to them remain."""
-    engines, counts = [], []
+    ended, counts = [], []
     for _ in range(3):
-        with engine_of(fp32_layers(), section() if ours else None) as engine:
-            train(engine, batches(1))
-        engines.append(engine)
+        with engines.engine_of(engines.fp32_layers(), engines.section() if ours else None) as engine:
+            engines.train(engine, engines.batches(1))
+        ended.append(engine)
         gc.collect()
         counts.append(len(os.listdir("/proc/self/fd")))
     distributed.barrier()
-    assert not ours or raised_by(lambda: engines[0].train_batch())[1].startswith("this engine is destroyed")
+    assert not ours or engines.raised_by(lambda: ended[0].train_batch())[1].startswith("this engine is destroyed")
     return counts[2] - counts[0]
 
 
@@ -94,9 +80,9 @@ def test_a_destroyed_engine_keeps_no_more_files_open_than_stock() -> None:
 
 
 def job_rows(empty: int) -> tuple[str, str]:
-    with engine_of(gpt_layers(), section()) as engine:
-        data = [tuple(t[:0] for t in each) if i == empty else each for i, each in enumerate(batches(1)[0])]
-        return raised_by(lambda: engine.train_batch(iter(data)))
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+        data = [tuple(t[:0] for t in each) if i == empty else each for i, each in enumerate(engines.batches(1)[0])]
+        return engines.raised_by(lambda: engine.train_batch(iter(data)))
 
 
 def test_a_micro_batch_of_no_rows_is_named() -> None:
@@ -106,11 +92,11 @@ def test_a_micro_batch_of_no_rows_is_named() -> None:
 
 
 def job_default_dtype(dtype: torch.dtype) -> list[float]:
-    with engine_of(fp32_layers(), section()) as engine:
+    with engines.engine_of(engines.fp32_layers(), engines.section()) as engine:
         torch.set_default_dtype(dtype)
         try:
-            losses = [float(engine.train_batch(iter(batch))) for batch in batches(2)]
-            losses.append(float(engine.eval_batch(iter(batches(1)[0]))))
+            losses = [float(engine.train_batch(iter(batch))) for batch in engines.batches(2)]
+            losses.append(float(engine.eval_batch(iter(engines.batches(1)[0]))))
             assert torch.get_default_dtype() == dtype
             return losses
         finally:
@@ -141,10 +127,10 @@ def predicted_peak(orders: Sequence[str], num_slices: int, kv_bytes: int, grad_b
 def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **options: Any) -> dict[str, Any]:
     options["gradient_accumulation_steps"] = micro_batches
     options["module"] = {"partition_method": "type:DecoderLayer"}
-    terapipe = section(schedule=schedule)
-    with engine_of(gpt_layers(dtype=dtype), terapipe, stages=stages, **options) as engine:
+    terapipe = engines.section(schedule=schedule)
+    with engines.engine_of(engines.gpt_layers(dtype=dtype), terapipe, stages=stages, **options) as engine:
         store, reserved = engine.slice_store, []
-        for batch in batches(3, micro_batches):
+        for batch in engines.batches(3, micro_batches):
             engine.train_batch(iter(batch))
             reserved.append(store.reserved_bytes())
             assert store.live_bytes() == 0
@@ -155,30 +141,33 @@ def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **opt
 MEMORY = [
     ("terapipe", 2, 3, "float64", {}),
     ("seq1f1b", 3, 4, "float64", {}),
-    ("seq1f1b", 2, 3, "float32", {"bf16": {"enabled": True}, **CHECKPOINTING["reentrant"]}),
+    ("seq1f1b", 2, 3, "float32", {"bf16": {"enabled": True}, **engines.CHECKPOINTING["reentrant"]}),
 ]
 
 
 def job_lengths() -> tuple[list[int], int]:
     """Return the reserved bytes after batches of alternating lengths, and the peak of a whole sequence."""
-    with engine_of(gpt_layers(), section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
         reserved = []
-        for length in (LENGTH, 12, 40) * 2:
-            engine.train_batch(iter(batches(1, length=length)[0]))
-            engine.eval_batch(iter(batches(1, length=length)[0]))
+        for length in (engines.LENGTH, 12, 40) * 2:
+            engine.train_batch(iter(engines.batches(1, length=length)[0]))
+            engine.eval_batch(iter(engines.batches(1, length=length)[0]))
             reserved.append(engine.slice_store.reserved_bytes())
-    with engine_of(gpt_layers(), section(slices=1)) as engine:
-        engine.train_batch(iter(batches(1)[0]))
+    with engines.engine_of(engines.gpt_layers(), engines.section(slices=1)) as engine:
+        engine.train_batch(iter(engines.batches(1)[0]))
         return reserved, engine.slice_store.peak_bytes()
 
 
 def job_kept_schedules() -> list[int]:
     """Return how many schedules the links keep data of, after batches of one to four micro-batches."""
     kept = []
-    with mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2), engine_of(gpt_layers(), section()) as engine:
+    with (
+        mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2),
+        engines.engine_of(engines.gpt_layers(), engines.section()) as engine,
+    ):
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
-            engine.train_batch(iter(batches(1, count)[0]))
+            engine.train_batch(iter(engines.batches(1, count)[0]))
             kept.append(len(engine._stage.links._of_schedules))
     return kept
 
@@ -187,8 +176,8 @@ def job_engines_left(**changes: Any) -> int:
     """Close engines without references, and count the engines that still exist."""
 
     def train_one() -> Any:
-        with engine_of(gpt_layers(), section(**changes)) as engine:
-            train(engine, batches(1))
+        with engines.engine_of(engines.gpt_layers(), engines.section(**changes)) as engine:
+            engines.train(engine, engines.batches(1))
             return weakref.ref(engine)
 
     left = [train_one() for _ in range(2)]
@@ -197,7 +186,7 @@ def job_engines_left(**changes: Any) -> int:
 
 
 def job_falsified_peak(change: int) -> tuple[str, str]:
-    with engine_of(gpt_layers(), section(), stages=1) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section(), stages=1) as engine:
         true_schedule = engine._train_schedule
 
         def falsified() -> Any:
@@ -205,7 +194,7 @@ def job_falsified_peak(change: int) -> tuple[str, str]:
             return dataclasses.replace(schedule, peak_live_slices=schedule.peak_live_slices + change)
 
         engine._train_schedule = falsified
-        return step_error(engine)
+        return engines.step_error(engine)
 
 
 class TestMemory:
@@ -223,7 +212,7 @@ class TestMemory:
         itemsize = 8 if dtype == "float64" else 2
         orders = terapipe_ds.schedule.build(schedule, stages, micro_batches, 3)
         for rank in rank_pool(stages).run(job_memory, **shape, dtype=dtype, **options):
-            numbers = 2 * rows * LENGTH * heads * head_dim * rank["layers"]
+            numbers = 2 * rows * engines.LENGTH * heads * head_dim * rank["layers"]
             order = orders.compute_order(rank["stage"])
             expected = predicted_peak(order, 3, numbers * itemsize, numbers * max(4, itemsize))
             assert rank["peak"] == expected > 0
@@ -250,30 +239,36 @@ class TestMemory:
 
 def _uneven_replicas() -> tuple[list[str], float, str]:
     """Train two pipelines; the data of the second one end a step earlier, later they are too short."""
-    with engine_of(gpt_layers(), section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
         replica = engine.grid.get_data_parallel_rank()
-        data = iter([micro_batch(seed) for seed in range(2 * (3 - replica))])
-        events = [raised_by(lambda: engine.train_batch(data))[0] for _ in range(3)]
-        inputs, labels = micro_batch(0)
-        _, refusal = step_error(engine, [(inputs[:, :-3] if replica == 1 else inputs, labels)] * 2)
-        return events, float(engine.train_batch(iter(batches(1, first_seed=9)[0]))), refusal
+        data = iter([engines.micro_batch(seed) for seed in range(2 * (3 - replica))])
+        events = [engines.raised_by(lambda: engine.train_batch(data))[0] for _ in range(3)]
+        inputs, labels = engines.micro_batch(0)
+        _, refusal = engines.step_error(engine, [(inputs[:, :-3] if replica == 1 else inputs, labels)] * 2)
+        return events, float(engine.train_batch(iter(engines.batches(1, first_seed=9)[0]))), refusal
 
 
 def test_replicas_stop_at_the_first_end_of_data_and_at_bad_data_of_one() -> None:
     results = rank_pool(4).run(_uneven_replicas)
     assert [events for events, *_ in results] == [["", "", "StopIteration"]] * 4
-    assert [loss for _, loss, _ in results] == pytest.approx([results[0][1]] * 4, rel=FP32_SCALAR)
+    assert [loss for _, loss, _ in results] == pytest.approx([results[0][1]] * 4, rel=engines.FP32_SCALAR)
     assert all("no input tensor has the sequence" in refusal for *_, refusal in results)
 
 
 def _two_engines() -> list[tuple[float, float]]:
     """Make the steps of two sliced engines in one process in turns."""
-    with engine_of(gpt_layers(), section()) as first, engine_of(gpt_layers(), section(slices=5)) as second:
-        return [(float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch)))) for batch in batches(2)]
+    with (
+        engines.engine_of(engines.gpt_layers(), engines.section()) as first,
+        engines.engine_of(engines.gpt_layers(), engines.section(slices=5)) as second,
+    ):
+        return [
+            (float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch))))
+            for batch in engines.batches(2)
+        ]
 
 
 def test_two_engines_in_one_process() -> None:
-    alone = rank_pool(2).run(stock_run)[0].returned
+    alone = rank_pool(2).run(engines.stock_run)[0].returned
     for turns in rank_pool(2).run(_two_engines):
         for losses in zip(*turns, strict=True):
             assert losses == pytest.approx(alone, rel=1e-6)

@@ -23,13 +23,12 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 import terapipe_ds
 from terapipe_ds.runtime import agreement
 from tests.distributed import harness
-from tests.distributed.engines import raised_by
+from tests.distributed.engines import MicroBatch, raised_by
 from tests.distributed.failures.faults import FAULT_MARK, LEAVES, Fault
 from tests.distributed.failures.job import (
     ENVIRONMENT,
     MICRO_BATCHES,
     PLAN,
-    Batch,
     Job,
     batches,
     build_engine,
@@ -71,7 +70,7 @@ def suffer(stages: int, names: list[str]) -> tuple[dict[str, Raised], list[float
         engine.destroy()
 
 
-def _on(engine: PipelineEngine, stage_id: int, there: Iterator[Batch], elsewhere: Iterator[Batch]) -> None:
+def _on(engine: PipelineEngine, stage_id: int, there: Iterator[MicroBatch], elsewhere: Iterator[MicroBatch]) -> None:
     engine.train_batch(there if engine.stage_id == stage_id else elsewhere)
 
 
@@ -90,7 +89,7 @@ def _mask_of(tokens: torch.Tensor) -> torch.Tensor:
     return torch.ones(rows, 1, length, length, dtype=torch.bool).tril()
 
 
-def _broken_iterator() -> Iterator[Batch]:
+def _broken_iterator() -> Iterator[MicroBatch]:
     yield next(batches(2))
     raise OSError("the disk is gone")
 

@@ -13,8 +13,9 @@ from unittest import mock
 import pytest
 from torch import distributed
 
+from tests.distributed.engines import MicroBatch
 from tests.distributed.failures.faults import Fault
-from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Batch, Job, batches, build_engine, run
+from tests.distributed.failures.job import MICRO_BATCHES, PLAN, Job, batches, build_engine, run
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_failures import end_pool
 from tests.fuzz.outcome import FULL
@@ -33,7 +34,7 @@ def train_with_pauses(steps: int, stall_timeout_s: float) -> int:
     engine = build_engine(Job(stall_timeout_s=stall_timeout_s, section={"data_timeout_s": stall_timeout_s}))
     native, wall_clock, shift_s = ctypes.PyDLL(None), time.time, 0.0
 
-    def data(step: int, seconds: float) -> Iterator[Batch]:
+    def data(step: int, seconds: float) -> Iterator[MicroBatch]:
         for batch in batches(step):
             time.sleep(seconds)
             yield batch

@@ -114,7 +114,7 @@ def attend(
         )
     name = running.name, number_of_call
     call, q, k, v = prepare(q, k, v, name, Options(scale, dropout_p, window, softcap), sinks)
-    if call.is_whole:  # the compiler may use the memory of k and v for something else
+    if call.active.is_whole:  # the compiler may use the memory of k and v for something else
         k, v = k.clone(), v.clone()
     with torch.set_grad_enabled(needs_grad):  # the store asks for this; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)

@@ -97,7 +97,7 @@ class _SlicedAttention(torch.autograd.Function):
         call.record(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         ctx.call = call
         out = out.detach()  # no view, so that the backward detects an in-place change and names the layer
-        ctx.save_for_backward(q, out, lse, sinks, *((k, v) if call.is_whole else ()))
+        ctx.save_for_backward(q, out, lse, sinks, *((k, v) if call.active.is_whole else ()))
         return out
 
     @staticmethod

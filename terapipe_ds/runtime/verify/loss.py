@@ -20,9 +20,8 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
-from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward
+from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
-from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -93,7 +92,7 @@ class _Joined(nn.Module):
         return self._run(values)
 
 
-class _LossOfHiddenCheck(PreciseLayerCheck):
+class _LossOfHiddenCheck(LayerCheck):
     """Check a layer whose only output is its loss, which has a value when its backward has run."""
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:

@@ -153,22 +153,17 @@ class Call:
         start, stop = self.active.start, self.active.stop
         self.entry.begin_backward(start, stop)
         # the same spans in the same order as in the forward: each finds the state that its kernel left
-        parts = [
-            (span, self._backward_of(span, state, queries, (grad, out, lse)))
-            for (span, queries), state in zip(self._spans(q, self.entry), self.states, strict=True)
-        ]
+        parts = []
+        for (span, queries), state in zip(self._spans(q, self.entry), self.states, strict=True):
+            attended = Attended(self._part(out, span), self._part(lse, span), state)
+            of_span = self.backend.backward(self._part(grad, span), queries, attended, self._add_grads_of(span))
+            parts.append((span, of_span))
         dq = parts[0][1]
         if len(parts) > 1:
             dq = torch.empty_like(q)
             for span, part in parts:
                 self._part(dq, span).copy_(part)
         return dq, *(self.entry.end_backward(start, stop) or (None, None))
-
-    def _backward_of(
-        self, span: Span, state: tuple[Any, ...], queries: Queries, tensors: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        grad, out, lse = (self._part(x, span) for x in tensors)
-        return self.backend.backward(grad, queries, Attended(out, lse, state), self._add_grads_of(span))
 
     def _add_grads_of(self, span: Span) -> AddGrads:
         """Return the function that takes the gradients of a span, whose keys and rows count from its own first ones."""

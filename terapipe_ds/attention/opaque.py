@@ -126,12 +126,9 @@ def attend(
         number.fill_(next(_numbers))
         _calls[key := int(number)] = call
         weakref.finalize(number.untyped_storage(), _calls.pop, key, None)  # whoever saves it may detach it
-    return _as_tokens(out.detach()), lse.detach().to(_wide(q)).contiguous(), number
-
-
-def _as_tokens(out: Tensor) -> Tensor:
-    """Return [B, H, T, D] in memory of its own, laid out as [B, T, H, D]; copy nothing if it already is."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    # nothing is copied if the output already lies as [B, T, H, D]
+    out = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse.detach().to(_wide(q)).contiguous(), number
 
 
 @attend.register_fake

@@ -17,7 +17,7 @@ All come from a pool and return to it: a batch after the first one allocates not
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -250,9 +250,10 @@ class SliceStore:
 
     def __init__(self) -> None:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
-        self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
+        # of both kinds, by part and micro-batch; the key in it is the layer, or the layer and the name of a state
+        self._entries: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self.pool = BufferPool()
-        self.carried = CarriedStates(self.pool.count)
+        self.carried = CarriedStates(self._entries, self.pool.count)
 
     def write(
         self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor, window: int | None = None
@@ -280,15 +281,15 @@ class SliceStore:
         return entry
 
     def _lookup(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach) -> SliceEntry:
-        entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
+        of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
+        entry: SliceEntry | None = of_micro_batch.get(layer)
         if entry is None:
-            entry = SliceEntry(active, layer, like, reach, self)
+            entry = of_micro_batch[layer] = SliceEntry(active, layer, like, reach, self)
             # a probe measures a slice whose prefix was never computed
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
                 entry.make_room(active)
                 for x in entry.kept.at(0, active.sequence_length):
                     x.fill_(0.5)
-            self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
         elif entry.layout != (layout := layout_of(like, active.sequence_length)):
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys and values for {layout}, but the "
@@ -311,21 +312,18 @@ class SliceStore:
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             # all entries are checked before any is closed, so that the message can name the first cause
             entry.check_drained()
-        self.carried.check_drained(part_id, micro_batch_id)
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
             entry.close()
-        self.carried.release(part_id, micro_batch_id)
 
     def reset(self) -> None:
         """Drop all entries in whatever state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
             entry.close()
         self._entries.clear()
-        self.carried.reset()
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        if left := [str(entry) for entry in (*self._all(), *self.carried)]:
+        if left := [str(entry) for entry in self._all()]:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
                 f"the slice store is not drained at the end of the batch: {', '.join(left[:4])}{more}; release() every "
@@ -335,14 +333,15 @@ class SliceStore:
     def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
         """Return the bytes that each layer of a part takes for all tokens of a micro-batch, in reach or not."""
         layers = []
-        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+        entries = self._entries.get((part_id, micro_batch_id), {}).values()
+        for entry in (entry for entry in entries if isinstance(entry, SliceEntry)):
             length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
             layers.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
         return layers
 
-    def _all(self) -> Iterator[SliceEntry]:
-        for layers in self._entries.values():
-            yield from layers.values()
+    def _all(self) -> Iterator[Any]:
+        for of_micro_batch in self._entries.values():
+            yield from of_micro_batch.values()
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -121,7 +121,11 @@ class FirstBatchCheck:
         """
         if self._shares == 1:
             return micro_batches
-        return [replace(one, plan=in_shares(one.plan, self._shares)) for one in micro_batches]
+        divided = []
+        for one in micro_batches:
+            lengths = (length // self._shares for length in one.plan.lengths for _ in range(self._shares))
+            divided.append(replace(one, plan=SlicePlan(tuple(lengths))))
+        return divided
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
@@ -290,7 +294,8 @@ class FirstBatchCheck:
             if probe is not None and not check.check_labels(probe, everyone, layer_id):
                 return
             if check.check_loss(loss, layer_id, everyone):
-                self._probe = None if probe is None or probe.has_peers else probe
+                # tensor-parallel ranks, which draw later batches by themselves, must call together
+                self._probe = None if self._tensor_ranks.size > 1 else probe
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages."""
@@ -307,11 +312,6 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
-
-
-def in_shares(plan: SlicePlan, ranks: int) -> SlicePlan:
-    """Return the plan with each slice cut into as many equal slices as there are sequence ranks."""
-    return SlicePlan(tuple(length // ranks for length in plan.lengths for _ in range(ranks)))
 
 
 def same_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[list[MicroBatchInFlight]]:

@@ -109,10 +109,6 @@ class _LossOfHiddenCheck(LayerCheck):
         return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
 
 
-def _nothing() -> None:
-    return None
-
-
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
     return {name: float(torch.as_tensor(value).detach()) for name, value in (get_additional_losses() or {}).items()}
 
@@ -139,7 +135,7 @@ class LossCheck:
     outputs: Activations
     slicing: Slicing
     config: TeraPipeConfig
-    get_additional_losses: Callable[[], Mapping[str, Any] | None] = _nothing
+    get_additional_losses: Callable[[], Mapping[str, Any] | None] = lambda: None
     at_start: Mapping[str, float] | None = None
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,20 +38,15 @@ class _Running:
 running = _Running()
 
 
-class running_layer:
+@contextmanager
+def running_layer(name: str) -> Iterator[None]:
     """Name the compiled layer that runs for the body, and count its calls from 0."""
-
-    __slots__ = ("_before", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._before = running.name, running.calls
-        running.name, running.calls = self._name, 0
-
-    def __exit__(self, *error: object) -> None:
-        running.name, running.calls = self._before
+    before = running.name, running.calls
+    running.name, running.calls = name, 0
+    try:
+        yield
+    finally:
+        running.name, running.calls = before
 
 
 def refuse_outside_of_graph(layer: Hashable) -> None:

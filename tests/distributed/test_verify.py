@@ -61,7 +61,7 @@ def trainings(case: str) -> list[engines.Run]:
             runs.append(engines.train(engine, data()))
             runs[-1].parameters["random state"] = torch.get_rng_state()
             assert not torch.equal(before, torch.get_rng_state()) or "dropout" not in case
-            assert engine.slice_store.live_bytes() == 0
+            assert engine.slice_store.pool.live_bytes == 0
     return runs
 
 

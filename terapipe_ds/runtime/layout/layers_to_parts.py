@@ -212,7 +212,7 @@ def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerNam
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
     module.held_parts, here = [], set()
-    for place in module.own_places():
+    for place in module.terapipe_layout.places(module.stage_id):
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}

@@ -47,22 +47,17 @@ def slice_length_multiple(module: Any) -> int:
     return multiple
 
 
-def shortest_slice(module: Any) -> int:
-    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
-
-    A module sets it if its layers take a single token for a step of generation.
-    """
-    return int(getattr(module, "shortest_slice", 1))
-
-
 def token_multiple(module: PipelineModule) -> int:
     """Return the number that must divide every slice length, so that each sequence rank's share fits its layers."""
     return slice_length_multiple(module) * sequence_size(module)
 
 
 def shortest_slice_on(module: PipelineModule) -> int:
-    """Return the fewest tokens of a slice that give each sequence rank as many as the layers need."""
-    shortest = shortest_slice(module)
+    """Return the fewest tokens of a slice that give each sequence rank as many as the layers need.
+
+    A module sets `shortest_slice` if its layers take a single token for a step of generation.
+    """
+    shortest = int(getattr(module, "shortest_slice", 1))
     return shortest * sequence_size(module) if shortest > 1 else shortest
 
 

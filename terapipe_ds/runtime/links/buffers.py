@@ -27,24 +27,18 @@ class MessageBuffers:
         """Return a contiguous tensor with any content."""
         num_bytes = math.prod(shape) * dtype.itemsize
         free = [storage for storage in self._storages if is_unused(storage)]
-        fitting = min((each for each in free if each.nbytes() >= num_bytes), key=_size, default=None)
+        fitting = min(
+            (each for each in free if each.nbytes() >= num_bytes), key=torch.UntypedStorage.nbytes, default=None
+        )
         if fitting is None:
             # lengths have grown: free buffers are too small for them, so drop these before taking more
             self._storages = [each for each in self._storages if not any(each is small for small in free)]
             fitting = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self._device).untyped_storage()
             self._storages.append(fitting)
             self.num_allocated += 1
-        return torch.empty(0, dtype=dtype, device=self._device).set_(fitting, 0, shape, _contiguous_strides(shape))
+        return torch.empty(0, dtype=dtype, device=self._device).set_(fitting, 0, shape)
 
 
 def is_unused(storage: torch.UntypedStorage) -> bool:
     """Return whether nothing but this one object holds the storage."""
     return int(torch._C._storage_Use_Count(storage._cdata)) == 1
-
-
-def _size(storage: torch.UntypedStorage) -> int:
-    return storage.nbytes()
-
-
-def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[index + 1 :]) for index in range(len(shape)))

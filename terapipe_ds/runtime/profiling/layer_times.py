@@ -18,12 +18,10 @@ from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import LARGEST
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
+from terapipe_ds.runtime.profiling.rounds import Point
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
 
 logger = logging.getLogger("terapipe_ds")
-
-Point = tuple[int, int]
-"""(tokens, prefix)."""
 
 Both = tuple[float, float]
 """Seconds of F and of B."""

@@ -115,7 +115,7 @@ class SliceTimer:
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
         """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and the state for its B."""
         begin_s = self.now_s()
-        live = self.issue_forward(tokens, prefix)
+        live = self._forward(self._active(tokens, prefix))
         return self.now_s() - begin_s, live
 
     def backward(self, live: LiveSlice) -> float:
@@ -223,10 +223,6 @@ class SliceTimer:
 
     # -- runs --------------------------------------------------------------------------------------------------------
 
-    def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
-        """Run F without a clock; a device may still be busy afterwards."""
-        return self._forward(self._active(tokens, prefix))
-
     def issue_backward(self, live: LiveSlice, keeps_weights: bool = False) -> None:
         """Run the engine's B, without its bookkeeping and without a clock; with `keeps_weights` a W follows."""
         key = live.active.part_id, live.active.micro_batch_id, live.active.slice_id
@@ -243,7 +239,7 @@ class SliceTimer:
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
-        live = self.issue_forward(tokens, self.sequence_length - tokens)
+        _, live = self.forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
         self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)

@@ -44,12 +44,7 @@ def _reduces_at_the_end(optimizer: Any) -> bool:
     """Return whether it is ZeRO-1, whose hooks do nothing but add gradients to `grad_accum`, if it has that."""
     if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.zenflow or optimizer.cpu_offload:
         return False
-    return not (optimizer.partition_gradients or optimizer.overlap_comm or _corrects_gradients(optimizer))
-
-
-def _corrects_gradients(optimizer: Any) -> bool:
-    """Return whether DeepSpeed corrects each gradient by itself (expert folding)."""
-    return getattr(optimizer, "autoep_folding_tp_group", None) is not None
+    return not (optimizer.partition_gradients or optimizer.overlap_comm)
 
 
 class GradientSums:
@@ -62,13 +57,9 @@ class GradientSums:
 
     @staticmethod
     def of(optimizer: Any) -> GradientSums | None:
-        """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call.
-
-        None for any other optimizer, and if DeepSpeed corrects each gradient by itself.
-        """
+        """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call."""
         if isinstance(optimizer, BF16_Optimizer):
-            has_sums = optimizer.using_real_optimizer and not _corrects_gradients(optimizer)
-            return _SumsOfBf16(optimizer) if has_sums else None
+            return _SumsOfBf16(optimizer) if optimizer.using_real_optimizer else None
         has_sums = _reduces_at_the_end(optimizer) and optimizer.use_grad_accum_attribute
         return _SumsOfZero1(optimizer) if has_sums else None
 

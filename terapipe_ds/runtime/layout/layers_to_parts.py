@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
@@ -240,8 +239,8 @@ def _move_layers(
         group = made if module.global_rank in ranks else group
     for name, ids in layer_ids.items():
         # a tied layer may have been built on several stages: the first one sends
-        sources = {bisect_right(bounds_before, i) - 1 for i in ids}  # DeepSpeed had built one part on each stage
-        targets = {stage for i in ids for stage, _ in layout.homes(bisect_right(module.parts, i) - 1)} - sources
+        sources = {part_of(bounds_before, i) for i in ids}  # DeepSpeed had built one part on each stage
+        targets = {stage for i in ids for stage, _ in layout.homes(part_of(module.parts, i))} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]

@@ -13,13 +13,13 @@ from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_for
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.planning.apply_recompute import recompute_for
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
-from terapipe_ds.runtime.planning.choice import Choice
+from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
@@ -42,7 +42,7 @@ class Plans:
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
-        self._choices: dict[tuple[int, int, int], Choice] = {}  # by length, number and size of micro-batches
+        self._choices: dict[ChoiceKey, Choice] = {}
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
@@ -71,7 +71,7 @@ class Plans:
     def _by_hand(self) -> dict[int, Choice]:
         return {length: choice for (length, *rest), choice in self._choices.items() if tuple(rest) == _BY_HAND}
 
-    def _key(self, length: int) -> tuple[int, int, int]:
+    def _key(self, length: int) -> ChoiceKey:
         return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
 
     def _known(self, length: int) -> Choice | None:

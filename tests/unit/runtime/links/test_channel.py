@@ -16,8 +16,7 @@ from torch import Tensor
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
-from terapipe_ds.runtime.links.buffers import MessageBuffers
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Wire
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule.action import SliceKey

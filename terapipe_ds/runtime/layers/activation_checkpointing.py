@@ -55,8 +55,9 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     is_full = len(recomputing) == module.num_stages
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
         if interval and not (interval == 1 and is_full):
+            shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
             raise TeraPipeConfigError(
-                f"terapipe.recompute = {_shown(config)}: {where} has activation_checkpoint_interval = {interval}, "
+                f"terapipe.recompute = {shown!r}: {where} has activation_checkpoint_interval = {interval}, "
                 "which says otherwise; leave one of the two out"
             )
     if config.recompute == "auto" and module.checkpointable_layers is not None:
@@ -129,10 +130,6 @@ def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | Non
     for layers in choices:
         wanted |= set(range(len(module._layer_specs))) if layers is None else layers
     recompute_layers(module, wanted)
-
-
-def _shown(config: TeraPipeConfig) -> str:
-    return str(list(config.recompute)) if isinstance(config.recompute, tuple) else repr(config.recompute)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
+from terapipe_ds.runtime.layout.sequence_axis import group_of
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
@@ -232,11 +233,8 @@ def _move_layers(
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id, name in enumerate(names):
         layer_ids[name].append(layer_id)
-    group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
-    # every rank makes every group, or the others would wait for it
-    for ranks in grid.topology().get_axis_comm_lists("pipe"):
-        made = torch_dist.new_group(ranks, backend="gloo")
-        group = made if module.global_rank in ranks else group
+    # on the CPU: DeepSpeed has not chosen this rank's device yet
+    group = group_of(module.global_rank, grid.topology().get_axis_comm_lists("pipe"), backend="gloo")
     for name, ids in layer_ids.items():
         # a tied layer may have been built on several stages: the first one sends
         sources = {part_of(bounds_before, i) for i in ids}  # DeepSpeed had built one part on each stage

@@ -110,9 +110,9 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
         return sequence_ranks_of(grid)
     # ranks of one stage that share the tokens of its slices
-    grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
+    grid.sequence_group = group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
-    replicas = _group_of(rank, stages)
+    replicas = group_of(rank, stages)
     # ranks of one stage whose gradients add up, over data and sequence
     grid.replicas_group = replicas
     grid.get_sequence_data_parallel_group = lambda: replicas
@@ -146,10 +146,11 @@ def peers_of(grid: PipelineParallelGrid) -> tuple[int, ...] | None:
     return ranks if len(ranks) > 1 else None
 
 
-def _group_of(rank: int, lists: list[list[int]]) -> Any:
+def group_of(rank: int, lists: list[list[int]], backend: str | None = None) -> Any:
+    """Make a group of each list; return the one with `rank`. Every rank makes every group: torch requires it."""
     own = None
     for ranks in lists:
-        group = torch_dist.new_group(ranks)
+        group = torch_dist.new_group(ranks, backend=backend)
         own = group if rank in ranks else own
     return own
 

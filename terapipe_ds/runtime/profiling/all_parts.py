@@ -153,7 +153,6 @@ def _timer(
         inputs=inputs,
         labels=labels,
         is_last=place.is_last,
-        loss_fn=engine.module.loss_fn,
         autocast=autocast,
         weights=engine.weight_gradients,
         clock=engine.slice_clock,

@@ -231,8 +231,7 @@ def _measure_links(
             if stage_id not in (source, target):
                 continue
             sends = stage_id == source
-            both = wires.activations(ends), wires.gradients(ends)
-            outgoing, incoming = both if sends else both[::-1]
+            outgoing, incoming = wires.between(ends) if sends else wires.between(ends)[::-1]
             for tokens in chosen:
                 spec = specs[part_id][tokens]
                 # the first trip connects the two ends

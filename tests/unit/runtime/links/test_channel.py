@@ -186,7 +186,7 @@ def test_a_wire_that_was_never_connected() -> None:
     made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
     wires = made.connect(Layout.plain(1), 0, torch.device("cpu"))  # which has no wires to connect
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
-        wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
+        wires.between((0, 0, 1, 0))  # known to the groups, and not connected
 
 
 class TestStreams:

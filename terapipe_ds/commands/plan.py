@@ -62,9 +62,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     if write_json(as_json, options.as_json):
         return
-    lines = describe(result, schedule_chosen=ranking is not None)
-    if rates is not None:
-        rows = zip(("rate", "", ""), rates.lines(device_card(options.device)), strict=False)
+    card = device_card(options.device) if options.device else None
+    card_bytes = None if card is None else card.memory_bytes
+    lines = describe(result, schedule_chosen=ranking is not None, card_bytes=card_bytes)
+    if rates is not None and card is not None:
+        rows = zip(("rate", "", ""), rates.lines(card), strict=False)
         lines += [f"{name:<9} {text}" for name, text in rows]
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]

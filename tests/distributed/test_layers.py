@@ -150,8 +150,8 @@ def refusal_of_a_shift_to_the_left() -> tuple[str, str]:
 
 
 def test_a_head_that_needs_later_tokens_is_refused() -> None:
-    for kind, text in rank_pool(2).run(refusal_of_a_shift_to_the_left):
-        assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
+    kind, text = engines.of_rank_0(rank_pool(2).run(refusal_of_a_shift_to_the_left))
+    assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
 
 
 # -- measured and planned ----------------------------------------------------------------------------------------------

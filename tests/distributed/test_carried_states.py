@@ -74,7 +74,7 @@ def test_a_head_that_needs_later_tokens_is_refused() -> None:
         assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
 
 
-# -- recomputed layers that keep their attention -------------------------------------------------------------------------
+# -- recomputed layers that keep their attention -----------------------------------------------------------------------
 
 
 class StateAndWindow(nn.Sequential):

@@ -105,7 +105,7 @@ SAMPLE = (
     "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
     "padding", "padding_below", "ignored_that_is_trained", "every_label_is_ignored", "without_gradient",
-    "SparseBag", "NestedOnTheWay",
+    "SparseBag", "NestedOnTheWay", "LossWithoutLogits", "ForgottenScale",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
     "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",

@@ -1,7 +1,5 @@
 """`terapipe strategy`: what it prints, writes and draws, what fixes a choice, and what is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

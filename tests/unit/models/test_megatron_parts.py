@@ -1,7 +1,5 @@
 """The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace

@@ -51,11 +51,6 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     return present if is_enabled(raw) else None
 
 
-def is_size(value: Any) -> bool:
-    """Return whether the value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 class Stages:
     """Hold the pipeline of a Trainer.
 
@@ -96,8 +91,9 @@ class Stages:
             return topology_of(strategy)
         world, (count, tensor) = torch_dist.get_world_size(), self._wanted_sizes()
         shown = f"pipeline.stages = {count!r}" + f", tensor_parallel.autotp_size = {tensor!r}" * (tensor != 1)
-        count = world // tensor if count == "auto" and is_size(tensor) else count
-        if not is_size(count) or not is_size(tensor) or world % (count * tensor):
+        if count == "auto" and type(tensor) is int and tensor > 0:
+            count = world // tensor
+        if any(type(size) is not int or size < 1 for size in (count, tensor)) or world % (count * tensor):
             raise TeraPipeConfigError(
                 f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
                 "ranks; with tensor-parallel ranks, their product must divide the ranks"
@@ -108,7 +104,7 @@ class Stages:
 
     def _wanted_sizes(self) -> tuple[Any, Any]:
         """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
-        tensor = (self._raw.get("tensor_parallel") or {}).get("autotp_size", 0)
+        tensor = self._raw.get("tensor_parallel", {}).get("autotp_size", 0)
         return self._raw.get("pipeline", {}).get("stages", "auto"), 1 if tensor == 0 else tensor
 
     def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:

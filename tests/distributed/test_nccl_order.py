@@ -1,7 +1,5 @@
 """No schedule hangs over NCCL, whose order of connections and messages is emulated; see `nccl_emulator`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

@@ -1,7 +1,5 @@
 """Test messages by way of the host's memory: emulated without a device, and real with one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """How the engine puts together what the slices of a micro-batch gave, and the faults of DeepSpeed it mends."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

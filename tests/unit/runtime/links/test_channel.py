@@ -1,7 +1,5 @@
 """Links between two stages in one process: a stand-in for torch.distributed carries the messages."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace

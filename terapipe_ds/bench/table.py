@@ -67,10 +67,10 @@ def _line(row: Mapping[str, Any]) -> str:
     slices = counts_text(row["slices"], row.get("plans", ()))
     return (
         f"{head}{slices:>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
-        f"{row['tokens_per_s']:>10.0f}{_tflops(row):>9}{_share(row.get('mfu')):>7}"
+        f"{row['tokens_per_s']:>10.0f}{_tflops(row):>9}{_or_dash(row.get('mfu'), form='.1%'):>7}"
         f"{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
         f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
-        f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
+        f"{peaks:>16}{_or_dash(row['loss'], form='.5f'):>10}"
     )
 
 
@@ -91,9 +91,5 @@ def _tflops(row: Mapping[str, Any]) -> str:
     return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
-def _share(number: float | None) -> str:
-    return "-" if number is None else f"{number:.1%}"
-
-
-def _or_dash(number: float | None, unit: str = "", digits: int = 3) -> str:
-    return "-" if number is None else f"{number:.{digits}f}{unit}"
+def _or_dash(number: float | None, unit: str = "", form: str = ".3f") -> str:
+    return "-" if number is None else f"{number:{form}}{unit}"

@@ -4,8 +4,6 @@ Every model starts from the same weights whatever the number of stages. A stock 
 ranks is data parallel; because all of them get the same data, it trains as if it were alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging

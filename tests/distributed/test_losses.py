@@ -1,7 +1,5 @@
 """Test losses without logits on two stages against the stock engine, which computes logits; and their peak of bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Test that ranks that divide each slice's tokens train as one process on whole sequences, in fp64 on four ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator

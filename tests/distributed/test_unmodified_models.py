@@ -1,7 +1,5 @@
 """Test that plain torch models train in slices as in the stock engine: the engine intercepts their attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

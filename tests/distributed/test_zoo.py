@@ -1,8 +1,6 @@
 """Test the zoo: small models and losses, each right in the stock engine. With the defaults each trains in slices as
 there, or every rank refuses it before the first step and names the problem."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`terapipe plan`: what it prints and writes, what it takes from files, and what it refuses in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """The documents: commands run as printed or at least parse, and links, paths, keys and names exist."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

@@ -1,7 +1,5 @@
 """Rows, the form of the JSON, the table, and what the command refuses."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """All schedules over all cuts of the layers: against brute force over schedules and plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """`python -m terapipe_ds.run`: which arguments are the script's, and how the script runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Costs and memory of any cut of measured layers: against sums over single layers, written apart."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

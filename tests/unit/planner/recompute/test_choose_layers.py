@@ -1,7 +1,5 @@
 """Which layers recompute: against every subset of small pipelines, and what the choice is made of."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator, Sequence

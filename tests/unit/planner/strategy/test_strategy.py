@@ -1,7 +1,5 @@
 """Strategies: models by name and by `config.json`, the value, what is refused, and searches that are stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

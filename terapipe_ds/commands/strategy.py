@@ -21,6 +21,7 @@ from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Prog
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.messages import in_runs
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -333,7 +334,7 @@ def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) ->
     from terapipe_ds.planner.strategy import check_limit
 
     card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
-    peaks = _runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
+    peaks = in_runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
@@ -362,8 +363,10 @@ def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
 
 
 def _again(strategy: Strategy) -> str:
+    from terapipe_ds.planner.ranking.report import shown_runs
+
     again = strategy.recompute
-    stages = again if isinstance(again, str) else f"stages {_spans(again)}"
+    stages = again if isinstance(again, str) else f"stages {shown_runs(sorted(again))}"
     return stages + ", attention kept" * strategy.keep_attention
 
 
@@ -405,13 +408,7 @@ def _slices(strategy: Strategy) -> str:
     slices = strategy.slices
     if len(slices) == 1:
         return "1"
-    return _runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {_runs(slices)}"
-
-
-def _runs(values: Sequence[object]) -> str:
-    """Return values with equal neighbours written once: `12, 3 x 11`."""
-    counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
-    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+    return in_runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {in_runs(slices)}"
 
 
 def _part_runs(layers: Sequence[int]) -> str:
@@ -421,10 +418,3 @@ def _part_runs(layers: Sequence[int]) -> str:
     size, count = counts[0]
     words[0] = f"{'one part' if count == 1 else f'{count} parts'} of {many(size, 'layer')}"
     return ", then ".join(words)
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Return rising numbers with those that follow one another written as a span: `0-3, 7`."""
-    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in group] for _, group in groups]
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,30 @@ class LayerKept(NamedTuple):
     stored: int  # for all tokens of the sequence
     sent: int
     windows: tuple[int | None, ...] = ()  # of the layers of its attention
+
+
+@dataclass
+class _KeptSeconds:
+    """Time the attention of layers whose second run takes its results from the first one."""
+
+    now_s: Callable[[], float]
+    by_layer: list[float] = field(default_factory=list)
+
+    def of(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a layer whose attention is added up from its start on."""
+
+        def run(inputs: Any) -> Any:
+            self.by_layer.append(0.0)
+            return function(inputs)
+
+        return run
+
+    def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: torch.device) -> Any:
+        """Run the kernels of one call, as sliced attention asks (`active_slice.Kept`)."""
+        begin_s = self.now_s()
+        results = call()
+        self.by_layer[-1] += self.now_s() - begin_s
+        return results
 
 
 @dataclass
@@ -134,19 +158,21 @@ class SliceTimer:
         """Return the seconds of F and B of every layer of the slice of `tokens` tokens after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
-        checkpointing a layer's B includes its F, but not the F of the loss.
+        checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.
         """
         active = self._active(tokens, prefix)
+        kernels = _KeptSeconds(self.now_s)
         # each layer has a graph of its own, so that its backward can be timed alone
-        layers = LayerByLayer(self.module.forward_funcs, self.now_s)
-        live = self._forward(active, layers)
+        layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
+        live = self._forward(active.replace(kept=kernels) if active.keeps_attention else active, layers)
         begin_s = self.now_s()
         self.issue_backward(live)
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
         # DeepSpeed runs a checkpointed layer again inside its backward
-        found = [(f, b + f if self.checkpoints else b) for f, b in seconds]
+        both = zip(seconds, kernels.by_layer, strict=True)
+        found = [(f, b + f - kept_s if self.checkpoints else b) for (f, b), kept_s in both]
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def layer_weights(self, tokens: int) -> list[float]:

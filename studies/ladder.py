@@ -21,7 +21,7 @@ LENGTHS = tuple(1024 * 2**power for power in range(5, 11))
 
 @dataclass(frozen=True)
 class Row:
-    """Hold one length: the strategy as JSON has it, or the reason why there is none; and the seconds of the search."""
+    """Hold one length: the strategy as JSON has it, or why there is none; and the processor time of the search."""
 
     tokens: int
     strategy: dict[str, Any] | None
@@ -31,7 +31,7 @@ class Row:
 
 def row(model: str, device: str, nodes: int, tokens: int, limit_gb: float | None) -> Row:
     """Return the best strategy for steps of one sequence of `tokens` tokens."""
-    begin_s = time.perf_counter()
+    begin_s = time.process_time()
     answer, problem = None, ""
     try:
         strategy = plan_strategy(
@@ -40,7 +40,7 @@ def row(model: str, device: str, nodes: int, tokens: int, limit_gb: float | None
         answer = strategy.model_dump(mode="json") | {"grid": strategy.grid}
     except MemoryLimitError as error:
         problem = str(error)
-    return Row(tokens, answer, problem, time.perf_counter() - begin_s)
+    return Row(tokens, answer, problem, time.process_time() - begin_s)
 
 
 def shown(one: Row) -> str:
@@ -83,6 +83,8 @@ def main(argv: list[str] | None = None) -> None:
             print(shown(rows[-1]), flush=True)
     if words.json:
         print(json.dumps([vars(one) for one in rows], indent=1))
+    else:
+        print(f"\nsearches, s of processor time: {', '.join(f'{one.search_s:.0f}' for one in rows)}")
 
 
 if __name__ == "__main__":

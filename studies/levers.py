@@ -29,8 +29,8 @@ from terapipe_ds.bench.ranks import (
 )
 from terapipe_ds.files.atomic import write_text
 
-EXAMPLES = """  python -m studies.levers --rows 0,1,2,3,4
-  python -m studies.levers --rows 4,5,6 --sequence-length 2048 --slices 8 --json levers.json"""
+EXAMPLES = """  python -m studies.levers --rows 0,1,2,3,4,5
+  python -m studies.levers --rows 5,6,7 --sequence-length 2048 --slices 8 --json levers.json"""
 STAGES = 2
 
 
@@ -53,6 +53,7 @@ LEVERS: dict[str, dict[str, Any]] = {
     "a loss without logits": {"keeps_logits": False},
     "slices": {"section": {"slices": "SLICES"}},
     '`"recompute": "full"`': {"section": {"recompute": "full"}},
+    '`"keep_attention": true`': {"section": {"keep_attention": True}},
     '`"offload_activations": true`': {"section": {"offload_activations": True}},
     "two sequence ranks per stage": {"sequence_ranks": 2},
     "`offload_optimizer` of DeepSpeed": {"optimizer_on_host": True},
@@ -84,7 +85,7 @@ def rank_main(rank: int, rendezvous: str, work: Workload, vocabulary: int, setup
     with MemoryPeak():  # what this step leaves counts when the next one drops it
         engine.train_batch(iter(data))
     torch_dist.barrier()
-    engine.slice_store.drop_free()
+    engine.slice_store.pool.drop_free()
     before = live_bytes() - _host_bytes(engine, setup)
     with MemoryPeak() as peak:
         loss = float(engine.train_batch(iter(data)))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import redirect_stdout
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Numbers, option
 from terapipe_ds.commands.user_model import ModelOptions
@@ -53,20 +54,21 @@ def run(arguments: argparse.Namespace) -> None:
     job = options.job(keys, num_stages=1)
     plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
     with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
-        report = verify_model(job, plan, section)
+        report = verify_model(job, plan, section, keys.content)
     print(report.text(time.monotonic() - begin_s))
     if report.findings:
         sys.stdout.flush()
         raise SystemExit(1)
 
 
-def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> Findings:
-    """Check all layers of a model and its loss on one device, without an engine."""
+def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig, raw: Mapping[str, Any]) -> Findings:
+    """Check all layers of a model and its loss on one device, without an engine. `raw` is DeepSpeed's config."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
     from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
     from terapipe_ds.runtime.batch.loss import weights_of
+    from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention, set_recompute
     from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
     from terapipe_ds.runtime.layers.untouched import untouched
     from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
@@ -80,14 +82,22 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig) -> F
     init_single_process()
     device = torch.device(get_accelerator().device_name())
     module = job.build_part(0, len(job.layers))
+    # here one stage has all layers: those that some stage may recompute are checked so
+    recomputes = section.recompute not in (None, "off", ())
+    set_recompute(module, section.model_copy(update={"recompute": "full"}) if recomputes else section, raw)
+    module.set_checkpoint_interval(module.activation_checkpoint_interval)
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
     inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))
-    slicing = Slicing(plan, weights_of(labels, plan, section, job.loss_fn))
+    weights = weights_of(labels, plan, section, job.loss_fn)
+    slicing = Slicing(plan, weights, keeps_attention=keeps_attention(module))
     found = Findings(cut=Cut(plan, plan.sequence_length))
     of_hidden = LossOfHidden.of(module, WeightGradients())
     check = StageCheck(module, slicing, found, intercept=section.attention == "intercept", of_hidden=of_hidden)
     with untouched(module, with_gradients=False):
         outputs = check.check_layers(layers_of(module), inputs)
+        if module.activation_checkpoint_interval:
+            kept = ", and kept their attention" * slicing.keeps_attention
+            check.found.notes.append(f"layers with parameters were recomputed{kept}")
         if outputs is not None:
             check.check_loss(LossCheck(job.loss_fn, labels, outputs, slicing, section), len(job.layers))
     return check.found

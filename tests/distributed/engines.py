@@ -304,6 +304,15 @@ def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str,
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
+def of_rank_0(told: list[Any]) -> Any:
+    """Return what rank 0 says of a check that failed; each other rank says in one line that rank 0 has the text."""
+    first, *others = told
+    for other in others:
+        assert other[0] == first[0] == "VerifyError", told
+        assert other[1].endswith("; the error of rank 0 names the layers") and "\n" not in other[1], told
+    return first
+
+
 def count_products(engine: Any) -> list[int]:
     """Count the weight gradients of each W that `engine` runs from now on."""
     counted: list[int] = []

@@ -87,6 +87,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
         for name in ("core_attn", "layernorm", "mlp", "mla_up_proj")
     },
 }
+_RECOMPUTE |= {"kept": {}, "kept, core_attn": _RECOMPUTE["core_attn"]}  # by DeepSpeed
 _LATENT = {
     "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
     "original_max_position_embeddings": 16,
@@ -319,7 +320,8 @@ def is_gated(case: Case) -> bool:
 
 
 def terapipe_section(case: Case) -> dict[str, Any]:
-    return section(schedule=case.schedule, slices=case.slices, documents=1 if case.documents else "off")
+    again = {"recompute": "full", "keep_attention": True} if case.recompute.startswith("kept") else {}
+    return section(schedule=case.schedule, slices=case.slices, documents=1 if case.documents else "off", **again)
 
 
 def build_engine(model: MegatronGPT, case: Case, **changes: Any) -> Any:

@@ -277,7 +277,7 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
         first = engines.train(engine, engines.batches(2)[:1])
         tuples.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
         raised = engines.step_error(engine, engines.batches(1, first_seed=300)[0])
-        live_bytes = engine.slice_store.live_bytes()
+        live_bytes = engine.slice_store.pool.live_bytes
         second = engines.train(engine, engines.batches(2)[1:])
     return {
         "raised": raised,

@@ -132,10 +132,10 @@ def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **opt
         store, reserved = engine.slice_store, []
         for batch in engines.batches(3, micro_batches):
             engine.train_batch(iter(batch))
-            reserved.append(store.reserved_bytes())
-            assert store.live_bytes() == 0
+            reserved.append(store.pool.reserved_bytes)
+            assert store.pool.live_bytes == 0
         layers = sum(type(layer).__name__ == "DecoderLayer" for layer in engine.module.forward_funcs)
-        return {"peak": store.peak_bytes(), "reserved": reserved, "layers": layers, "stage": engine.stage_id}
+        return {"peak": store.pool.peak_bytes, "reserved": reserved, "layers": layers, "stage": engine.stage_id}
 
 
 MEMORY = [
@@ -152,10 +152,10 @@ def job_lengths() -> tuple[list[int], int]:
         for length in (engines.LENGTH, 12, 40) * 2:
             engine.train_batch(iter(engines.batches(1, length=length)[0]))
             engine.eval_batch(iter(engines.batches(1, length=length)[0]))
-            reserved.append(engine.slice_store.reserved_bytes())
+            reserved.append(engine.slice_store.pool.reserved_bytes)
     with engines.engine_of(engines.gpt_layers(), engines.section(slices=1)) as engine:
         engine.train_batch(iter(engines.batches(1)[0]))
-        return reserved, engine.slice_store.peak_bytes()
+        return reserved, engine.slice_store.pool.peak_bytes
 
 
 def job_kept_schedules() -> list[int]:

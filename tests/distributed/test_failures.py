@@ -63,7 +63,7 @@ def suffer(stages: int, names: list[str]) -> tuple[dict[str, Raised], list[float
     try:
         losses = [float(engine.train_batch(batches(1)))]
         raised = {name: provoke(lambda name=name: FAULTS[name](engine)) for name in names}  # type: ignore[misc]
-        assert engine.slice_store.live_bytes() == 0 and not engine.eval_return_logits
+        assert engine.slice_store.pool.live_bytes == 0 and not engine.eval_return_logits
         losses += [float(engine.train_batch(batches(step))) for step in (2, 3)]
         losses.append(float(engine.eval_batch(batches(4))))
         return raised, losses

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from terapipe_ds.attention.call import Call
 from terapipe_ds.costs.profile import Profile
 from tests.distributed import cases, engines
 from tests.distributed.cases import FULL, Case, RankRecord
@@ -150,8 +152,46 @@ def refusal_of_a_shift_to_the_left() -> tuple[str, str]:
 
 
 def test_a_head_that_needs_later_tokens_is_refused() -> None:
-    for kind, text in rank_pool(2).run(refusal_of_a_shift_to_the_left):
-        assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
+    kind, text = engines.of_rank_0(rank_pool(2).run(refusal_of_a_shift_to_the_left))
+    assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
+
+
+# -- recomputed layers that keep their attention -----------------------------------------------------------------------
+
+
+class StateAndWindow(nn.Sequential):
+    """Two mixers within one checkpointed range."""
+
+    def __init__(self) -> None:
+        mixers = ("gated_delta_rule", 1), ("window", 2)
+        super().__init__(*(MixerLayer(kind, index, 16, 4, torch.float64) for kind, index in mixers))
+
+
+def mixed_layers() -> list[Any]:
+    first, *_, norm, head = engines.gpt_layers()
+    kinds = enumerate(("retention", "sinks", "gated_linear_attention", "convolution", "values"), 3)
+    mixers = [LayerSpec(MixerLayer, kind, index, 16, 4, torch.float64) for index, kind in kinds]
+    return [first, LayerSpec(StateAndWindow), *mixers, norm, head]
+
+
+def train_mixed(**changes: Any) -> tuple[dict[str, float], list[str]]:
+    """Return the errors of a training that keeps attention, and the modes in which kernels ran."""
+    attend, modes = Call._attend, []  # type: ignore[var-annotated]
+
+    def noted(self: Call, *tensors: Any) -> Any:
+        modes.append(self.active.mode)
+        return attend(self, *tensors)
+
+    again = {"recompute": "full", "keep_attention": True, "slices": [9, 2, 12], "partition": [0, 4, 9]}
+    with mock.patch.object(Call, "_attend", noted):
+        return errors_of(mixed_layers, engines.section(**again, verify="off", **changes)), modes
+
+
+@pytest.mark.parametrize("changes", [{"schedule": "seq1f1b-zb"}, {"offload_activations": True}], ids=str)
+def test_kept_attention_beside_states_equals_the_stock_engine(changes: dict[str, Any]) -> None:
+    ranks = rank_pool(2).run(train_mixed, **changes)
+    assert not engines.violations([errors for errors, _ in ranks])
+    assert all(modes and "recompute" not in modes for _, modes in ranks)
 
 
 # -- measured and planned ----------------------------------------------------------------------------------------------

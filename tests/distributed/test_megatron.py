@@ -24,6 +24,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
+from terapipe_ds.attention.call import Call
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
 from terapipe_ds.models.megatron import module as megatron_module
 from terapipe_ds.models.rank_gradients import ReplicatedGradientError
@@ -226,6 +227,36 @@ ATTENTION = [
 @pytest.mark.parametrize("case", ATTENTION, ids=str)
 def test_kinds_of_attention_equal_megatrons_own(case: Case) -> None:
     assert not violations(errors(case), case.limits())
+
+
+@contextlib.contextmanager
+def kernels_run_again() -> Iterator[list[Any]]:
+    attend, layers = Call._attend, []  # type: ignore[var-annotated]
+
+    def noted(self: Call, *tensors: Any) -> Any:
+        layers.extend([self.layer] * (self.active.mode == "recompute"))
+        return attend(self, *tensors)
+
+    with mock.patch.object(Call, "_attend", noted):
+        yield layers
+
+
+KEPT = [
+    Case(layout="tp2_pp2_sp", recompute="kept", heads="gqa", schedule="seq1f1b-zb", accumulation=2),
+    Case(layout="one", recompute="kept", attention="latent, window, sinks", documents=True),
+    Case(layout="tp2_pp2", recompute="kept, core_attn", qk_norm=True),  # Megatron recomputes within DeepSpeed's range
+]
+
+
+@pytest.mark.parametrize("case", KEPT, ids=str)
+@pytest.mark.sample(2)
+def test_layers_that_keep_their_attention_equal_megatrons_own(case: Case) -> None:
+    run = ours(case, prepare=kernels_run_again)
+    assert not violations(errors_of(run, case), case.limits())
+    layers_of_stage = case.num_layers // LAYOUTS[case.layout][1]
+    again = megatron_cases.NUM_STEPS * layers_of_stage * case.accumulation * 4  # slices, unless all is kept
+    for record in run:
+        assert len(record.caught) == (0 if case.recompute == "kept" else again)
 
 
 DOCUMENTS = [

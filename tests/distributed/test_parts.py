@@ -58,6 +58,22 @@ def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     assert not engines.violations(errors)
 
 
+SPLIT = [
+    ({**LOOP_ZB, "slices": [1, 9, 2, 11]}, 1),
+    ({**LOOP_ZB, "chunks_per_stage": 3, "slices": 6, "schedule_options": {"max_live_slices": None}}, 2),
+    ({**LOOP_ZB, "slices": 6, "schedule_options": {"max_live_slices": "default"}}, 4),
+    ({**ZBV, "slices": [1, 9, 2, 11]}, 1),
+    ({**ZBV, "slices": 6, "schedule_options": {"max_live_slices": None}}, 4),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("changes", "num_micro_batches"), SPLIT, ids=str)
+def test_split_backwards_on_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
+    errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
+    assert not engines.violations(errors)
+
+
 # -- layers that move ----------------------------------------------------------------------------------------
 
 

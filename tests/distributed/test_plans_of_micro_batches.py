@@ -94,6 +94,7 @@ def job_verified() -> list[tuple[str, str]]:
 
 
 def test_the_check_of_the_first_batch_takes_each_list() -> None:
-    for right, wrong in rank_pool(2).run(job_verified):
-        assert right == ("", "")
-        assert wrong[0] == "VerifyError" and "3 slices (5 + 6 + 12)" in wrong[1] and "RightInSlicesOfFive" in wrong[1]
+    right, wrong = zip(*rank_pool(2).run(job_verified), strict=True)
+    assert right == (("", ""),) * 2
+    kind, text = engines.of_rank_0(list(wrong))
+    assert kind == "VerifyError" and "3 slices (5 + 6 + 12)" in text and "RightInSlicesOfFive" in text

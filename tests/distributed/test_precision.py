@@ -52,7 +52,7 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
                 "lr": [float(lr) for lr in engine.get_lr()],
                 "steps": (engine.global_steps, engine.global_samples),
                 "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
-                "live bytes": engine.slice_store.live_bytes() if hasattr(engine, "slice_store") else 0,
+                "live bytes": engine.slice_store.pool.live_bytes if hasattr(engine, "slice_store") else 0,
             }
         )
     return records

@@ -22,6 +22,7 @@ from tests.distributed.engines import (
     Run,
     differences,
     engine_of,
+    of_rank_0,
     raised_by,
     run_training,
     section,
@@ -104,7 +105,7 @@ SAMPLE = (
     "PooledState", "BatchNormBesideDropout", "WarmedUp", "DroppedLayer", "ClippedActivations", "StepsInTheBackward",
     "KernelThatHardlyCounts", "NoisyExperts", "TokenConvolution", "FeatureConvolution", "AttentionOverHeadsRecomputed",
     "padding", "padding_below", "ignored_that_is_trained", "every_label_is_ignored", "without_gradient",
-    "SparseBag", "NestedOnTheWay",
+    "SparseBag", "NestedOnTheWay", "LossWithoutLogits", "ForgottenScale",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
     "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
@@ -136,10 +137,12 @@ class TestTwoRanks:
         member = ZOO[name]
         seen = seen_of(member)
         assert [each.sliced for each in seen] == [{}, {}], "trained on"
-        for each in seen:
+        if member.error == "VerifyError":
+            of_rank_0([(each.error, each.text) for each in seen])
+        for each in seen[: 1 if member.error == "VerifyError" else None]:
             assert each.error == member.error, each.text
             assert [words for words in member.says if words not in each.text] == [], each.text
-            assert each.untouched
+        assert all(each.untouched for each in seen)
         assert member.stops or violations([each.unguarded for each in seen], WRONG) != {}, "nothing is wrong with it"
 
     @pytest.mark.sample(8)

@@ -55,7 +55,7 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
         "best equal slices",
         "bubble",
         "memory",
-        "the limit is 14.40 GiB",
+        "limit 14.40 GiB, 0.9 of the card's 16\n",
     ):
         assert word in text
 

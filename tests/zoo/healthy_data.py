@@ -11,11 +11,13 @@ from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.losses import (
     CLASS_WEIGHTS,
     PAD,
+    CappedHead,
     each,
     labels_as_input,
     masked_mean,
     mean_of_all_tokens,
     mean_valid,
+    of_hidden,
     padded,
     soft_targets,
     summed,
@@ -214,6 +216,7 @@ def prompts_are_masked(seed: int) -> MicroBatch:
 add("MaskedLoss", stack(), loss_fn=MaskedLoss(), data=weighted_tokens)
 add("ClassWeights", stack(), loss_fn=ClassWeights())
 add("LossModule", stack(), loss_fn=LossModule())
+add("LossWithoutLogits", [*stack(SLICED)[:-1], CappedHead], loss_fn=of_hidden)
 add("LossParameter", stack(), loss_fn=Temperature())
 add("LossParameterBothWays", stack(), loss_fn=Temperature(), terapipe={"schedule": "chimera-seq"})
 add("PromptsAreMasked", stack(SLICED), data=prompts_are_masked)

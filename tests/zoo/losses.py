@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from terapipe_ds.losses import Head as OutputMatrix
+from terapipe_ds.losses import LinearCrossEntropy, hand_on, hands_on_hidden
 from tests.distributed.engines import IGNORE_INDEX, LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
 from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy, fixed
 from tests.zoo.members import add, loss, stack
@@ -180,6 +182,30 @@ def against_the_mean(logits: Tensor, labels: Tensor) -> Tensor:
     """Subtract the mean from rewards, as policy gradients do."""
     losses = each(logits, labels)
     return (losses * (losses - losses.mean()).detach()).mean()
+
+
+# -- without logits ----------------------------------------------------------------------------------------------------
+
+
+class CappedHead(Head):
+    """Cap scaled logits, and describe them for a loss that computes none."""
+
+    described = {"scale": 0.7, "softcap": 3.0}
+
+    def output_head(self) -> OutputMatrix:
+        return OutputMatrix(self.weight, **self.described)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return hand_on(x) if hands_on_hidden() else 3.0 * torch.tanh(super().forward(x) * 0.7 / 3.0)
+
+
+class ForgottenScale(CappedHead):
+    described = {"softcap": 3.0}
+
+
+of_hidden = LinearCrossEntropy(ignore_index=IGNORE_INDEX, label_smoothing=0.1)
+DESCRIBES = "output_head() of the last layer must describe"
+add("ForgottenScale", [*stack()[:-1], ForgottenScale], "loss_fn: without logits", DESCRIBES, loss_fn=of_hidden)
 
 
 # -- of other labels, or where no loss_fn is --------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from deepspeed.pipe import PipelineModule
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
@@ -57,10 +57,34 @@ class LayerKept(NamedTuple):
 
 
 @dataclass
+class _KeptSeconds:
+    """Time the attention of layers whose second run takes its results from the first one."""
+
+    now_s: Callable[[], float]
+    by_layer: list[float] = field(default_factory=list)
+
+    def of(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Return a layer whose attention is added up from its start on."""
+
+        def run(inputs: Any) -> Any:
+            self.by_layer.append(0.0)
+            return function(inputs)
+
+        return run
+
+    def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: torch.device) -> Any:
+        """Run the kernels of one call, as sliced attention asks (`active_slice.Kept`)."""
+        begin_s = self.now_s()
+        results = call()
+        self.by_layer[-1] += self.now_s() - begin_s
+        return results
+
+
+@dataclass
 class SliceTimer:
     """Time slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`."""
 
-    module: nn.Module  # runs the part: inputs, a tensor or a tuple, to outputs
+    module: PipelineModule  # runs the part: inputs, a tensor or a tuple, to outputs, or losses without `loss_fn`
     sequence_length: int
     device: torch.device
     store: SliceStore
@@ -68,7 +92,6 @@ class SliceTimer:
     inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; `receive` sets those of others
     labels: SliceableTensors | None = None  # of one micro-batch, on the last part
     is_last: bool = False
-    loss_fn: Callable[[Any, Any], Any] | None = None  # None if the model computes the loss itself
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time if stages share a core
@@ -115,7 +138,7 @@ class SliceTimer:
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
         """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and the state for its B."""
         begin_s = self.now_s()
-        live = self.issue_forward(tokens, prefix)
+        live = self._forward(self._active(tokens, prefix))
         return self.now_s() - begin_s, live
 
     def backward(self, live: LiveSlice) -> float:
@@ -135,26 +158,26 @@ class SliceTimer:
         """Return the seconds of F and B of every layer of the slice of `tokens` tokens after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
-        checkpointing a layer's B includes its F, but not the F of the loss.
+        checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.
         """
         active = self._active(tokens, prefix)
-        functions: Any = self.module.forward_funcs
+        kernels = _KeptSeconds(self.now_s)
         # each layer has a graph of its own, so that its backward can be timed alone
-        layers = LayerByLayer(functions, self.now_s)
-        live = self._forward(active, layers)
+        layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
+        live = self._forward(active.replace(kept=kernels) if active.keeps_attention else active, layers)
         begin_s = self.now_s()
         self.issue_backward(live)
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
         with push_slice(active):
             seconds = layers.backward()
         # DeepSpeed runs a checkpointed layer again inside its backward
-        found = [(f, b + f if self.checkpoints else b) for f, b in seconds]
+        both = zip(seconds, kernels.by_layer, strict=True)
+        found = [(f, b + f - kept_s if self.checkpoints else b) for (f, b), kept_s in both]
         return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
 
     def layer_weights(self, tokens: int) -> list[float]:
         """Return the seconds of W of every layer of a slice of `tokens` tokens, each after its own B."""
-        functions: Any = self.module.forward_funcs
-        layers, seconds = LayerByLayer(functions), []
+        layers, seconds = LayerByLayer(self.module.forward_funcs), []
 
         def compute(key: Key) -> None:
             begin_s = self.now_s()
@@ -213,8 +236,7 @@ class SliceTimer:
             found.append(LayerKept(kept, keys_values, sent, tuple(one.window for one in stored)))
             return outputs
 
-        functions: Any = self.module.forward_funcs
-        layers = LayerByLayer([partial(watched, function) for function in functions])
+        layers = LayerByLayer([partial(watched, function) for function in self.module.forward_funcs])
         active = self._active(tokens, 0)
         self.issue_backward(self._forward(active, layers))
         with push_slice(active):
@@ -222,10 +244,6 @@ class SliceTimer:
         return found
 
     # -- runs --------------------------------------------------------------------------------------------------------
-
-    def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
-        """Run F without a clock; a device may still be busy afterwards."""
-        return self._forward(self._active(tokens, prefix))
 
     def issue_backward(self, live: LiveSlice, keeps_weights: bool = False) -> None:
         """Run the engine's B, without its bookkeeping and without a clock; with `keeps_weights` a W follows."""
@@ -243,7 +261,7 @@ class SliceTimer:
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
-        live = self.issue_forward(tokens, self.sequence_length - tokens)
+        _, live = self.forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
         self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
@@ -284,7 +302,7 @@ class SliceTimer:
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
             if self.of_hidden is not None:
                 return LiveSlice(active, None, self.of_hidden(outputs, labels, _HALF))
-            loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
+            loss = weighted_loss(outputs, labels, _HALF, self.module.loss_fn)
             return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:

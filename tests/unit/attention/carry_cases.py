@@ -66,7 +66,7 @@ def run_sliced(
             outs.pop().backward(grad[:, active.start : active.stop])
     store.release(0, 0)
     store.assert_drained()
-    assert store.live_bytes() == 0
+    assert store.pool.live_bytes == 0
     return [whole, torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None], 1), *gradients_of(layer)]
 
 

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.backends import cudnn, first_use, flash_attn, flex, fused
+from terapipe_ds.attention.backends import first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.blocks import Block
 from terapipe_ds.attention.call import Options, prepare
@@ -116,9 +116,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> None:
 def _fake_cuda(backend: str) -> Iterator[None]:
     """Pretend a Hopper whose kernels are right at their first use."""
     with ExitStack() as stack:
-        for module in (fused, cudnn, flash_attn, flex):
+        for module in (fused, flash_attn, flex):
             stack.enter_context(mock.patch.object(module, "cuda_capability", lambda: (9, 0)))
-        for module in (fused, cudnn, first_use):
+        for module in (fused, first_use):
             stack.enter_context(mock.patch.object(module, "wrong_result", lambda *key: None))
         at_once = backend != "cuda_flash in blocks"
         stack.enter_context(mock.patch.object(fused, "_takes_slices", lambda *key: at_once))

@@ -128,6 +128,17 @@ def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
 
 
+def test_columns_are_as_wide_as_their_cells() -> None:
+    told = result(replayed=True)
+    stock, failed, _ = told["runs"]
+    stock["label"], stock["spread_s"] = "terapipe seq1f1b-interleaved-zb, 8 slices", (1000.0, 2000.0)
+    told["runs"][1] = failed | {"error": "no memory"}
+    _, head, row, error = render(told).splitlines()[:4]
+    for name, cell in {"spread": "1000.000-2000.000 s", "step": "13.000 s", "loss": f"{stock['loss']:.5f}"}.items():
+        assert head.index(f" {name}") + 1 + len(name) == row.index(f" {cell}") + 1 + len(cell), f"{head}\n{row}"
+    assert error.index("error: no memory") == row.index(" (replayed)") + len(" (replayed)  "), f"{row}\n{error}"
+
+
 def test_on_a_device_nothing_is_replayed() -> None:
     """What the process's CPU time was says nothing of the work that it queued."""
     on_device = result(device="cuda", share_device=True)

@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from studies import attention, compiled, hugging_face, planner, replay, schedule_times, windows
+from studies import attention, compiled, hugging_face, ladder, losses, planner, replay, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from studies.slice_program import solve
 from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
+from terapipe_ds.planner.errors import MemoryLimitError
 
 SMALL = ["--sequence-length", "64", "--heads", "4", "--head-dim", "8", "--repeats", "2"]
 
@@ -119,3 +121,28 @@ def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str], tmp_path
     for step_s, code, text in ((1.04, 0, "-3.8%"), (1.1, 1, "-9.1%")):
         path.write_text(json.dumps({"runs": [row | {"step_s": step_s}, {"error": "not run"}]}))
         assert replay.main([str(path)]) == code and text in capsys.readouterr().out
+
+
+def test_the_ladder_tells_the_processor_time_of_its_searches(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def searched(*_: Any, **__: Any) -> None:
+        raise MemoryLimitError("too much")
+
+    monkeypatch.setattr(ladder, "plan_strategy", searched)
+    ladder.main([])
+    *rows, _, time = capsys.readouterr().out.strip().splitlines()
+    assert len(rows) == 6 and rows[0] == "| 32,768 | does not fit |"
+    assert time == "searches, s of processor time: 0, 0, 0, 0, 0, 0"
+
+
+def test_a_stage_keeps_more_than_its_loss(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    found = []
+    for layers in ("0", "1"):
+        sizes = ["--tokens", "128", "--slices", "2", "--vocabulary", "1024", "--hidden", "16", "--rounds", "1"]
+        losses.main([*sizes, "--ways", "2", "--layers", layers])
+        plain, fused = capsys.readouterr().out.splitlines()[1:]
+        found.append([float(line.split()[-1].replace(",", "")) for line in (plain, fused)])
+    assert all(fused < plain for plain, fused in found)
+    assert all(stage > alone + 16 * 4 for alone, stage in zip(*found, strict=True))

@@ -8,10 +8,10 @@ def test_each_row_adds_one_lever() -> None:
     sections = [dict(row.section) for row in rows]
     assert len(rows) == len(LEVERS)
     assert sections[:3] == [{"slices": 1}, {"slices": 1}, {"slices": 8}]
-    assert sections[-1] == {"slices": 8, "recompute": "full", "offload_activations": True}
-    assert [row.keeps_logits for row in rows] == [True] + [False] * 6
-    assert [row.sequence_ranks for row in rows] == [1] * 5 + [2] * 2
-    assert [row.optimizer_on_host for row in rows] == [False] * 6 + [True]
+    assert sections[-1] == {"slices": 8, "recompute": "full", "keep_attention": True, "offload_activations": True}
+    assert [row.keeps_logits for row in rows] == [True] + [False] * 7
+    assert [row.sequence_ranks for row in rows] == [1] * 6 + [2] * 2
+    assert [row.optimizer_on_host for row in rows] == [False] * 7 + [True]
 
 
 def test_the_table_compares_the_largest_stages() -> None:

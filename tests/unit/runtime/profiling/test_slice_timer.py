@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, active_slice
+from terapipe_ds.attention.call import Call
 from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
@@ -19,6 +20,7 @@ from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.layer_times import measure_layers, shares_of_memory
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
+from tests.small_models.mixers import Attends
 
 LENGTH, ROWS = 16, 2
 
@@ -98,7 +100,7 @@ class Part(nn.Module):
 
     def __init__(self, functions: list[Any]) -> None:
         super().__init__()
-        self.forward_funcs = functions
+        self.forward_funcs, self.loss_fn = functions, gpt_loss
         self.held = nn.ModuleList(each for each in functions if isinstance(each, nn.Module))
         self.seen: list[tuple[ActiveSlice | None, tuple[int, ...]]] = []
 
@@ -120,7 +122,6 @@ def timer_of(functions: list[Any], first: bool, last: bool) -> SliceTimer:
         inputs=SliceableTensors.of_inputs(tokens, LENGTH, 1) if first else None,
         labels=SliceableTensors.of_labels(tokens, 1) if last else None,
         is_last=last,
-        loss_fn=gpt_loss,
     )
     for length in (2, 4, LENGTH):
         if not first:
@@ -196,7 +197,9 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     linears = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 31)]
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
     timer = timer_of(layers, False, True)
-    timer.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
+    timer.module.loss_fn = lambda y, labels: Slow.apply(
+        F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0
+    )
     timer.clock = clock
     assert timer.forward(4, 0)[0] == 1 + 1 + 2 + 4
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
@@ -213,3 +216,22 @@ def test_measured_slices_keep_attention_as_training_does(monkeypatch: pytest.Mon
     assert isinstance(timer.module, Part)
     active = timer.module.seen[-1][0]
     assert active is not None and active.keeps_attention is bool(interval)
+
+
+@pytest.mark.parametrize(("keeps", "again"), [(False, 1.0 + 5.0), (True, 1.0)])
+def test_attention_that_is_kept_counts_once(monkeypatch: pytest.MonkeyPatch, keeps: bool, again: float) -> None:
+    """A layer of 1 s each way, beside kernels of attention that take 5 s forward."""
+    clock, attend = Clock(), Call._attend
+    attention = Attends("a", 16, 2)
+
+    def slow(self: Call, *tensors: Any) -> Any:
+        clock.now_s += 5.0
+        return attend(self, *tensors)
+
+    monkeypatch.setattr(Call, "_attend", slow)
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
+    monkeypatch.setattr(Part, "_terapipe_kept_calls", KeptCalls() if keeps else None, raising=False)
+    plain = nn.Linear(16, 16)
+    timer = timer_of([lambda x: Slow.apply(attention(x), clock, 1.0, 1.0), plain], False, False)
+    timer.clock = clock
+    assert timer.layer_seconds(4, 4) == [(1.0 + 5.0, 1.0 + again), (0.0, 0.0)]

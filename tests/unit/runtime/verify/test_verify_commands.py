@@ -1,13 +1,17 @@
 """`terapipe verify`, and `terapipe_ds.run --verify` around an unmodified script."""
 
+import argparse
 import json
 import re
 import socket
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from terapipe_ds.attention.call import Call
+from terapipe_ds.commands import verify
 from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
@@ -62,6 +66,45 @@ def test_the_command(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
     expected = r"verify: 5 layers and the loss agree on 4 slices of a sequence of 32 tokens with the whole, [\d.]+ s\n"
     assert re.fullmatch(expected, done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("section", "pipeline", "again", "note"),
+    [
+        ({}, {}, False, ""),
+        ({"recompute": [3]}, {}, True, "layers with parameters were recomputed"),
+        ({}, {"activation_checkpoint_interval": 1}, True, "layers with parameters were recomputed"),
+        (
+            {"recompute": "full", "keep_attention": True},
+            {},
+            False,
+            "layers with parameters were recomputed, and kept their attention",
+        ),
+    ],
+)
+def test_the_command_recomputes_as_training_does(
+    section: dict[str, Any],
+    pipeline: dict[str, int],
+    again: bool,
+    note: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model, ds_config, modes = tmp_path / "model.json", tmp_path / "ds.json", set[str]()
+    model.write_text(json.dumps({"vocab_size": 31, "hidden_size": 16, "num_layers": 1, "num_heads": 2}))
+    raw = {"train_micro_batch_size_per_gpu": 1, "pipeline": pipeline}
+    ds_config.write_text(json.dumps({**raw, "terapipe": {"enabled": True, "slices": 3, **section}}))
+    attend = Call._attend
+
+    def noted(self: Call, *tensors: Any) -> Any:
+        modes.add(self.active.mode)
+        return attend(self, *tensors)
+
+    with mock.patch.object(Call, "_attend", noted):
+        verify.run(argparse.Namespace(config=str(ds_config), model=str(model), sequence_length=24))
+    assert modes == ({"train", "recompute"} if again else {"train"})
+    notes = capsys.readouterr().out.rstrip().split("; ")[1:]
+    assert notes == [note] * bool(note)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Test stages with several parts of the layers, and parts at two places, beyond the cases of
 `tests/test_transparency.py`."""
 
+import contextlib
 import functools
-import os
 import re
 import textwrap
 from pathlib import Path
@@ -351,12 +351,8 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
 
 
 def job_own_folder(folder: str) -> str:
-    before = os.getcwd()
-    os.chdir(os.path.join(folder, str(torch.distributed.get_rank())))
-    try:
+    with contextlib.chdir(Path(folder, str(torch.distributed.get_rank()))):
         return job_file_refused(["plain.csv"] * 2)
-    finally:
-        os.chdir(before)
 
 
 def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:

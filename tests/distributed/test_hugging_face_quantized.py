@@ -13,7 +13,9 @@ pytest.importorskip("bitsandbytes", reason="needs the extra qlora: pip install t
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_quantized import folders_of_adapters, refusals, train_quantized
+from tests.hugging_face_families import IS_4
 
+pytestmark = pytest.mark.skipif(IS_4, reason="transformers 4.57 cannot quantize layer by layer")
 VERIFIED = {"verify": "first_batch", "recompute": "full", "offload_activations": True}
 
 

@@ -81,11 +81,16 @@ def leave_word_to_first_rank() -> None:
     """Wait on all ranks of a machine but its first, which prints the error for all of them and ends.
 
     All ranks find a mistake at the same place, and the launcher ends the other ranks when one has ended. A rank that
-    still runs after 15 seconds is alone with its mistake, and prints it too.
+    still runs after 15 seconds is alone with its mistake, and prints it too. Meanwhile it prints nothing: torch would
+    write pages about the store that the first rank has closed.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends ranks by this signal: no report of ours
+        stderr = os.dup(2)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
         time.sleep(15)
+        os.dup2(stderr, 2)
 
 
 if __name__ == "__main__":

@@ -27,10 +27,10 @@ from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.cuts import Bounds
 from terapipe_ds.planner.layers.parts import Setting, Span, TiedCopy
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.candidate import Candidate, replay_of
-from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.simulator import ScheduleShape
 from terapipe_ds.strategy import Grid

@@ -112,7 +112,7 @@ def measure(shape: Shape, num_slices: int, repeats: int, device: str = "cpu", cl
     pairs = [tuple(timed(run, device, CLOCKS[clock]) for run in runs) for _ in range(repeats + 2)][2:]
     unsliced, sliced = (statistics.median(times) for times in zip(*pairs, strict=True))
     ratio = statistics.median(s / u for u, s in pairs)
-    return SlicingCost(num_slices, unsliced, sliced, ratio, sides.store.reserved_bytes())
+    return SlicingCost(num_slices, unsliced, sliced, ratio, sides.store.pool.reserved_bytes)
 
 
 def timed(run: Callable[[], object], device: str, clock: Callable[[], float]) -> float:

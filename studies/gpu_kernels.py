@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.attention.backends.base import Queries
-from terapipe_ds.attention.backends.cudnn import Cudnn
-from terapipe_ds.attention.backends.fused import CudaFlash
+from terapipe_ds.attention.backends.fused import CudaFlash, Cudnn
 
 PRODUCTS = ((512, 4096, 14336), (1024, 4096, 14336), (2048, 4096, 14336), (4096, 4096, 14336), (1024, 4096, 4096))
 """(tokens, in, out)."""

@@ -85,7 +85,7 @@ def rank_main(rank: int, rendezvous: str, work: Workload, vocabulary: int, setup
     with MemoryPeak():  # what this step leaves counts when the next one drops it
         engine.train_batch(iter(data))
     torch_dist.barrier()
-    engine.slice_store.drop_free()
+    engine.slice_store.pool.drop_free()
     before = live_bytes() - _host_bytes(engine, setup)
     with MemoryPeak() as peak:
         loss = float(engine.train_batch(iter(data)))

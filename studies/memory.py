@@ -174,7 +174,7 @@ def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
 
     from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
-    engine.slice_store.drop_free()
+    engine.slice_store.pool.drop_free()
     with MemoryPeak():  # the leftovers of this step are then counted when the next step drops them
         engine.train_batch(data)
     torch_dist.barrier()

@@ -137,7 +137,7 @@ def _measured(section: dict[str, Any], work: Workload, case: Case, row: Row) -> 
             begin_s = time.perf_counter()
             engine.train_batch(data)
             seconds.append(time.perf_counter() - begin_s)
-        engine.slice_store.drop_free()  # as in a first step
+        engine.slice_store.pool.drop_free()  # as in a first step
         torch_dist.barrier()
         with MemoryPeak() as peak:
             engine.train_batch(data)

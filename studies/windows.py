@@ -69,7 +69,7 @@ class Windowed:
             with push_slice(active.replace(mode="recompute")) if mode == "train" else nullcontext():
                 if mode == "train":
                     torch.autograd.grad(out, leaves, self.grad[:, :, active.start : active.stop])
-        self.peaks[mode] = store.peak_bytes()
+        self.peaks[mode] = store.pool.peak_bytes
         store.release(0, 0)
         return outs
 

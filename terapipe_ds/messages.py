@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import operator
 import os
 from collections.abc import Hashable, Iterable, Mapping
@@ -55,6 +56,12 @@ def describe(error: BaseException) -> str:
 def show_key(key: Any, limit: int = 80) -> str:
     """Return a key for messages: bare where it is an ordinary word."""
     return key if isinstance(key, str) and key.isprintable() and len(key) <= limit else show_value(key, limit)
+
+
+def in_runs(values: Iterable[object]) -> str:
+    """Return values with equal neighbours written once: `12, 3 x 11`."""
+    counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
+    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
 
 
 def first_repeated(items: Iterable[Item]) -> Item | None:

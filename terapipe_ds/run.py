@@ -67,6 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     from terapipe_ds.config import TeraPipeConfigError
     from terapipe_ds.runtime.register import register
+    from terapipe_ds.runtime.verify import VerifyError
 
     register(verify_only=verify_only)
     sys.argv = [script, *script_arguments]
@@ -75,6 +76,8 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_path(script, run_name="__main__")
     except TeraPipeConfigError as error:
         leave_word_to_first_rank()
+        raise SystemExit(f"terapipe_ds.run: {error}") from None
+    except VerifyError as error:  # no wait: rank 0 alone has the long text, and others would report its end
         raise SystemExit(f"terapipe_ds.run: {error}") from None
 
 

@@ -3,8 +3,6 @@
 What must not count is filled with tokens that training would see, if it counted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny configs of the families of transformers that the tests know, and what is expected of each."""
 
-from __future__ import annotations
-
 import copy
 from importlib.metadata import version
 from typing import Any

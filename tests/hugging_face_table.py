@@ -7,8 +7,6 @@ Each family's tiny model trains in slices of 3, 5, 2 and 6 tokens in one process
 on whole rows. What is compared is the loss and all gradients.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -4,8 +4,6 @@ Its files are laid out so that each hunk of the patch falls where it belongs: th
 line after which the second one inserts, with blank lines above it. So `git apply --unidiff-zero` is really run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import re

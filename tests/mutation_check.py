@@ -9,8 +9,6 @@ engine refuses to go on, or where the comparison finds an error above the contra
 without a fault, which must pass. Exit code 1 where a fault survives, or where nothing is broken and something is found.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

@@ -3,8 +3,6 @@
 The rules are read from the source with `ast`, imports inside functions included; nothing needs installing.
 """
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import graphlib

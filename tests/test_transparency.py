@@ -9,8 +9,6 @@ dimensions, in fp64 that of all that slices can get wrong. The default run takes
 TERAPIPE_TEST_FULL=1 it is the whole product of the latter.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

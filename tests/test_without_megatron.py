@@ -1,7 +1,5 @@
 """Where megatron-core is not installed, all the rest works, and what needs it says which extra to install."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

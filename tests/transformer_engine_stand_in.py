@@ -1,7 +1,5 @@
 """Transformer Engine's names and signatures as megatron-core uses them, computed by torch on one rank."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import types

@@ -8,8 +8,6 @@ runs this, because downloading them again would take longer than all checks. Cop
 in the folder, as a user would take them. Exit code 1 where a command fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

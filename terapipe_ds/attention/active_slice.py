@@ -24,41 +24,13 @@ class SliceStoreError(RuntimeError):
     """Slices ran in an order that would give a wrong result, or a micro-batch was released too early."""
 
 
-class CarriedStore(Protocol):
-    """Declare the methods of `carry.states.CarriedStates` that `carry` calls; that class describes them."""
-
-    def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None: ...
-
-    def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> Any: ...
-
-
-class Entry(Protocol):
-    """Declare the methods of `SliceEntry` that sliced attention calls; that class describes them."""
-
-    def keys_values(self, start: int, stop: int) -> tuple[Tensor, Tensor]: ...
-
-    def record(self, kv_needs_grad: bool) -> None: ...
-
-    def add_grads(
-        self, offset: int, dk: Tensor, dv: Tensor, again: bool = False, rows: slice | None = None
-    ) -> None: ...
-
-
-class AppendingStore(Protocol):
-    """Declare the methods of `SliceStore` that sliced attention calls; that class describes them."""
-
-    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
-
-    def begin_backward(self, entry: Any, start: int, stop: int) -> None: ...
-
-    def end_backward(self, entry: Any, start: int, stop: int) -> tuple[Tensor, Tensor] | None: ...
-
-
-class Store(AppendingStore, Protocol):
-    """Declare the part of `SliceStore` that sliced attention and `carry` use."""
+class Store(Protocol):
+    """Declare the part of `SliceStore` that sliced attention and `carry` use; that class describes it."""
 
     @property
-    def carried(self) -> CarriedStore: ...
+    def carried(self) -> Any: ...  # CarriedStates
+
+    def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
 
 
 class Kept(Protocol):

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from terapipe_ds.attention.active_slice import ActiveSlice, AppendingStore, Entry, SliceStoreError, active_slice
+from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
 from terapipe_ds.attention.reach import Reach, Span, reach_of
+from terapipe_ds.attention.slice_store import SliceEntry
 
 
 class Options(NamedTuple):
@@ -47,17 +48,13 @@ def prepare(
     check_options(q, active, layer, options, sinks)
     # kernels take it for granted that numbers of a head lie side by side; a slice store lays out its copies so
     q = q if q.stride(-1) == 1 else q.contiguous()
-    store: AppendingStore
     if active.is_whole:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
-        store = WholeSequence()
     elif active.store is None:
         raise SliceStoreError(
             f"layer {layer!r}: slice [{active.start}, {active.stop}) of {active.sequence_length} tokens needs a slice "
             f"store; push an ActiveSlice with store=SliceStore()"
         )
-    else:
-        store = active.store
     # the needs beyond plain causal attention decide which backends can take the call
     reach = reach_of(active, options.window)
     need = Need(
@@ -67,20 +64,15 @@ def prepare(
         documents=reach.starts is not None,
         value_dim=None if v.shape[3] == q.shape[3] else v.shape[3],
     )
-    return Call(active, store, layer, choose_backend(q, need), reach, options), q, k, v
+    return Call(active, layer, choose_backend(q, need), reach, options), q, k, v
 
 
 class WholeSequence:
-    """Stand in for a slice store and its entry if the slice is the whole sequence: nothing is kept for other slices."""
+    """Stand in for a slice store's entry if the slice is the whole sequence: nothing is kept for other slices."""
 
-    keys_values_of_slice: tuple[Tensor, ...] = ()
-    _grads: tuple[Tensor, ...] = ()
-
-    def write(
-        self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None
-    ) -> WholeSequence:
-        self.keys_values_of_slice = k.detach(), v.detach()
-        return self
+    def __init__(self, k: Tensor, v: Tensor) -> None:
+        self.keys_values_of_slice: tuple[Tensor, ...] = k.detach(), v.detach()
+        self._grads: tuple[Tensor, ...] = ()
 
     def keys_values(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         k, v = self.keys_values_of_slice
@@ -90,7 +82,7 @@ class WholeSequence:
         """Drop the keys and values: the node saves them."""
         self.keys_values_of_slice = ()
 
-    def begin_backward(self, entry: WholeSequence, start: int, stop: int) -> None:
+    def begin_backward(self, start: int, stop: int) -> None:
         self._grads = tuple(
             torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) for x in self.keys_values_of_slice
         )
@@ -99,7 +91,7 @@ class WholeSequence:
         for total, part in zip(self._grads, (dk, dv), strict=True):
             total[rows or slice(None), :, offset : offset + part.shape[2]].add_(part)
 
-    def end_backward(self, entry: WholeSequence, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    def end_backward(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
         (k, v), (dk, dv) = self.keys_values_of_slice, self._grads
         self.keys_values_of_slice = self._grads = ()
         return dk.to(k.dtype), dv.to(v.dtype)
@@ -108,25 +100,12 @@ class WholeSequence:
 class Call:
     """Hold what one call has in addition to tensors, and what its backward needs of the store."""
 
-    def __init__(
-        self,
-        active: ActiveSlice,
-        store: AppendingStore,
-        layer: Hashable,
-        backend: Backend,
-        reach: Reach,
-        options: Options,
-    ) -> None:
-        self.active, self.store, self.layer = active, store, layer
+    def __init__(self, active: ActiveSlice, layer: Hashable, backend: Backend, reach: Reach, options: Options) -> None:
+        self.active, self.layer = active, layer
         self.backend, self.reach, self.options = backend, reach, options
         self.is_limited = reach.is_limited
-        self.entry: Entry | None = None
+        self.entry: SliceEntry | WholeSequence | None = None
         self.states: list[tuple[Any, ...]] = []
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the slice is the whole sequence, so that the caller keeps keys and values."""
-        return isinstance(self.store, WholeSequence)
 
     def record(self, kv_needs_grad: bool) -> None:
         """Note that an autograd node was recorded: a backward will come."""
@@ -140,7 +119,11 @@ class Call:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """Append k and v to the store and attend; return the output and the log-sum-exp, both with the sinks."""
-        self.entry = self.store.write(self.active, self.layer, k, v, self.options.window)
+        if self.active.is_whole:
+            self.entry = WholeSequence(k, v)
+        else:
+            assert self.active.store is not None
+            self.entry = self.active.store.write(self.active, self.layer, k, v, self.options.window)
         kept = self.active.kept
         if kept is None:
             out, lse, self.states = self._attend(q, v, sinks)
@@ -168,24 +151,19 @@ class Call:
         """Return dQ, dK, dV of the slice, complete because all later slices have run."""
         assert self.entry is not None
         start, stop = self.active.start, self.active.stop
-        self.store.begin_backward(self.entry, start, stop)
+        self.entry.begin_backward(start, stop)
         # the same spans in the same order as in the forward: each finds the state that its kernel left
-        parts = [
-            (span, self._backward_of(span, state, queries, (grad, out, lse)))
-            for (span, queries), state in zip(self._spans(q, self.entry), self.states, strict=True)
-        ]
+        parts = []
+        for (span, queries), state in zip(self._spans(q, self.entry), self.states, strict=True):
+            attended = Attended(self._part(out, span), self._part(lse, span), state)
+            of_span = self.backend.backward(self._part(grad, span), queries, attended, self._add_grads_of(span))
+            parts.append((span, of_span))
         dq = parts[0][1]
         if len(parts) > 1:
             dq = torch.empty_like(q)
             for span, part in parts:
                 self._part(dq, span).copy_(part)
-        return dq, *(self.store.end_backward(self.entry, start, stop) or (None, None))
-
-    def _backward_of(
-        self, span: Span, state: tuple[Any, ...], queries: Queries, tensors: tuple[Tensor, Tensor, Tensor]
-    ) -> Tensor:
-        grad, out, lse = (self._part(x, span) for x in tensors)
-        return self.backend.backward(grad, queries, Attended(out, lse, state), self._add_grads_of(span))
+        return dq, *(self.entry.end_backward(start, stop) or (None, None))
 
     def _add_grads_of(self, span: Span) -> AddGrads:
         """Return the function that takes the gradients of a span, whose keys and rows count from its own first ones."""
@@ -201,7 +179,7 @@ class Call:
 
         return add
 
-    def _spans(self, q: Tensor, entry: Entry) -> Iterator[tuple[Span, Queries]]:
+    def _spans(self, q: Tensor, entry: SliceEntry | WholeSequence) -> Iterator[tuple[Span, Queries]]:
         """Yield what the backend computes in one call: a document of some rows, or all where it takes documents."""
         start, stop, batch, options = self.active.start, self.active.stop, q.shape[0], self.options
         if not self.is_limited:

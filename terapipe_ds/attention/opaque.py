@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,20 +38,15 @@ class _Running:
 running = _Running()
 
 
-class running_layer:
+@contextmanager
+def running_layer(name: str) -> Iterator[None]:
     """Name the compiled layer that runs for the body, and count its calls from 0."""
-
-    __slots__ = ("_before", "_name")
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._before = running.name, running.calls
-        running.name, running.calls = self._name, 0
-
-    def __exit__(self, *error: object) -> None:
-        running.name, running.calls = self._before
+    before = running.name, running.calls
+    running.name, running.calls = name, 0
+    try:
+        yield
+    finally:
+        running.name, running.calls = before
 
 
 def refuse_outside_of_graph(layer: Hashable) -> None:
@@ -114,7 +110,7 @@ def attend(
         )
     name = running.name, number_of_call
     call, q, k, v = prepare(q, k, v, name, Options(scale, dropout_p, window, softcap), sinks)
-    if call.is_whole:  # the compiler may use the memory of k and v for something else
+    if call.active.is_whole:  # the compiler may use the memory of k and v for something else
         k, v = k.clone(), v.clone()
     with torch.set_grad_enabled(needs_grad):  # the store asks for this; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
@@ -126,12 +122,9 @@ def attend(
         number.fill_(next(_numbers))
         _calls[key := int(number)] = call
         weakref.finalize(number.untyped_storage(), _calls.pop, key, None)  # whoever saves it may detach it
-    return _as_tokens(out.detach()), lse.detach().to(_wide(q)).contiguous(), number
-
-
-def _as_tokens(out: Tensor) -> Tensor:
-    """Return [B, H, T, D] in memory of its own, laid out as [B, T, H, D]; copy nothing if it already is."""
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
+    # nothing is copied if the output already lies as [B, T, H, D]
+    out = out.detach().transpose(1, 2).contiguous().transpose(1, 2)
+    return out, lse.detach().to(_wide(q)).contiguous(), number
 
 
 @attend.register_fake

@@ -17,7 +17,7 @@ All come from a pool and return to it: a batch after the first one allocates not
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -52,15 +52,15 @@ class SliceEntry:
     backward, `kv_needs_grad` that it needs `grads`.
     """
 
-    def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, pool: BufferPool) -> None:
-        self.layer, self.reach = layer, reach
+    def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, store: SliceStore) -> None:
+        self.layer, self.reach, self._store = layer, reach, store
         self.part_id = active.part_id
         self.micro_batch_id = active.micro_batch_id
         self.sequence_length = active.sequence_length
         self.mode = active.mode
         self.layout, self.dtype = layout_of(like, active.sequence_length), like[0].dtype
-        self.kept = TokenBuffer(pool, like, self.dtype)
-        self.grads = TokenBuffer(pool, like, torch.promote_types(self.dtype, torch.float32))
+        self.kept = TokenBuffer(store.pool, like, self.dtype)
+        self.grads = TokenBuffer(store.pool, like, torch.promote_types(self.dtype, torch.float32))
         self.filled = self.reached = 0  # tokens: up to which slices ran, the most that one of them sees
         self.frontier = self.touched = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
@@ -147,18 +147,113 @@ class SliceEntry:
                 total.zero_()
             self.touched = min(first, self.touched)
 
+    def advance(self, active: ActiveSlice) -> None:
+        """Move the forward frontier over the slice, or raise SliceStoreError."""
+        start, stop = active.start, active.stop
+        if active.mode == "probe":
+            self.filled = self.frontier = stop
+        elif active.mode in ("train", "eval"):
+            if start != self.filled:
+                raise SliceStoreError(f"{self}: slice [{start}, {stop}) {self._problem_of_order(stop)}")
+            self.filled = stop
+        elif stop > self.filled:
+            raise SliceStoreError(
+                f"{self}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {self.filled}) has "
+                f"run; the first forward of a slice needs mode 'train'"
+            )
+
+    def _problem_of_order(self, stop: int) -> str:
+        if stop > self.filled:
+            why = f"out of order, the next one must start at token {self.filled}; run the forwards in slice order"
+            return f"{why}, without gaps"
+        return (
+            f"comes a second time, [0, {self.filled}) is filled. Either two attention layers of this part share the "
+            f"name {self.layer!r} (give each its own), or a forward inside a backward runs in mode {self.mode!r} (use "
+            "'recompute'), or the micro-batch before was not released"
+        )
+
+    def begin_backward(self, start: int, stop: int) -> None:
+        """Move the backward frontier over [start, stop) and make room for gradients that `add_grads` adds.
+
+        Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
+        """
+        self.check_backward(start, stop)
+        self.frontier = start
+        if self.kv_needs_grad:
+            self.make_room_for_grads(start, stop)
+
+    def check_backward(self, start: int, stop: int) -> None:
+        """Raise SliceStoreError unless [start, stop) is the next slice of the reverse order."""
+        is_probe = self.mode == "probe"
+        if self.closed:
+            problem = "after the micro-batch was released; release it after its last backward"
+        elif stop != self.frontier and not is_probe:
+            problem = (
+                f"out of order, the next one must end at token {self.frontier}; run the backwards in reverse slice "
+                f"order, each slice once"
+            )
+        elif self.kv_needs_grad and not self.grads.is_taken and stop < self.sequence_length and not is_probe:
+            problem = (
+                "has keys or values that need gradients but did not in the slices after it, so that their share is "
+                "lost; let k and v require gradients in all slices of a micro-batch or in none"
+            )
+        else:
+            return
+        raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
+
+    def end_backward(self, start: int, stop: int) -> TensorPair | None:
+        """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
+
+        None if keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
+        """
+        if not self.grads.is_taken:
+            return None
+        # from here on, pieces of earlier slices add to the gradients that this one has left
+        self.touched = min(self.touched, self.reach.first_key(start))
+        if self._store.on_gradients is not None:
+            self._store.on_gradients(self, stop)
+        dk, dv = (_copy_tokens_first(total, self.dtype) for total in self.grads.at(start, stop))
+        if start == 0 and self.mode != "probe":  # which runs others after it
+            self.grads.give_back()
+        return dk, dv
+
+    def check_drained(self) -> None:
+        """Raise SliceStoreError if some of the micro-batch's slices or their backwards have not run."""
+        if self.mode != "train":
+            return
+        if 0 < self.frontier < self.sequence_length:
+            what = f"with the gradients of [0, {self.frontier}) still waiting; run the backward of every slice first"
+        elif self.frontier and self.recorded:
+            what = (
+                "before any backward although its output needs gradients; run the backward of every slice first, or "
+                "freeze the layer if the loss does not use it"
+            )
+        elif self.filled < self.sequence_length:
+            what = f"after the forward of [0, {self.filled}) of {self.sequence_length} tokens; run all slices first"
+        else:
+            return
+        raise SliceStoreError(f"{self}: released {what}")
+
+    def close(self) -> None:
+        """Give all memory back; a backward that still comes is an error."""
+        self.closed = True
+        self.kept.give_back()
+        self.grads.give_back()
+
 
 class SliceStore:
     """The store of one engine, keyed by (part_id, layer, micro_batch_id).
 
     The store calls `on_gradients`, if set, after each backward that has added to gradients of the tokens before a stop.
+    `pool` counts the bytes of keys, values, their gradients and carried states.
     """
 
     def __init__(self) -> None:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
-        self._entries: dict[tuple[int, int], dict[Hashable, SliceEntry]] = {}
-        self._pool = BufferPool()
-        self.carried = CarriedStates(self._pool.count)
+        # of both kinds, by part and micro-batch; the key in it is the layer, or the layer and the name of a state
+        self._entries: dict[tuple[int, int], dict[Hashable, Any]] = {}
+        self.pool = BufferPool()
+        self.carried = CarriedStates(self._entries, self.pool.count)
 
     def write(
         self, active: ActiveSlice, layer: Hashable, k: torch.Tensor, v: torch.Tensor, window: int | None = None
@@ -177,7 +272,7 @@ class SliceStore:
             )
         # the order is checked before memory is touched
         entry = self._lookup(active, layer, (k, v), reach_of(active, window))
-        self._advance(entry, active)
+        entry.advance(active)
         # a weight pass runs beside slices that read the same keys
         if active.mode != "weight":
             entry.make_room(active)
@@ -186,15 +281,15 @@ class SliceStore:
         return entry
 
     def _lookup(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach) -> SliceEntry:
-        entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get(layer)
+        of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
+        entry: SliceEntry | None = of_micro_batch.get(layer)
         if entry is None:
-            entry = SliceEntry(active, layer, like, reach, self._pool)
+            entry = of_micro_batch[layer] = SliceEntry(active, layer, like, reach, self)
             # a probe measures a slice whose prefix was never computed
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
                 entry.make_room(active)
                 for x in entry.kept.at(0, active.sequence_length):
                     x.fill_(0.5)
-            self._entries.setdefault((active.part_id, active.micro_batch_id), {})[layer] = entry
         elif entry.layout != (layout := layout_of(like, active.sequence_length)):
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys and values for {layout}, but the "
@@ -209,66 +304,6 @@ class SliceStore:
             )
         return entry
 
-    @staticmethod
-    def _advance(entry: SliceEntry, active: ActiveSlice) -> None:
-        start, stop = active.start, active.stop
-        if active.mode == "probe":
-            entry.filled = entry.frontier = stop
-        elif active.mode in ("train", "eval"):
-            if start != entry.filled:
-                raise SliceStoreError(_forward_order_message(entry, start, stop))
-            entry.filled = stop
-        elif stop > entry.filled:
-            raise SliceStoreError(
-                f"{entry}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {entry.filled}) has "
-                f"run; the first forward of a slice needs mode 'train'"
-            )
-
-    def begin_backward(self, entry: SliceEntry, start: int, stop: int) -> None:
-        """Move the backward frontier over [start, stop) and make room for gradients that `SliceEntry.add_grads` adds.
-
-        Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
-        """
-        self._check_backward(entry, start, stop)
-        entry.frontier = start
-        if entry.kv_needs_grad:
-            entry.make_room_for_grads(start, stop)
-
-    @staticmethod
-    def _check_backward(entry: SliceEntry, start: int, stop: int) -> None:
-        is_probe = entry.mode == "probe"
-        if entry.closed:
-            problem = "after the micro-batch was released; release it after its last backward"
-        elif stop != entry.frontier and not is_probe:
-            problem = (
-                f"out of order, the next one must end at token {entry.frontier}; run the backwards in reverse slice "
-                f"order, each slice once"
-            )
-        elif entry.kv_needs_grad and not entry.grads.is_taken and stop < entry.sequence_length and not is_probe:
-            problem = (
-                "has keys or values that need gradients but did not in the slices after it, so that their share is "
-                "lost; let k and v require gradients in all slices of a micro-batch or in none"
-            )
-        else:
-            return
-        raise SliceStoreError(f"{entry}: backward of slice [{start}, {stop}) {problem}")
-
-    def end_backward(self, entry: SliceEntry, start: int, stop: int) -> TensorPair | None:
-        """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.
-
-        None if keys and values need no gradients. The backward of the first slice gives `grads` back to the pool.
-        """
-        if not entry.grads.is_taken:
-            return None
-        # from here on, pieces of earlier slices add to the gradients that this one has left
-        entry.touched = min(entry.touched, entry.reach.first_key(start))
-        if self.on_gradients is not None:
-            self.on_gradients(entry, stop)
-        dk, dv = (_copy_tokens_first(total, entry.dtype) for total in entry.grads.at(start, stop))
-        if start == 0 and entry.mode != "probe":  # which runs others after it
-            entry.grads.give_back()
-        return dk, dv
-
     def release(self, part_id: int, micro_batch_id: int) -> None:
         """Give back the buffers of a micro-batch, after its last backward (training) or last forward (evaluation).
 
@@ -276,22 +311,19 @@ class SliceStore:
         """
         for entry in self._entries.get((part_id, micro_batch_id), {}).values():
             # all entries are checked before any is closed, so that the message can name the first cause
-            _check_drained(entry)
-        self.carried.check_drained(part_id, micro_batch_id)
+            entry.check_drained()
         for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
-            self._close(entry)
-        self.carried.release(part_id, micro_batch_id)
+            entry.close()
 
     def reset(self) -> None:
         """Drop all entries in whatever state, after an exception; their buffers go back to the pool."""
         for entry in self._all():
-            self._close(entry)
+            entry.close()
         self._entries.clear()
-        self.carried.reset()
 
     def assert_drained(self) -> None:
         """Raise SliceStoreError if any entry is left; called at the end of a batch."""
-        if left := [str(entry) for entry in (*self._all(), *self.carried)]:
+        if left := [str(entry) for entry in self._all()]:
             more = f" and {len(left) - 4} more" if len(left) > 4 else ""
             raise SliceStoreError(
                 f"the slice store is not drained at the end of the batch: {', '.join(left[:4])}{more}; release() every "
@@ -301,67 +333,18 @@ class SliceStore:
     def layers_of(self, part_id: int, micro_batch_id: int) -> list[LayerBytes]:
         """Return the bytes that each layer of a part takes for all tokens of a micro-batch, in reach or not."""
         layers = []
-        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
+        entries = self._entries.get((part_id, micro_batch_id), {}).values()
+        for entry in (entry for entry in entries if isinstance(entry, SliceEntry)):
             length, per_token = entry.sequence_length, entry.grads.bytes_per_token if entry.kv_needs_grad else 0
             layers.append(LayerBytes(length * entry.kept.bytes_per_token, length * per_token, entry.reach.window))
         return layers
 
-    def live_bytes(self) -> int:
-        """Return the bytes of keys, values, their gradients and carried states in use now."""
-        return self._pool.live_bytes
-
-    def peak_bytes(self) -> int:
-        """Return the largest `live_bytes` since the start."""
-        return self._pool.peak_bytes
-
-    def reserved_bytes(self) -> int:
-        """Return the bytes held, in use or waiting in the pool."""
-        return self._pool.reserved_bytes
-
-    def drop_free(self) -> None:
-        """Drop the buffers that wait in the pool; a later batch takes new ones."""
-        self._pool.drop_free()
-
-    def _all(self) -> Iterator[SliceEntry]:
-        for layers in self._entries.values():
-            yield from layers.values()
-
-    @staticmethod
-    def _close(entry: SliceEntry) -> None:
-        entry.closed = True
-        entry.kept.give_back()
-        entry.grads.give_back()
+    def _all(self) -> Iterator[Any]:
+        for of_micro_batch in self._entries.values():
+            yield from of_micro_batch.values()
 
 
 def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Copy [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
     batch, heads, tokens, dim = x.shape
     return torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2).copy_(x)
-
-
-def _forward_order_message(entry: SliceEntry, start: int, stop: int) -> str:
-    if stop > entry.filled:
-        why = f"out of order, the next one must start at token {entry.filled}; run the forwards in slice order"
-        return f"{entry}: slice [{start}, {stop}) {why}, without gaps"
-    return (
-        f"{entry}: slice [{start}, {stop}) comes a second time, [0, {entry.filled}) is filled. Either two attention "
-        f"layers of this part share the name {entry.layer!r} (give each its own), or a forward inside a backward runs "
-        f"in mode {entry.mode!r} (use 'recompute'), or the micro-batch before was not released"
-    )
-
-
-def _check_drained(entry: SliceEntry) -> None:
-    if entry.mode != "train":
-        return
-    if 0 < entry.frontier < entry.sequence_length:
-        what = f"with the gradients of [0, {entry.frontier}) still waiting; run the backward of every slice first"
-    elif entry.frontier and entry.recorded:
-        what = (
-            "before any backward although its output needs gradients; run the backward of every slice first, or "
-            "freeze the layer if the loss does not use it"
-        )
-    elif entry.filled < entry.sequence_length:
-        what = f"after the forward of [0, {entry.filled}) of {entry.sequence_length} tokens; run all slices first"
-    else:
-        return
-    raise SliceStoreError(f"{entry}: released {what}")

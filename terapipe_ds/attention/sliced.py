@@ -91,13 +91,14 @@ def sliced_attention(
 class _SlicedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call) -> Tensor:
-        # the saved tensors live until the backward, beside all other slices in flight
-        q = _own_memory(q)
+        # q is saved until the backward, beside all other slices in flight: as a view it would keep K and V alive twice
+        if q.untyped_storage().nbytes() > q.numel() * q.element_size():
+            q = q.clone(memory_format=torch.contiguous_format)
         out, lse = call.forward(q, k, v, sinks)
         call.record(ctx.needs_input_grad[1] or ctx.needs_input_grad[2])
         ctx.call = call
         out = out.detach()  # no view, so that the backward detects an in-place change and names the layer
-        ctx.save_for_backward(q, out, lse, sinks, *((k, v) if call.is_whole else ()))
+        ctx.save_for_backward(q, out, lse, sinks, *((k, v) if call.active.is_whole else ()))
         return out
 
     @staticmethod
@@ -119,9 +120,3 @@ class _SlicedAttention(torch.autograd.Function):
         # autograd takes None, and nothing else, for what needs no gradient
         grads = [g if needed else None for g, needed in zip(grads, ctx.needs_input_grad[:3], strict=True)]
         return *grads, d_sinks, None
-
-
-def _own_memory(q: Tensor) -> Tensor:
-    """Return q, or a copy if q is a view: saving a view of a fused QKV would keep K and V alive twice."""
-    owns = q.untyped_storage().nbytes() <= q.numel() * q.element_size()
-    return q if owns else q.clone(memory_format=torch.contiguous_format)

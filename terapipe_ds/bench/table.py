@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,16 +10,22 @@ WORTH_SAYING = 0.02
 """Shares and drifts up to this are in every run."""
 
 _HEAD = (
-    f"{'m':>3}  {'system':<36}{'slices':>7}{'step':>10}{'spread':>17}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>7}"
-    f"{'stock/':>8}{'bound/':>8}{'predicted':>11}{'bubble':>8}{'exposed':>9}{'peak MB':>16}{'loss':>10}"
+    *("m", "system", "slices", "step", "spread", "tokens/s", "TFLOP/s", "MFU"),
+    *("stock/", "bound/", "predicted", "bubble", "exposed", "peak MB", "loss"),
 )
 
 
 def render(result: Mapping[str, Any]) -> str:
     """Return one line per run: median step, its spread, and the ratios of the stock engine and the bound to it."""
-    lines = [_head(result), _HEAD]
-    lines += [_line(row) for row in result["runs"]]
-    if any(row["replayed"] for row in result["runs"]):
+    runs = result["runs"]
+    rows = [_HEAD, *map(_cells, runs)]
+    widths = [max(map(len, column)) for column in itertools.zip_longest(*rows, fillvalue="")]
+    lines = [_head(result)]
+    for cells, row in zip(rows, [{}, *runs], strict=True):
+        m, label, *figures = map(str.rjust, cells, widths)
+        line = [m, label.lstrip().ljust(widths[1]), *figures]
+        lines.append("  ".join([*line, f"error: {row['error']}"] if "error" in row else line))
+    if any(row["replayed"] for row in runs):
         lines.append(
             "replayed: fewer cores than stages, so steps ran for their losses and memory; times are those of the "
             "schedule with each action's own CPU time and measured links"
@@ -56,22 +63,19 @@ def _head(result: Mapping[str, Any]) -> str:
     )
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    label = row["label"] + (" (replayed)" if row["replayed"] else "")
-    head = f"{row['accumulation']:>3}  {label:<36}"
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the cells of a run; only the first two if it failed."""
+    head = str(row["accumulation"]), row["label"] + (" (replayed)" if row["replayed"] else "")
     if "error" in row:
-        return f"{head} error: {row['error']}"
+        return head
     low, high = row["spread_s"]
     stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
     slices = counts_text(row["slices"], row.get("plans", ()))
-    return (
-        f"{head}{slices:>7}{_seconds(row['step_s']):>10}{_seconds(low, high):>17}"
-        f"{row['tokens_per_s']:>10.0f}{_tflops(row):>9}{_share(row.get('mfu')):>7}"
-        f"{_or_dash(row['ratio_to_stock']):>8}{_or_dash(row['ratio_to_bound']):>8}"
-        f"{_or_dash(row['predicted_s'], ' s'):>11}{row['bubble']:>8.1%}{row['exposed_comm_s']:>7.3f} s"
-        f"{peaks:>16}{_or_dash(row['loss'], digits=5):>10}"
-    )
+    times = _seconds(row["step_s"]), _seconds(low, high), f"{row['tokens_per_s']:.0f}"
+    ratios = _or_dash(row["ratio_to_stock"]), _or_dash(row["ratio_to_bound"]), _or_dash(row["predicted_s"], " s")
+    losses = f"{row['bubble']:.1%}", f"{row['exposed_comm_s']:.3f} s", peaks, _or_dash(row["loss"], form=".5f")
+    return (*head, slices, *times, _tflops(row), _or_dash(row.get("mfu"), form=".1%"), *ratios, *losses)
 
 
 def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
@@ -91,9 +95,5 @@ def _tflops(row: Mapping[str, Any]) -> str:
     return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
-def _share(number: float | None) -> str:
-    return "-" if number is None else f"{number:.1%}"
-
-
-def _or_dash(number: float | None, unit: str = "", digits: int = 3) -> str:
-    return "-" if number is None else f"{number:.{digits}f}{unit}"
+def _or_dash(number: float | None, unit: str = "", form: str = ".3f") -> str:
+    return "-" if number is None else f"{number:{form}}{unit}"

@@ -300,12 +300,8 @@ class Progress:
         if self._shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    @property
-    def callback(self) -> Callable[[str, int, int], None]:
-        """Return the function that a search calls with the name of its step, the amount done, and the total."""
-        return self._show
-
-    def _show(self, what: str, done: int, of: int) -> None:
+    def callback(self, what: str, done: int, of: int) -> None:
+        """Show the name of a search's step, the amount done, and the total; the search calls it."""
         share = min(done / of, 1.0) if of else 1.0
         if not self._is_terminal:
             if time.monotonic() >= self._line_at:

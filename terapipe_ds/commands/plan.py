@@ -62,9 +62,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     if write_json(as_json, options.as_json):
         return
-    lines = describe(result, schedule_chosen=ranking is not None)
-    if rates is not None:
-        rows = zip(("rate", "", ""), rates.lines(device_card(options.device)), strict=False)
+    card = device_card(options.device) if options.device else None
+    card_bytes = None if card is None else card.memory_bytes
+    lines = describe(result, schedule_chosen=ranking is not None, card_bytes=card_bytes)
+    if rates is not None and card is not None:
+        rows = zip(("rate", "", ""), rates.lines(card), strict=False)
         lines += [f"{name:<9} {text}" for name, text in rows]
     if ranking is not None:
         lines += ["", *describe_ranking(ranking)]
@@ -178,6 +180,9 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
 
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
+    """Draw the step, and above it DeepSpeed's own order of whole sequences, if the layers have costs for it."""
+    from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
     from terapipe_ds.timeline.picture import draw_timelines
 
@@ -185,4 +190,8 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))
     title = f"{result.schedule}, {counts} slices, simulated"
     timeline = simulate(schedule, result.plans, setup.costs_of(schedule.num_parts))
-    draw_timelines([(title, timeline)], path)
+    drawn = [(title, timeline)]
+    if costs := setup.costs_of(result.num_stages):
+        stock, whole = build("1f1b", result.num_stages, result.num_micro_batches, 1), SlicePlan((setup.shape[0],))
+        drawn.insert(0, ("1f1b, whole sequences, as DeepSpeed runs them, simulated", simulate(stock, whole, costs)))
+    draw_timelines(drawn, path)

@@ -48,7 +48,9 @@ class CostOptions(Options):
     memory_limit_gb: float | None = _search("per device (default: what it has)", "GB", gt=0)
     as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON; strategy: a whole DeepSpeed JSON", "FILE")
-    picture: Picture | None = _output("draw the simulated step to a .png, .svg or .pdf file", "FILE")
+    picture: Picture | None = _output(
+        "draw the simulated step to a .png, .svg or .pdf file; plan: below whole sequences", "FILE"
+    )
 
 
 class PlanOptions(CostOptions):

@@ -21,6 +21,7 @@ from terapipe_ds.commands.options import (
     write_json,
 )
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.messages import in_runs
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -213,9 +214,10 @@ def _stages(timeline: Timeline) -> list[dict[str, Any]]:
 
 
 def _lines(timeline: Timeline, plans: list[SlicePlan]) -> list[str]:
-    shown = " | ".join(",".join(map(str, plan.lengths)) for plan in dict.fromkeys(plans))
+    slices = " | ".join(in_runs(plan.lengths) for plan in dict.fromkeys(plans))
+    sizes = f"{many(timeline.num_stages, 'stage')}, {many(len(plans), 'micro-batch')}"
     lines = [
-        f"{timeline.name}: {many(timeline.num_stages, 'stage')}, {many(len(plans), 'micro-batch')}, slices {shown}",
+        f"{timeline.name}: {sizes}, slices {slices} tokens",
         f"makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %",
         "",
         f"{'stage':<6}{'busy s':>12}{'bubble %':>10}{'live slices':>13}" + "      peak GiB" * bool(timeline.peak_bytes),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Prog
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.messages import in_runs
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -55,38 +57,34 @@ def _as_switch(text: object) -> object:
 Offload = Annotated[bool, BeforeValidator(_as_switch)]
 
 
+_cluster_option, _training, _output = (
+    functools.partial(option, group=title) for title in ("cluster", "training", "output")
+)
+
+
 class StrategyOptions(CostOptions):
     """Choose the cluster, the size of a step, and the output files."""
 
-    devices: int = option("number of devices in all", "N", 0, group="cluster", ge=1, le=MAX_DEVICES)
-    devices_per_node: int = option(
-        "default: what nodes of the device card have", "N", 0, group="cluster", ge=1, le=MAX_DEVICES
+    devices: int = _cluster_option("number of devices in all", "N", 0, ge=1, le=MAX_DEVICES)
+    devices_per_node: int = _cluster_option("default: what nodes of the device card have", "N", 0, ge=1, le=MAX_DEVICES)
+    global_batch: int = _training("sequences of a step, of all replicas", "N", 0, ge=1, le=MAX_FORWARDS)
+    within_gb_per_s: float | None = _cluster_option(
+        "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0
     )
-    global_batch: int = option("sequences of a step, of all replicas", "N", 0, group="training", ge=1, le=MAX_FORWARDS)
-    within_gb_per_s: float | None = option(
-        "a device's link to others of its node, one way (default: the card's)", "GB/S", group="cluster", gt=0
+    between_gb_per_s: float | None = _cluster_option(
+        "a device's link to other nodes, one way (default: the card's)", "GB/S", gt=0
     )
-    between_gb_per_s: float | None = option(
-        "a device's link to other nodes, one way (default: the card's)", "GB/S", group="cluster", gt=0
-    )
-    node_gb_per_s: float | None = option(
-        "of all links of a node to other nodes together, where devices share a network card",
-        "GB/S",
-        group="cluster",
-        gt=0,
+    node_gb_per_s: float | None = _cluster_option(
+        "of all links of a node to other nodes together, where devices share a network card", "GB/S", gt=0
     )
     sequence_parallel: int = option(
         "ranks that divide the tokens of each slice (searched)", "N", 1, group="model and devices", ge=1
     )
-    offload_activations: Offload | None = option(
-        "keep what slices save on the host (searched)", "yes|no", group="training"
-    )
-    offload_optimizer: Offload | None = option(
-        "DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no", group="training"
-    )
+    offload_activations: Offload | None = _training("keep what slices save on the host (searched)", "yes|no")
+    offload_optimizer: Offload | None = _training("DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no")
     time_limit: float | None = option("print the best strategy so far after S seconds", "S", group="search", gt=0)
-    against: Text | None = option("compare the best strategy with the one in this file", "FILE", group="output")
-    strategy_out: Output | None = option("write the strategy, for terapipe.strategy", "FILE", group="output")
+    against: Text | None = _output("compare the best strategy with the one in this file", "FILE")
+    strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")
 
 
 add_arguments = StrategyOptions.add_to
@@ -98,10 +96,6 @@ class _Question(NamedTuple):
     model: str | list[str]
     cluster: Cluster
     words: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        return self.model if isinstance(self.model, str) else ", ".join(self.model)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -129,7 +123,10 @@ def run(arguments: argparse.Namespace) -> None:
 
         draw_strategy(best, question.model, question.cluster, options.picture)
     if not write_json(lambda: _as_json(strategies, options), options.as_json):
-        print("\n".join([*_lines(strategies, question, options), *_against_lines(best, other, options)]))
+        lines = [*_lines(strategies, question, options)]
+        if other is not None:
+            lines += ["", f"  the best strategy against {options.against}", *_ranking_lines([best, other])]
+        print("\n".join(lines))
 
 
 @contextlib.contextmanager
@@ -250,7 +247,8 @@ def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
 
 def _lines(strategies: Sequence[Strategy], question: _Question, options: StrategyOptions) -> Iterator[str]:
     best, cluster, words = strategies[0], question.cluster, question.words
-    yield f"{question.name} in {best.dtype} on {cluster.nodes} x {cluster.devices_per_node} x {cluster.card.title}"
+    name = question.model if isinstance(question.model, str) else ", ".join(question.model)
+    yield f"{name} in {best.dtype} on {cluster.nodes} x {cluster.devices_per_node} x {cluster.card.title}"
     batch, length = words["global_batch_size"], words["sequence_length"]
     source = "measured" if options.profiles else "counted"
     yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
@@ -336,7 +334,7 @@ def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) ->
     from terapipe_ds.planner.strategy import check_limit
 
     card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
-    peaks = _runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
+    peaks = in_runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
@@ -365,8 +363,10 @@ def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
 
 
 def _again(strategy: Strategy) -> str:
+    from terapipe_ds.planner.ranking.report import shown_runs
+
     again = strategy.recompute
-    stages = again if isinstance(again, str) else f"stages {_spans(again)}"
+    stages = again if isinstance(again, str) else f"stages {shown_runs(sorted(again))}"
     return stages + ", attention kept" * strategy.keep_attention
 
 
@@ -403,26 +403,12 @@ def _other(options: StrategyOptions, question: _Question) -> Strategy | None:
         raise CommandError(f"--against {options.against}: {error}") from None
 
 
-def _against_lines(best: Strategy, other: Strategy | None, options: StrategyOptions) -> Iterator[str]:
-    if other is None:
-        return
-    yield ""
-    yield f"  the best strategy against {options.against}"
-    yield from _ranking_lines([best, other])
-
-
 def _slices(strategy: Strategy) -> str:
     """Return the number of slices and their tokens: `8 x 512`, or `3: 768, 2 x 640`."""
     slices = strategy.slices
     if len(slices) == 1:
         return "1"
-    return _runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {_runs(slices)}"
-
-
-def _runs(values: Sequence[object]) -> str:
-    """Return values with equal neighbours written once: `12, 3 x 11`."""
-    counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
-    return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+    return in_runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {in_runs(slices)}"
 
 
 def _part_runs(layers: Sequence[int]) -> str:
@@ -432,10 +418,3 @@ def _part_runs(layers: Sequence[int]) -> str:
     size, count = counts[0]
     words[0] = f"{'one part' if count == 1 else f'{count} parts'} of {many(size, 'layer')}"
     return ", then ".join(words)
-
-
-def _spans(numbers: Sequence[int]) -> str:
-    """Return rising numbers with those that follow one another written as a span: `0-3, 7`."""
-    groups = itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])
-    spans = [[number for _, number in group] for _, group in groups]
-    return ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)

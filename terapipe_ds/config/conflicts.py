@@ -26,14 +26,11 @@ def is_on(value: Any) -> bool:
     return isinstance(value, int | float) and value == 1
 
 
-def _more_than(limit: int) -> Callable[[Any], bool]:
-    def exceeds(value: Any) -> bool:
-        try:
-            return isinstance(value, int | float | str) and float(value) > limit
-        except (ValueError, OverflowError):
-            return False  # not a number: DeepSpeed's own validation reports it
-
-    return exceeds
+def _exceeds_one(value: Any) -> bool:
+    try:
+        return isinstance(value, int | float | str) and float(value) > 1
+    except (ValueError, OverflowError):
+        return False  # not a number: DeepSpeed's own validation reports it
 
 
 def _is_off(value: Any) -> bool:
@@ -55,7 +52,7 @@ def _has_more_than_a_size(value: Any) -> bool:
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
 CONFLICTS = (
-    Conflict("zero_optimization.stage", _more_than(1),
+    Conflict("zero_optimization.stage", _exceeds_one,
              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
              "set it to 0 or 1"),
     Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),

@@ -157,7 +157,7 @@ class CostModel:
         )
         self.forward_curve = Curve.fit(tokens, prefix, forward, window)
         self.backward_curve = Curve.fit(tokens, prefix, backward, window)
-        self.min_tokens, self.max_tokens = int(tokens[prefix == 0].min()), int(tokens[prefix == 0].max())
+        self.min_tokens = int(tokens[prefix == 0].min())
         self.max_sequence_length = int(max((tokens + prefix)[prefix > 0], default=0))  # with a prefix
         # a method exists where every sample has the seconds for its fit
         if not np.isnan(weight).any():

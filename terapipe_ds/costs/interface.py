@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 
@@ -18,6 +18,11 @@ class Costs(Protocol):
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return the seconds of the whole B, W included."""
+
+
+def know_weights(costs: Iterable[Costs]) -> bool:
+    """Return whether all costs know the seconds of W."""
+    return all(method_of(one, "weight_s") for one in costs)
 
 
 def method_of(costs: Costs, name: str) -> Callable[..., Any] | None:

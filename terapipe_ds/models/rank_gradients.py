@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+T = TypeVar("T")
 Parameters = Mapping[str, nn.Parameter]
 
 _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give equal numbers, forgotten sums differ by 1
@@ -19,6 +21,19 @@ _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give e
 
 class ReplicatedGradientError(RuntimeError):
     """Report different gradients on tensor-parallel ranks for a parameter that each rank keeps a copy of."""
+
+
+def is_split(parameter: Tensor) -> bool:
+    """Return whether each tensor-parallel rank has a part of the parameter; otherwise each has a copy."""
+    return bool(getattr(parameter, "tensor_model_parallel", False))  # the mark that DeepSpeed's norm reads
+
+
+def of_all_stages(here: Mapping[str, T], grid: PipelineParallelGrid) -> dict[str, T]:
+    """Return the entries of all stages; a rank has those of its own. A collective over the pipeline."""
+    stages = [here] * grid.get_pipe_parallel_world_size()
+    if len(stages) > 1:
+        torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
+    return {name: value for stage in stages for name, value in stage.items()}
 
 
 def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:

@@ -255,7 +255,7 @@ class Setup:
 
     def _working(self, is_first: bool, is_last: bool, layers: int) -> int:
         """Return the bytes that the running slice needs on top of the kept ones, messages of the links included."""
-        layer = self._layer_working if layers else 0
+        layer = max(self._phases) if layers else 0
         if self.activation_checkpointing and layers:  # the layer that runs again is whole
             layer += self._layer_saved - (self._attention_kept if self.keeps_attention else 0)
         working = max(layer - self._head_saved, self._head_working) if is_last else layer
@@ -313,11 +313,6 @@ class Setup:
         per_number = self._wide + (self._item if self._item < self._wide else 0)
         return self.size.vocab_size * per_number // self.tensor_parallel
 
-    @cached_property
-    def _layer_working(self) -> int:
-        """Count gradients beside the tensors still kept: in the MLP, or in attention once the MLP's share is gone."""
-        return max(self._phases)
-
     @property
     def _gone_in_attention(self) -> int:
         """Return the bytes of a layer that runs again which are gone once its attention's backward runs."""
@@ -325,6 +320,7 @@ class Setup:
 
     @cached_property
     def _phases(self) -> tuple[int, int]:
+        """Count gradients beside the tensors still kept: in the MLP, and in attention once the MLP's share is gone."""
         item, degree = self._item, self.tensor_parallel
         mlp = self._into_mlp * item // degree
         # of out, q, expanded k and v; then the fused product

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
@@ -66,17 +67,25 @@ class PlanResult:
     def of_replay(
         cls,
         schedule: Schedule,
-        unsliced: Schedule,
         plans: Sequence[SlicePlan],
         costs: Any,
         memory: MemoryModel | None,
         memory_limit_bytes: float | None,
+        options: Mapping[str, object] = MappingProxyType({}),
         **more: Any,
     ) -> PlanResult:
-        """Return the prediction for plans that nobody searched; `more` has fields that replace those set here."""
+        """Return the prediction for given plans; `more` has fields that replace those set here.
+
+        Args:
+            options: of the named schedule, to build it for unsliced sequences too.
+        """
         # the very schedule that the engine would run is replayed, with its memory
         timeline = Replay.of(schedule).run(plans, costs, memory=memory)
-        whole = SlicePlan.equal(plans[0].sequence_length, 1)
+        if "unsliced_s" not in more:
+            named: dict[str, Any] = {"chunks_per_stage": schedule.chunks_per_stage, **options}
+            unsliced = build(schedule.name, schedule.num_stages, schedule.num_micro_batches, 1, **named)
+            whole = SlicePlan.equal(plans[0].sequence_length, 1)
+            more["unsliced_s"] = Replay.of(unsliced).makespan(whole, costs)
         fields: dict[str, Any] = {
             "plans": tuple(plans),
             "schedule": schedule.name,
@@ -85,7 +94,6 @@ class PlanResult:
             "lower_bound_s": 0.0,
             "num_stages": schedule.num_stages,
             "num_micro_batches": schedule.num_micro_batches,
-            "unsliced_s": Replay.of(unsliced).makespan(whole, costs),
             "equal_plan": plans[0],
             "equal_s": timeline.makespan_s,
             "bubble_fraction": timeline.bubble_fraction,

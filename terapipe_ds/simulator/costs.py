@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT
 
-FORWARD, BACKWARD, SPLIT_BACKWARD, WEIGHT, SEND, SEND_GRADIENT = range(6)
-"""The rows of a table: F, a whole B, a B whose weight gradients are left to W, W, and the messages of F and B."""
+SPLIT_BACKWARD, SEND, SEND_GRADIENT = 3, 4, 5
+"""Rows of a table after F, whole B and W: a B whose weight gradients are left to W, and the messages of F and B."""
 
 _METHODS = {
     FORWARD: "forward_s",
@@ -82,6 +83,15 @@ def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequ
                 f" schedule {count}: build the schedule with num_slices={one.num_slices}, or cut it into {count}"
             )
     return plans
+
+
+def spans_of_units(plans: Iterable[SlicePlan]) -> tuple[list[Span], list[int]]:
+    """Return the different slices of some micro-batches, and the number of each slice of the batch among them."""
+    numbers: dict[Span, int] = {}
+    of_units = [
+        numbers.setdefault(span, len(numbers)) for one in plans for span in zip(one.lengths, one.starts, strict=True)
+    ]
+    return list(numbers), of_units
 
 
 def tabulate(parts: Sequence[Any], rows: Sequence[set[int]], spans: Sequence[Span]) -> Seconds:

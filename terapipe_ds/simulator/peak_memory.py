@@ -52,7 +52,11 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    gained, after, late = _changes(order, schedule.forward_only, spans, memory)
+    gained, after, late = changes_of(order, schedule.forward_only, spans, memory)
+    # the gradients of a part's parameters come with its first B, and stay
+    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
+    for part_id, index in backwards.items():
+        after[index] += memory.gradient_bytes(part_id)
     # messages stay until the stage knows that they have arrived
     for index, until, action in _unheard(schedule, stage_id, outstanding):
         if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it receives
@@ -76,7 +80,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     return numbers
 
 
-def _changes(
+def changes_of(
     order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory
 ) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
@@ -99,10 +103,6 @@ def _changes(
     late = _join(order, split, spans, memory, after)
     for held, index in last.items():
         after[index] -= _size(held, spans, memory)
-    # the gradients of a part's parameters come with its first B, and stay
-    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
-    for part_id, index in backwards.items():
-        after[index] += memory.gradient_bytes(part_id)
     return gained, after, late
 
 

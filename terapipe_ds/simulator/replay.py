@@ -20,20 +20,18 @@ from typing import Any, NoReturn
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Action, Schedule, clock, validate
+from terapipe_ds.schedule import Action, Schedule, validate
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD
 from terapipe_ds.schedule.proofs import budget_of_sends, is_ordered
 from terapipe_ds.schedule.schedule import message
 from terapipe_ds.simulator.costs import (
-    BACKWARD,
-    FORWARD,
     SEND,
     SEND_GRADIENT,
     SPLIT_BACKWARD,
-    WEIGHT,
     SimulationError,
-    Span,
     costs_per_part,
     plan_per_micro_batch,
+    spans_of_units,
     tabulate,
 )
 from terapipe_ds.simulator.offload import HostCopies
@@ -197,8 +195,7 @@ class Replay:
         self._inputs: list[int] = place[nodes.inputs[order]].tolist()
         self._parts, self._units = nodes.part[order], nodes.unit[order]
         kinds = nodes.kind[order]
-        rows = np.array([FORWARD, BACKWARD, WEIGHT])[kinds]
-        self._rows = np.where((kinds == clock.BACKWARD) & nodes.is_split[order], SPLIT_BACKWARD, rows)
+        self._rows = np.where((kinds == BACKWARD) & nodes.is_split[order], SPLIT_BACKWARD, kinds)
         self._peers: list[int] = nodes.peers[order].tolist()
 
     def _find_links(self) -> None:
@@ -224,14 +221,9 @@ class Replay:
         """Return the plans, and per node: whether its part's messages take time, its seconds, its message's seconds."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         parts = costs_per_part(costs, self._num_parts)
-        numbers: dict[Span, int] = {}
-        span_of_unit = [
-            numbers.setdefault((length, start), len(numbers))
-            for one in plans
-            for length, start in zip(one.lengths, one.starts, strict=True)
-        ]
-        table = tabulate(parts, self._rows_of_parts, list(numbers))
-        spans = np.array(span_of_unit)[self._units]
+        distinct, of_units = spans_of_units(plans)
+        table = tabulate(parts, self._rows_of_parts, distinct)
+        spans = np.array(of_units)[self._units]
         seconds: list[float] = table[self._parts, self._rows, spans].tolist()
         messages = np.where(self._rows == FORWARD, SEND, SEND_GRADIENT)
         sends: list[float] = np.where(self._sends, table[self._parts, messages, spans], 0.0).tolist()

@@ -15,7 +15,7 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-from terapipe_ds.timeline.picture import shade, time_unit
+from terapipe_ds.timeline.picture import CLOSING_KINDS, shade, time_unit
 from terapipe_ds.timeline.timeline import COMPUTE_KINDS, Timeline, TimelineError, TimelineEvent
 from terapipe_ds.timeline.waits import find_waits
 
@@ -25,7 +25,6 @@ POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inli
 """What the page may do: its own scripts alone, and no network."""
 MOST_BOXES = 30_000
 """More bars than these make a browser slow."""
-_OTHER_KINDS = ("RT", "RD", "ST")
 _ORDER = ("wait", "F", "B", "W", "other")
 _COLUMNS = ("base", "x", "y", "text", "hovertext", "customdata", "colour")
 
@@ -133,7 +132,7 @@ class _Bars:
             lines += [f"before {escape(wait.before.action)}, for", escape(wait.reason)]
             self._add("wait", dataclasses.replace(wait.before, start_s=wait.start_s, end_s=wait.end_s), lines)
         for event in self._timeline.events:
-            if event.kind in COMPUTE_KINDS + _OTHER_KINDS:
+            if event.kind in COMPUTE_KINDS + CLOSING_KINDS:
                 lines = [f"<b>{escape(event.action)}</b>, stage {event.stage_id}, {title}", *self._words(event)]
                 if (gap := before.get((event.stage_id, event.action))) is not None:
                     lines.append(f"after a wait of {self._text(gap.duration_s)} for {escape(gap.reason)}")

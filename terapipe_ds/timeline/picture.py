@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _HUES = ("#2b6cb0", "#c96a12", "#2f855a", "#7e57b8", "#c53d43", "#128a96", "#b3477d", "#8a6d1d", "#4f5b93", "#5f7f2b")
 INK, MUTED, LINE, WAIT = "#1f2933", "#66727f", "#b8c1ca", "#f1f3f5"
 _ON_LIGHT = "#1f2932"  # the ink on a light box: a page with a dark ground swaps INK, and this must stay
-_CLOSING_KINDS = ("RT", "RD", "ST")
+CLOSING_KINDS = ("RT", "RD", "ST")
 _UPRIGHT = 0.077  # the width of an upright label, so that nine boxes of ten have room for theirs
 _LEFT, _RIGHT, _TOP, _AXIS, _LEGEND = 0.85, 0.65, 0.62, 0.45, 0.4
 _NOTE: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
@@ -105,7 +105,7 @@ def _draw_boxes(axes: Axes, timeline: Timeline, scale: float, points_per_s: floa
     style: dict[str, Any] = {"linewidth": min(0.8, 0.06 * points_per_s * _typical_s(timeline)), "edgecolor": "white"}
     rows: dict[tuple[int, str], list[TimelineEvent]] = {}
     for event in timeline.events:
-        if event.kind in COMPUTE_KINDS + _CLOSING_KINDS:
+        if event.kind in COMPUTE_KINDS + CLOSING_KINDS:
             rows.setdefault((event.stage_id, event.kind), []).append(event)
     for stage_id in range(timeline.num_stages):
         ground = (stage_id - 0.41, 0.82)
@@ -175,7 +175,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         if kind in kinds:
             hatch = "//////" if kind == "W" else None
             items.append((Patch(facecolor=grey, edgecolor="white", linewidth=0, hatch=hatch), words))
-    if kinds & set(_CLOSING_KINDS):
+    if kinds & set(CLOSING_KINDS):
         items.append((Patch(facecolor=shade(0, "ST"), linewidth=0), "reduce, optimizer"))
     items.append((Patch(facecolor=WAIT, edgecolor=LINE, linewidth=0.6), "waiting"))
     figure.legend(
@@ -207,7 +207,7 @@ def _zero_s(timeline: Timeline) -> float:
 
 def _span_s(timeline: Timeline) -> float:
     """Return the seconds from the first computation to the end of the last drawn event."""
-    drawn = (event.end_s for event in timeline.events if event.kind in COMPUTE_KINDS + _CLOSING_KINDS)
+    drawn = (event.end_s for event in timeline.events if event.kind in COMPUTE_KINDS + CLOSING_KINDS)
     return max(drawn, default=0.0) - _zero_s(timeline) or 1e-9
 
 

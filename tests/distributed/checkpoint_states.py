@@ -1,7 +1,5 @@
 """Read the states that a checkpoint must restore: the states of parameters, by DeepSpeed's own functions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

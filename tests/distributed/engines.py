@@ -4,8 +4,6 @@ Every model starts from the same weights whatever the number of stages. A stock 
 ranks is data parallel; because all of them get the same data, it trains as if it were alone.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import logging
@@ -304,6 +302,15 @@ def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
 def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str, str]:
     """Return the class and the text of the error that a training step raises."""
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
+
+
+def of_rank_0(told: list[Any]) -> Any:
+    """Return what rank 0 says of a check that failed; each other rank says in one line that rank 0 has the text."""
+    first, *others = told
+    for other in others:
+        assert other[0] == first[0] == "VerifyError", told
+        assert other[1].endswith("; the error of rank 0 names the layers") and "\n" not in other[1], told
+    return first
 
 
 def count_products(engine: Any) -> list[int]:

@@ -1,7 +1,5 @@
 """Let the `number`-th system call for a file fail, like a disk that fails once, or like a kill."""
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import errno

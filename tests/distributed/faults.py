@@ -4,8 +4,6 @@ A fault replaces names of the package. If such a name is gone, the patch fails, 
 then, so that it breaks the same thing in the new place. No torch at import, so that listing is cheap.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib
@@ -99,7 +97,8 @@ def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
 STORE = "attention.slice_store:SliceStore"
 STATE = "attention.carry.states:CarriedEntry"
 STATES = "attention.carry.states:CarriedStates"
-ADD_GRADS = "attention.slice_store:SliceEntry.add_grads"
+ENTRY = "attention.slice_store:SliceEntry"
+ADD_GRADS = f"{ENTRY}.add_grads"
 SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
 LEAVES = "runtime.engine.forward_backward:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
@@ -211,7 +210,7 @@ def stale_keys_and_values() -> Iterator[None]:
             from terapipe_ds.attention.reach import reach_of
 
             entry = self._lookup(active, layer, (k, v), reach_of(active, window))
-            self._advance(entry, active)
+            entry.advance(active)
             entry.make_room(active)
             return entry
         return write(self, active, layer, k, v, window)
@@ -580,13 +579,13 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
     """Accumulators start at zero, as is usual where nothing guards the order, and micro-batches are released at the end
     of the batch."""
 
-    def begin_with_zeros(begin_backward: Any, self: Any, entry: Any, start: int, stop: int) -> None:
+    def begin_with_zeros(begin_backward: Any, entry: Any, start: int, stop: int) -> None:
         if not entry.grads.is_taken:
             entry.grads.reserve(0, entry.sequence_length)
             entry.touched = 0
             for total in entry.grads.at(0, entry.sequence_length):
                 total.zero_()
-        begin_backward(self, entry, start, stop)
+        begin_backward(entry, start, stop)
 
     def release_in_evaluation(release: Any, self: Any, part_id: int, micro_batch_id: int) -> None:
         if all(entry.mode != "train" for entry in self._entries[part_id, micro_batch_id].values()):
@@ -594,9 +593,9 @@ def backward_in_forward_order_unnoticed() -> Iterator[None]:
 
     with (
         _unproven(_ordered(_slices_ascending), BUILD),
-        replaced(begin_with_zeros, f"{STORE}.begin_backward"),
+        replaced(begin_with_zeros, f"{ENTRY}.begin_backward"),
         replaced(release_in_evaluation, f"{STORE}.release"),
-        replaced(nothing, f"{STORE}._check_backward"),
+        replaced(nothing, f"{ENTRY}.check_backward"),
         replaced(lambda _, store: store.reset(), f"{STORE}.assert_drained"),
     ):
         yield

@@ -9,8 +9,6 @@ the next `run` starts new ranks. Ranks are forked from a server that has importe
 a start is cheap. Results hold numpy arrays or plain Python, never tensors: the parent need not import torch.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

@@ -1,7 +1,5 @@
 """Read models of transformers from folders, train them, and write them back. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

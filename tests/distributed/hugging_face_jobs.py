@@ -1,7 +1,5 @@
 """Train tiny models of transformers on stages, and the same models whole by a plain loop. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ loss is torch's ``cross_entropy`` (Megatron's own rounds to fp32), or Megatron's
 sides.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import zlib

@@ -18,8 +18,6 @@ The dependencies are therefore the same. Collectives are gloo's own. The emulati
 takes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import queue
 import threading

@@ -1,7 +1,5 @@
 """Import once, in the server of ranks, what ranks need: new ranks start after each failure."""
 
-from __future__ import annotations
-
 import importlib
 
 # The first engine, and the first one with ZeRO, would import torch's compiler; any job its test module's imports.

@@ -1,7 +1,5 @@
 """Train with TRL's SFTTrainer in one process, and over stages. Runs inside the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from functools import partial
 from typing import Any

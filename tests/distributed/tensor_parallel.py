@@ -5,8 +5,6 @@ Column and row parallel linears, vocabulary-parallel embedding (tied or not) and
 rank takes its share of the same draw.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

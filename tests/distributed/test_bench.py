@@ -1,7 +1,5 @@
 """Test the benchmark of whole steps, on two ranks: every system runs, all learn the same, every figure exists."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The covering set covers, and the comparison measures what the equality contract says."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -4,8 +4,6 @@ reads the checkpoint of another one and goes on.
 States are compared by the names of parameters, as DeepSpeed's own functions return them for a running engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterator
@@ -21,43 +19,29 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
+from tests.distributed import engines
 from tests.distributed.checkpoint_states import as_older_versions, convert, states_of
-from tests.distributed.engines import (
-    ZERO1,
-    batches,
-    config,
-    engine_of,
-    error_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    reduce_in_fp64,
-    relative_error,
-    section,
-    torch_attention,
-    train,
-)
 from tests.distributed.harness import rank_pool
 
 SYSTEMS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "seq1f1b": section(slices=3),
-    "terapipe": section(slices=[5, 10, 7, 1], schedule="terapipe"),
-    "interleaved": section(schedule="interleaved", chunks_per_stage=2),
-    "interleaved3": section(schedule="seq1f1b-interleaved", chunks_per_stage=3),
-    "chimera": section(schedule="chimera"),
-    "zbv": section(schedule="zbv", chunks_per_stage=2),
+    "seq1f1b": engines.section(slices=3),
+    "terapipe": engines.section(slices=[5, 10, 7, 1], schedule="terapipe"),
+    "interleaved": engines.section(schedule="interleaved", chunks_per_stage=2),
+    "interleaved3": engines.section(schedule="seq1f1b-interleaved", chunks_per_stage=3),
+    "chimera": engines.section(schedule="chimera"),
+    "zbv": engines.section(schedule="zbv", chunks_per_stage=2),
 }
 HALF = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp64": {},
     "fp32": {},
-    "fp32_zero1": ZERO1,
+    "fp32_zero1": engines.ZERO1,
     "fp16": HALF,
-    "fp16_zero1": {**HALF, **ZERO1},
-    "bf16_zero1": {"bf16": {"enabled": True}, **ZERO1},
-    "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **ZERO1, **FP32_SUMS},
+    "fp16_zero1": {**HALF, **engines.ZERO1},
+    "bf16_zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
+    "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **engines.ZERO1, **FP32_SUMS},
 }
 STEPS = 2
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
@@ -84,8 +68,8 @@ class Chain:
 
     def engine(self, system: str, **changes: Any) -> Any:
         dtype = "float64" if self.precision == "fp64" else "float32"
-        layers = gpt_layers(dtype=dtype, tied_embedding=self.tied, num_layers=self.num_layers)
-        return engine_of(layers, SYSTEMS[system], stages=self.stages, **PRECISIONS[self.precision], **changes)
+        layers = engines.gpt_layers(dtype=dtype, tied_embedding=self.tied, num_layers=self.num_layers)
+        return engines.engine_of(layers, SYSTEMS[system], stages=self.stages, **PRECISIONS[self.precision], **changes)
 
 
 def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
@@ -95,11 +79,11 @@ def job_chain(chain: Chain, folder: str) -> list[dict[str, Any]]:
         with chain.engine(system, scheduler=WARMUP) as engine:
             entry: dict[str, Any] = {"loaded": {}}
             if turn:
-                train(engine, batches(1, first_seed=400))  # states that are to be overwritten
+                engines.train(engine, engines.batches(1, first_seed=400))  # states that are to be overwritten
                 entry["before"] = states_of(engine)
                 _, client = engine.load_checkpoint(folder)
                 entry |= {"loaded": states_of(engine), "engine loaded": counters_of(engine), "client": client["turn"]}
-            run = train(engine, batches(STEPS, first_seed=10_000 * turn))
+            run = engines.train(engine, engines.batches(STEPS, first_seed=10_000 * turn))
             engine.save_checkpoint(folder, client_state={"turn": turn})
             if not turn and system != "stock":
                 as_older_versions(folder)
@@ -123,7 +107,9 @@ def counters_of(engine: PipelineEngine) -> dict[str, Any]:
 def job_alone(chain: Chain, system: str, turns: int) -> dict[str, Any]:
     """Make the same steps with one engine that never stops."""
     with chain.engine(system, scheduler=WARMUP) as engine:
-        losses = [train(engine, batches(STEPS, first_seed=10_000 * turn)).returned for turn in range(turns)]
+        losses = [
+            engines.train(engine, engines.batches(STEPS, first_seed=10_000 * turn)).returned for turn in range(turns)
+        ]
         return {"losses": losses, "saved": states_of(engine)}
 
 
@@ -132,7 +118,7 @@ def by_name(ranks: list[dict[str, dict[str, Tensor]]]) -> dict[str, dict[str, Te
     merged: dict[str, dict[str, Tensor]] = {}
     for rank in ranks:
         for name, state in rank.items():
-            assert error_of(state, merged.setdefault(name, state)) == 0.0, name
+            assert engines.error_of(state, merged.setdefault(name, state)) == 0.0, name
     return merged
 
 
@@ -143,8 +129,10 @@ def run_chain(chain: Chain, folder: Path, ranks: int | None = None) -> list[list
     for turn in range(1, len(turns)):
         loaded = by_name([rank["loaded"] for rank in turns[turn]])
         saved = by_name([rank["saved"] for rank in turns[turn - 1]])
-        assert error_of(loaded, saved) == 0.0
-        assert error_of(by_name([rank["before"] for rank in turns[turn]]), saved) > 1e-4, "there is something to load"
+        assert engines.error_of(loaded, saved) == 0.0
+        assert engines.error_of(by_name([rank["before"] for rank in turns[turn]]), saved) > 1e-4, (
+            "there is something to load"
+        )
         for rank, before in zip(turns[turn], turns[turn - 1], strict=True):
             assert rank["engine loaded"] == before["engine saved"]
             assert (rank["engine loaded"]["steps"][0], rank["client"]) == (STEPS * turn, turn - 1)
@@ -169,7 +157,7 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
     assert ours.keys() == theirs.keys()
     for name, state in theirs.items():
         for key, value in state.items():
-            assert relative_error(ours[name][key], value, 1e-3) <= 1e-10, (name, key)
+            assert engines.relative_error(ours[name][key], value, 1e-3) <= 1e-10, (name, key)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +189,7 @@ def test_the_same_layout_goes_on_bit_by_bit(system: str, precision: str, tmp_pat
     alone = rank_pool(2).run(job_alone, chain=chain, system=system, turns=2)
     for rank, before in zip(turns[1], alone, strict=True):
         assert rank["losses"] == before["losses"][1]
-        assert error_of(rank["saved"], before["saved"]) == 0.0
+        assert engines.error_of(rank["saved"], before["saved"]) == 0.0
 
 
 # -- universal checkpoints -------------------------------------------------------------------------------------
@@ -210,16 +198,20 @@ def test_the_same_layout_goes_on_bit_by_bit(system: str, precision: str, tmp_pat
 def job_universal(writer: str, reader: str, folder: str) -> dict[str, Any]:
     chain = Chain((), "fp32_zero1")
     with chain.engine(writer) as engine:
-        train(engine, batches(STEPS))
+        engines.train(engine, engines.batches(STEPS))
         engine.save_checkpoint(folder, tag="tag")
         if writer != "stock":
             as_older_versions(folder)
         saved = states_of(engine)
     convert(folder, "tag", inject_missing_state=True)
     with chain.engine(reader, checkpoint={"load_universal": True}) as engine:
-        train(engine, batches(1, first_seed=400))
+        engines.train(engine, engines.batches(1, first_seed=400))
         engine.load_checkpoint(folder)
-        return {"saved": saved, "loaded": states_of(engine), "losses": train(engine, batches(1)).returned}
+        return {
+            "saved": saved,
+            "loaded": states_of(engine),
+            "losses": engines.train(engine, engines.batches(1)).returned,
+        }
 
 
 @pytest.mark.parametrize(
@@ -227,7 +219,7 @@ def job_universal(writer: str, reader: str, folder: str) -> dict[str, Any]:
 )
 def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tmp_path: Path) -> None:
     ranks = rank_pool(2).run(job_universal, writer=writer, reader=reader, folder=str(tmp_path))
-    assert error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
+    assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
 
 
 # -- groups of parameters, and what is refused -----------------------------------------------------------------
@@ -247,8 +239,8 @@ class Grouped:
 
     def engine(self) -> PipelineEngine:
         dtype = "float64" if self.precision == "fp64" else "float32"
-        model = pipeline_module(gpt_layers(dtype), partition_method=self.method)
-        ds_config, terapipe = config(**PRECISIONS[self.precision]), SYSTEMS[self.system]
+        model = engines.pipeline_module(engines.gpt_layers(dtype), partition_method=self.method)
+        ds_config, terapipe = engines.config(**PRECISIONS[self.precision]), SYSTEMS[self.system]
         if terapipe is None:
             return deepspeed.initialize(model=model, model_parameters=self.groups(model), config=ds_config)[0]
         with_section = {**ds_config, "terapipe": terapipe}
@@ -264,7 +256,9 @@ class Grouped:
 
 
 def job_save(grouped: Grouped, folder: str) -> dict[str, dict[str, Tensor]]:
-    return _with(grouped, lambda engine: (train(engine, batches(STEPS)), engine.save_checkpoint(folder)))
+    return _with(
+        grouped, lambda engine: (engines.train(engine, engines.batches(STEPS)), engine.save_checkpoint(folder))
+    )
 
 
 def job_load(grouped: Grouped, folder: str, alone_too: bool) -> dict[str, Any]:
@@ -272,9 +266,9 @@ def job_load(grouped: Grouped, folder: str, alone_too: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
     def load(engine: PipelineEngine) -> None:
-        train(engine, batches(1, first_seed=400))
+        engines.train(engine, engines.batches(1, first_seed=400))
         found["before"] = states_of(engine)
-        found["error"] = ": ".join(filter(None, raised_by(lambda: engine.load_checkpoint(folder))))
+        found["error"] = ": ".join(filter(None, engines.raised_by(lambda: engine.load_checkpoint(folder))))
         found["states"] = states_of(engine)
         if alone_too:
             engine.load_checkpoint(folder, load_module_only=True)
@@ -285,11 +279,11 @@ def job_load(grouped: Grouped, folder: str, alone_too: bool) -> dict[str, Any]:
 
 
 def _with(grouped: Grouped, act: Any) -> dict[str, dict[str, Tensor]]:
-    with torch_attention() if grouped.system == "stock" else contextlib.nullcontext():
+    with engines.torch_attention() if grouped.system == "stock" else contextlib.nullcontext():
         engine = grouped.engine()
         try:
             if grouped.precision == "fp64":
-                reduce_in_fp64(engine)
+                engines.reduce_in_fp64(engine)
             act(engine)
             return states_of(engine)
         finally:
@@ -317,8 +311,8 @@ def test_groups_of_parameters(saver: Grouped, loader: Grouped, tmp_path: Path) -
     saved, loaded = saved_and_loaded(saver, loader, tmp_path)
     assert [rank["error"] for rank in loaded] == ["", ""]
     assert loaded[0]["decays"] == [0.1, 0.0]
-    assert error_of(by_name([rank["states"] for rank in loaded]), by_name(saved)) == 0.0
-    assert error_of(by_name([rank["before"] for rank in loaded]), by_name(saved)) > 0.0
+    assert engines.error_of(by_name([rank["states"] for rank in loaded]), by_name(saved)) == 0.0
+    assert engines.error_of(by_name([rank["before"] for rank in loaded]), by_name(saved)) > 0.0
 
 
 REFUSED = [
@@ -336,11 +330,11 @@ def test_what_cannot_be_brought_there_is_refused_before_anything_is_loaded(
         assert rank["error"].startswith("TeraPipeConfigError")
         assert re.search(reason, rank["error"]), rank["error"]
         assert "load_module_only=True" in rank["error"]
-        assert error_of(rank["states"], rank["before"]) == 0.0
+        assert engines.error_of(rank["states"], rank["before"]) == 0.0
     values, before, now = by_name(saved), *(by_name([rank[when] for rank in loaded]) for when in ("before", "alone"))
     for name, state in now.items():  # parameters alone may go anywhere
-        assert error_of(state["value"], values[name]["value"]) == 0.0
-        assert error_of(state["exp_avg"], before[name]["exp_avg"]) == 0.0
+        assert engines.error_of(state["value"], values[name]["value"]) == 0.0
+        assert engines.error_of(state["exp_avg"], before[name]["exp_avg"]) == 0.0
 
 
 @pytest.mark.parametrize("precision", ["fp64", full("fp32_zero1")])
@@ -363,8 +357,8 @@ class Frozen(PipelineModule):
 
 
 def job_frozen(system: str, folder: str, load: bool) -> dict[str, Any]:
-    with engine_of(gpt_layers(), SYSTEMS[system], module_class=Frozen) as engine:
-        train(engine, batches(1, first_seed=400 * load))
+    with engines.engine_of(engines.gpt_layers(), SYSTEMS[system], module_class=Frozen) as engine:
+        engines.train(engine, engines.batches(1, first_seed=400 * load))
         if load:
             engine.load_checkpoint(folder, load_module_strict=False)
         else:
@@ -378,7 +372,7 @@ def test_frozen_parameters_may_be_left_out(saver: str, loader: str, tmp_path: Pa
     pool = rank_pool(2)
     saved = pool.run(job_frozen, system=saver, folder=str(tmp_path), load=False)
     loaded = pool.run(job_frozen, system=loader, folder=str(tmp_path), load=True)
-    assert error_of(*(by_name([rank["states"] for rank in ranks]) for ranks in (loaded, saved))) == 0.0
+    assert engines.error_of(*(by_name([rank["states"] for rank in ranks]) for ranks in (loaded, saved))) == 0.0
     frozen = [{name for rank in ranks for name in rank["frozen"]} for ranks in (saved, loaded)]
     assert frozen[0] == frozen[1] != set()
     assert not torch.load(tmp_path / "global_step1" / LAYER_2)
@@ -389,8 +383,8 @@ def test_frozen_parameters_may_be_left_out(saver: str, loader: str, tmp_path: Pa
 
 def job_write(chain: Chain, folder: str) -> None:
     with chain.engine(*chain.systems) as engine:
-        train(engine, batches(1))
-        engine.eval_batch(iter(batches(1)[0]))
+        engines.train(engine, engines.batches(1))
+        engine.eval_batch(iter(engines.batches(1)[0]))
         engine.save_checkpoint(folder, tag="tag")
 
 

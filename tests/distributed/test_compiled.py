@@ -11,37 +11,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch._dynamo.backends.debugging import aot_eager
 
 from terapipe_ds.runtime.layers import compiled
-from tests.distributed.engines import (
-    CHECKPOINTING,
-    ZERO1,
-    Run,
-    batches,
-    differences,
-    engine_of,
-    gpt_layers,
-    logged,
-    section,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import train_family
-
-
-class CountedGraphs:
-    """A backend of torch.compile that counts the graphs with operations in them, and adds none of its own."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        has_operations = any(node.op.startswith("call_") for node in graph.graph.nodes)
-        compiled = aot_eager(graph, inputs)  # which may have torch trace once more
-        self.count += has_operations
-        return compiled
+from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
 
 @dataclass
@@ -53,17 +28,17 @@ class Trained:
     said: list[str]
 
 
-def trained(terapipe: dict[str, Any] | None, lengths: Sequence[int], **changes: Any) -> tuple[Run, list[float]]:
+def trained(terapipe: dict[str, Any] | None, lengths: Sequence[int], **changes: Any) -> tuple[engines.Run, list[float]]:
     """Train a step on sequences of each length, evaluating before the second and the third."""
-    data = [batches(1, 2, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
+    data = [engines.batches(1, 2, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
     evaluated: list[float] = []
 
     def evaluate(step: int) -> None:
         if step in (1, 2):
             evaluated.append(float(engine.eval_batch(iter(data[0]))))
 
-    with engine_of(gpt_layers(num_layers=2), terapipe, **changes) as engine:
-        run = train(engine, data, evaluate)
+    with engines.engine_of(engines.gpt_layers(num_layers=2), terapipe, **changes) as engine:
+        run = engines.train(engine, data, evaluate)
     return run, evaluated
 
 
@@ -75,10 +50,10 @@ def job(cases: dict[str, Case]) -> dict[str, Trained]:
     with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
         for name, (terapipe, lengths, changes) in cases.items():
             before = graphs.count
-            with logged() as said:
-                run, evaluated = trained(section(compile=True, **terapipe), lengths, **changes)
+            with engines.logged() as said:
+                run, evaluated = trained(engines.section(compile=True, **terapipe), lengths, **changes)
             expected, of_stock = stock(lengths)
-            errors = differences(run, expected)
+            errors = engines.differences(run, expected)
             pairs = zip(evaluated, of_stock, strict=True)
             errors["evaluation"] = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
             results[name] = Trained(errors, graphs.count - before, said)
@@ -91,7 +66,7 @@ MIXED, SAME = (23, 23, 19, 31), (23, 23, 23)
 CASES: dict[str, Case] = {
     "reverse": ({"schedule": "terapipe", "slices": 3}, MIXED, {}),
     "offload": ({"schedule": "seq1f1b", "slices": 4, "offload_activations": True}, SAME, {}),
-    "zero1": ({"schedule": "seq1f1b", "slices": 2}, SAME, ZERO1),
+    "zero1": ({"schedule": "seq1f1b", "slices": 2}, SAME, engines.ZERO1),
     "finite": (
         {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2, "slices": 2, "check_finite": "every_step"},
         SAME,
@@ -100,7 +75,7 @@ CASES: dict[str, Case] = {
     "verify": ({"schedule": "seq1f1b", "slices": [9, 8, 6], "verify": "first_batch"}, SAME, {}),
     "auto": ({"schedule": "auto", "slices": "auto", "granularity_tokens": 6}, SAME, {}),
     "recompute": ({"schedule": "seq1f1b", "slices": [9, 8, 6], "recompute": "full"}, SAME, {}),
-    "non-reentrant": ({"schedule": "seq1f1b", "slices": 3}, SAME, CHECKPOINTING["non_reentrant"]),
+    "non-reentrant": ({"schedule": "seq1f1b", "slices": 3}, SAME, engines.CHECKPOINTING["non_reentrant"]),
 }
 
 
@@ -116,7 +91,7 @@ def test_compiled_layers_train_as_the_stock_engine(name: str) -> None:
 
 def check(ranks: list[Trained], name: str) -> None:
     limit = 1e-5 if name == "zero1" else 1e-10  # ZeRO sums gradients in fp32
-    assert not violations([rank.errors for rank in ranks], limit, evaluation=1e-6)
+    assert not engines.violations([rank.errors for rank in ranks], limit, evaluation=1e-6)
     assert all(any("compile: layers of " in line for line in rank.said) for rank in ranks)
     said = "\n".join(ranks[0].said)
     assert ("schedules that split backwards are left out" in said) == (name == "auto")
@@ -136,7 +111,7 @@ def train_llama() -> tuple[dict[str, float], int]:
     torch._dynamo.reset()
     graphs = CountedGraphs()
     with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
-        errors, _ = train_family("llama", section(compile=True, schedule="terapipe"))
+        errors, _ = train_family("llama", engines.section(compile=True, schedule="terapipe"))
     return errors, graphs.count
 
 
@@ -144,5 +119,5 @@ def train_llama() -> tuple[dict[str, float], int]:
 def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
     """Check that the first step runs eagerly, and the second one compiled."""
     results = rank_pool(2).run(train_llama, timeout_s=600)
-    assert not violations([errors for errors, _ in results], 1e-10)
+    assert not engines.violations([errors for errors, _ in results], 1e-10)
     assert [graphs for _, graphs in results] == [1, 1]

@@ -1,7 +1,5 @@
 """Test, beyond the transparency set, that parts at two places (Chimera) train as one model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -16,24 +14,10 @@ from torch import Tensor, nn
 import terapipe_ds
 from terapipe_ds.runtime.engine import batches as engine_batches
 from terapipe_ds.runtime.layout import tied_and_copied
-from tests.distributed.engines import (
-    ZERO1,
-    batches,
-    config,
-    differences,
-    engine_of,
-    gpt_layers,
-    pipeline_module,
-    relative_error,
-    section,
-    started,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
-BOTH_WAYS = section(schedule="chimera-seq")
+BOTH_WAYS = engines.section(schedule="chimera-seq")
 
 
 # -- messages ------------------------------------------------------------------------------------------------
@@ -56,20 +40,20 @@ def counted(groups: list[Any]) -> Iterator[list[int]]:
 
 def job_messages(limit_bytes: int) -> tuple[list[int], list[int], dict[str, float]]:
     """Return the sums of a step, the sizes of the summed tensors, and the differences from the stock engine."""
-    data = batches(2)
+    data = engines.batches(2)
     with mock.patch.object(tied_and_copied, "BUCKET_BYTES", limit_bytes):
-        with engine_of(gpt_layers(tied_embedding=True), BOTH_WAYS) as engine:
+        with engines.engine_of(engines.gpt_layers(tied_embedding=True), BOTH_WAYS) as engine:
             weights = engine.module.get_tied_weights_and_groups()
             with counted([group for _, group in weights]) as messages:
-                ours = train(engine, data)
+                ours = engines.train(engine, data)
             sizes = [weight.numel() for weight, _ in weights]
-    return messages, sizes, differences(ours, stock_run(tied_embedding=True))
+    return messages, sizes, engines.differences(ours, engines.stock_run(tied_embedding=True))
 
 
 @pytest.mark.parametrize("limit_bytes", [tied_and_copied.BUCKET_BYTES, 8000])
 def test_gradients_are_summed_in_few_messages(limit_bytes: int) -> None:
     ranks = rank_pool(2).run(job_messages, limit_bytes=limit_bytes)
-    assert not violations([errors for *_, errors in ranks])
+    assert not engines.violations([errors for *_, errors in ranks])
     for messages, sizes, _ in ranks:
         assert len(sizes) == 26
         assert sum(messages) == 2 * sum(sizes)  # two steps
@@ -89,12 +73,12 @@ def freeze(model: Any, frozen: bool = True) -> None:
 
 def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
     """Norms are frozen when the layers are laid out, and for a step; the optimizer has them from the start."""
-    model = pipeline_module(gpt_layers(), 2 if terapipe else 1)
+    model = engines.pipeline_module(engines.gpt_layers(), 2 if terapipe else 1)
     freeze(model)
-    with started(model, terapipe, initialize={"model_parameters": list(model.parameters())}) as engine:
-        before = train(engine, batches(1)).parameters
+    with engines.started(model, terapipe, initialize={"model_parameters": list(model.parameters())}) as engine:
+        before = engines.train(engine, engines.batches(1)).parameters
         freeze(engine.module, frozen=False)
-        after = train(engine, batches(3, first_seed=7)).parameters
+        after = engines.train(engine, engines.batches(3, first_seed=7)).parameters
     norms = [name for name in after if "norm" in name]
     assert norms and not any(torch.equal(before[name], after[name]) for name in norms)
     return after
@@ -102,12 +86,12 @@ def job_unfrozen_later(terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
 
 def job_frozen_after(one_place: bool = False) -> list[float]:
     """bf16, norms frozen once the layers have moved: by BF16_Optimizer, which knows what it trains alone."""
-    model = pipeline_module(gpt_layers("float32"))
-    terapipe_ds.lay_out(model, config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS})
+    model = engines.pipeline_module(engines.gpt_layers("float32"))
+    terapipe_ds.lay_out(model, engines.config(**PRECISIONS["bf16"]) | {"terapipe": BOTH_WAYS})
     if not one_place or dist.get_rank() == 0:
         freeze(model)
-    with started(model, BOTH_WAYS, **PRECISIONS["bf16"]) as engine:
-        return train(engine, batches(2)).returned
+    with engines.started(model, BOTH_WAYS, **PRECISIONS["bf16"]) as engine:
+        return engines.train(engine, engines.batches(2)).returned
 
 
 class TestFrozenWeights:
@@ -116,7 +100,7 @@ class TestFrozenWeights:
         expected = rank_pool(1).run(job_unfrozen_later, terapipe=None)[0]
         assert not copies_that_differ(ranks)
         for name, value in ranks[0].items():
-            assert relative_error(value, expected[name]) < 1e-10, name
+            assert engines.relative_error(value, expected[name]) < 1e-10, name
 
     def test_what_an_optimizer_does_not_know_is_left_alone(self) -> None:
         losses = rank_pool(2).run(job_frozen_after)
@@ -134,8 +118,8 @@ NUM_STEPS = 3
 
 PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "zero1": ZERO1,
-    "bf16": {"bf16": {"enabled": True}, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "zero1": engines.ZERO1,
+    "bf16": {"bf16": {"enabled": True}, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
     "fp16": {"fp16": {"enabled": True, "initial_scale_power": 8}},
 }
 OPTIONS = {"optimizer": {"type": "Adam", "params": {"lr": 1e-3, "eps": 1e-4, "torch_adam": True}}}
@@ -159,13 +143,15 @@ def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = 
     `alone`: no copy takes its owner's weights.
     """
     options = {**PRECISIONS[precision], **OPTIONS}
-    layers = gpt_layers(dtype="float32")
+    layers = engines.gpt_layers(dtype="float32")
     layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
     left = mock.patch.object(engine_batches, "take_owners_weights", lambda module: None) if alone else nullcontext()
-    with left, engine_of(layers, terapipe, **options) as engine:
+    with left, engines.engine_of(layers, terapipe, **options) as engine:
         first_seed = 1000 * engine.grid.get_data_parallel_id()
-        data = [*batches(NUM_STEPS, first_seed=first_seed), *batches(1, 1, first_seed=first_seed + 500)]
-        return train(engine, data, lambda step: engine.set_train_batch_size(2 * REPLICAS * len(data[step]))).parameters
+        data = [*engines.batches(NUM_STEPS, first_seed=first_seed), *engines.batches(1, 1, first_seed=first_seed + 500)]
+        return engines.train(
+            engine, data, lambda step: engine.set_train_batch_size(2 * REPLICAS * len(data[step]))
+        ).parameters
 
 
 def copies_that_differ(ranks: Sequence[dict[str, Tensor]]) -> list[str]:
@@ -195,4 +181,4 @@ class TestThreeReplicas:
             expected |= rank
         for rank in ranks:
             assert rank.keys() == expected.keys()
-            assert max(relative_error(value, expected[name]) for name, value in rank.items()) < 1e-5
+            assert max(engines.relative_error(value, expected[name]) for name, value in rank.items()) < 1e-5

@@ -1,7 +1,5 @@
 """Test that observers never end a training: every disk write of traces and the cache fails once."""
 
-from __future__ import annotations
-
 import errno
 import io
 import os

@@ -4,8 +4,6 @@ The functions named `job_...` run on all ranks of a pool and return the values t
 runs in the same ranks with the same stages as ours; if it cannot run the tested case, it runs with one stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -24,38 +22,13 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import Dataset, TensorDataset
 
 from tests.dict_batches import flattened
-from tests.distributed.engines import (
-    EXACT,
-    FP32_SCALAR,
-    IGNORE_INDEX,
-    LENGTH,
-    WARMUP,
-    ZERO1,
-    MicroBatch,
-    Run,
-    batches,
-    both,
-    differences,
-    engine_of,
-    error_of,
-    fp32_layers,
-    gpt_layers,
-    loader_in_process,
-    logged,
-    micro_batch,
-    record_gradients,
-    run_training,
-    section,
-    step_error,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.small_models import tuples
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
-FP16_ZERO1 = {"fp16": {"enabled": True, "initial_scale_power": 8}, **ZERO1}
+FP16_ZERO1 = {"fp16": {"enabled": True, "initial_scale_power": 8}, **engines.ZERO1}
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -77,19 +50,19 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
     "logits of the micro-batches": {"compute_loss": False, "reduce_output": None},
     "mean of the logits and logits": {"compute_loss": False, "return_logits": True},
 }
-MEAN = section(slices=UNEVEN, loss_reduction="mean")
+MEAN = engines.section(slices=UNEVEN, loss_reduction="mean")
 EVALUATED: dict[str, dict[str, Any]] = {
-    "tokens": {"terapipe": section(slices=[5, 10, 7, 1])},
+    "tokens": {"terapipe": engines.section(slices=[5, 10, 7, 1])},
     "a model that gives its own loss": {"layers": tuples.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
     "logits with rows and tokens in one dimension": {
         "layers": tuples.flat_layers,
-        "terapipe": section(slices=UNEVEN),
+        "terapipe": engines.section(slices=UNEVEN),
         "loss_fn": tuples.flat_loss,
     },
 }
 
 
-def evaluate_in_training(engine: PipelineEngine, make: Callable[[int], MicroBatch]) -> dict[str, Any]:
+def evaluate_in_training(engine: PipelineEngine, make: Callable[[int], engines.MicroBatch]) -> dict[str, Any]:
     """Make a step, all evaluations and a step; one iterator gives the data of both steps."""
     iterator = iter([make(seed) for seed in range(4)])
     engine.set_dataiterator(iterator)
@@ -106,12 +79,12 @@ def evaluate_in_training(engine: PipelineEngine, make: Callable[[int], MicroBatc
 
 
 def job_evaluation(name: str) -> dict[str, Any]:
-    make = tuples.own_loss_micro_batch if "own loss" in name else micro_batch
-    stock, ours = both(functools.partial(evaluate_in_training, make=make), **EVALUATED[name])
+    make = tuples.own_loss_micro_batch if "own loss" in name else engines.micro_batch
+    stock, ours = engines.both(functools.partial(evaluate_in_training, make=make), **EVALUATED[name])
     return {
-        "errors": {name: error_of(ours["results"][name], stock["results"][name]) for name in EVALUATIONS},
-        "losses": error_of(ours["losses"], stock["losses"]),
-        "parameters": error_of(ours["parameters"], stock["parameters"]),
+        "errors": {name: engines.error_of(ours["results"][name], stock["results"][name]) for name in EVALUATIONS},
+        "losses": engines.error_of(ours["losses"], stock["losses"]),
+        "parameters": engines.error_of(ours["parameters"], stock["parameters"]),
         "restored": ours["restored"],
     }
 
@@ -121,75 +94,78 @@ def job_other_evaluations() -> list[float]:
 
     def run(engine: PipelineEngine) -> list[Any]:
         unlabelled = [
-            engine.eval_batch(iter([(micro_batch(i)[0], labels) for i in range(2)]), compute_loss=False)
+            engine.eval_batch(iter([(engines.micro_batch(i)[0], labels) for i in range(2)]), compute_loss=False)
             for labels in (None, ())
         ]
         trained, evaluated = [], []
-        for length, rows in ((LENGTH, 2), (11, 3), (LENGTH, 1)):
+        for length, rows in ((engines.LENGTH, 2), (11, 3), (engines.LENGTH, 1)):
             engine.reset_activation_shape()  # the stock engine must be told
-            trained.append(float(engine.train_batch(iter(batches(1, length=length, rows=rows)[0]))))
+            trained.append(float(engine.train_batch(iter(engines.batches(1, length=length, rows=rows)[0]))))
             engine.reset_activation_shape()
             with torch.inference_mode():
-                data = iter([micro_batch(seed, length + 2, rows + 1) for seed in (7, 8)])
+                data = iter([engines.micro_batch(seed, length + 2, rows + 1) for seed in (7, 8)])
                 evaluated.append(engine.eval_batch(data, bcast_loss=False))
         return [unlabelled, trained, evaluated]
 
-    return [error_of(ours, stock) for stock, ours in zip(*both(run), strict=True)]
+    return [engines.error_of(ours, stock) for stock, ours in zip(*engines.both(run), strict=True)]
 
 
 class TestEvaluation:
     @pytest.mark.parametrize("name", EVALUATED)
     def test_results_equal_those_of_the_stock_engine_and_training_goes_on(self, name: str) -> None:
         for rank in on_ranks(job_evaluation, name=name):
-            assert {name: error for name, error in rank["errors"].items() if not error <= EXACT} == {}
+            assert {name: error for name, error in rank["errors"].items() if not error <= engines.EXACT} == {}
             assert rank["restored"] is True
-            assert rank["losses"] <= FP32_SCALAR
-            assert rank["parameters"] <= EXACT
+            assert rank["losses"] <= engines.FP32_SCALAR
+            assert rank["parameters"] <= engines.EXACT
 
     def test_without_labels_and_with_other_shapes_than_in_training(self) -> None:
         for unlabelled, in_training, in_evaluation in on_ranks(job_other_evaluations):
-            assert in_training <= FP32_SCALAR
-            assert max(unlabelled, in_evaluation) <= EXACT
+            assert in_training <= engines.FP32_SCALAR
+            assert max(unlabelled, in_evaluation) <= engines.EXACT
 
 
 # -- shapes that change, and pipelines side by side ----------------------------------------------------------
 
 MIXED: list[list[dict[str, int]]] = [
-    [{"length": 12}, {"length": LENGTH}, {"length": LENGTH}],
-    [{"length": LENGTH}, {"length": 7, "rows": 3}, {"length": 12, "rows": 1}],
+    [{"length": 12}, {"length": engines.LENGTH}, {"length": engines.LENGTH}],
+    [{"length": engines.LENGTH}, {"length": 7, "rows": 3}, {"length": 12, "rows": 1}],
     [{"length": 12, "rows": 1}, {"length": 12}, {"length": 12, "rows": 1}],
 ]
 
 
 def job_mixed_shapes() -> dict[str, Errors]:
-    data = [[micro_batch(10 * i + j, **shape) for j, shape in enumerate(b)] for i, b in enumerate(MIXED)]
+    data = [[engines.micro_batch(10 * i + j, **shape) for j, shape in enumerate(b)] for i, b in enumerate(MIXED)]
     options = {"gradient_accumulation_steps": 3}
-    stock = run_training(gpt_layers, None, data, stages=1, **options)
+    stock = engines.run_training(engines.gpt_layers, None, data, stages=1, **options)
     return {
-        schedule: differences(run_training(gpt_layers, section(schedule=schedule), data, stages=3, **options), stock)
+        schedule: engines.differences(
+            engines.run_training(engines.gpt_layers, engines.section(schedule=schedule), data, stages=3, **options),
+            stock,
+        )
         for schedule in ("terapipe", "seq1f1b")
     }
 
 
 def job_batch_sizes() -> dict[str, Any]:
-    data = [batches(1, count, first_seed=count)[0] for count in (1, 3, 3, 2)]
+    data = [engines.batches(1, count, first_seed=count)[0] for count in (1, 3, 3, 2)]
 
-    def run(engine: PipelineEngine) -> tuple[Run, list[Any]]:
-        result = train(engine, data, lambda step: engine.set_train_batch_size(2 * len(data[step])))
+    def run(engine: PipelineEngine) -> tuple[engines.Run, list[Any]]:
+        result = engines.train(engine, data, lambda step: engine.set_train_batch_size(2 * len(data[step])))
         return result, [engine.global_samples, engine.global_steps, engine.train_batch_size()]
 
-    (stock, stock_counts), (ours, counts) = both(run, gradient_accumulation_steps=1)
-    return {"errors": differences(ours, stock), "counts": counts, "stock counts": stock_counts}
+    (stock, stock_counts), (ours, counts) = engines.both(run, gradient_accumulation_steps=1)
+    return {"errors": engines.differences(ours, stock), "counts": counts, "stock counts": stock_counts}
 
 
 def job_data_parallel() -> tuple[Errors, dict[str, float]]:
     """One stage, two pipelines with data of their own, of lengths of their own."""
     pipeline_id = torch.distributed.get_rank()
     seeds = range(100 * pipeline_id, 100 * pipeline_id + 3)
-    data = [[micro_batch(seed), micro_batch(seed + 50, length=15 + 5 * pipeline_id)] for seed in seeds]
+    data = [[engines.micro_batch(seed), engines.micro_batch(seed + 50, length=15 + 5 * pipeline_id)] for seed in seeds]
 
-    def run(engine: PipelineEngine) -> tuple[Run, dict[str, Any]]:
-        result = train(engine, data)
+    def run(engine: PipelineEngine) -> tuple[engines.Run, dict[str, Any]]:
+        result = engines.train(engine, data)
         return result, {
             "additional losses": {name: float(loss) for name, loss in engine.get_additional_losses().items()},
             "evaluation": engine.eval_batch(iter(data[0])),
@@ -197,27 +173,29 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
             "samples": engine.global_samples,
         }
 
-    (stock, stock_results), (ours, results) = both(
-        run, terapipe=section(slices=4), stages=1, module_class=tuples.ReportingModule
+    (stock, stock_results), (ours, results) = engines.both(
+        run, terapipe=engines.section(slices=4), stages=1, module_class=tuples.ReportingModule
     )
-    return differences(ours, stock), {name: error_of(results[name], stock_results[name]) for name in results}
+    return engines.differences(ours, stock), {
+        name: engines.error_of(results[name], stock_results[name]) for name in results
+    }
 
 
 class TestShapes:
     def test_pipelines_side_by_side(self) -> None:
         errors, results = zip(*on_ranks(job_data_parallel), strict=True)
-        assert violations(errors) == {}
+        assert engines.violations(errors) == {}
         for rank in results:
-            assert {name: error for name, error in rank.items() if not error <= EXACT} == {}
+            assert {name: error for name, error in rank.items() if not error <= engines.EXACT} == {}
 
     def test_lengths_and_rows_change_between_micro_batches(self) -> None:
         results = on_ranks(job_mixed_shapes, 3)
         for schedule in results[0]:
-            assert violations([rank[schedule] for rank in results]) == {}, schedule
+            assert engines.violations([rank[schedule] for rank in results]) == {}, schedule
 
     def test_the_batch_size_is_changed_during_training(self) -> None:
         results = on_ranks(job_batch_sizes)
-        assert violations([rank["errors"] for rank in results]) == {}
+        assert engines.violations([rank["errors"] for rank in results]) == {}
         for rank in results:
             assert rank["counts"] == rank["stock counts"] == [18, 4, 4]
 
@@ -226,7 +204,7 @@ class TestShapes:
 
 
 def dataset() -> Dataset[Any]:
-    tokens, labels = zip(*(micro_batch(seed, rows=1) for seed in range(14)), strict=True)
+    tokens, labels = zip(*(engines.micro_batch(seed, rows=1) for seed in range(14)), strict=True)
     return TensorDataset(torch.cat(tokens), torch.cat(labels))
 
 
@@ -236,27 +214,32 @@ def job_training_data() -> list[float]:
     def run(engine: PipelineEngine) -> list[Any]:
         losses = [float(engine.train_batch()) for _ in range(5)]
         engine.set_batch_fn(lambda batch: [batch["tokens"], batch["labels"]])
-        data: Any = [[dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in batches(2)]
-        return [losses, vars(train(engine, data))]
+        data: Any = [
+            [dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in engines.batches(2)
+        ]
+        return [losses, vars(engines.train(engine, data))]
 
-    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader_in_process):
-        (loader_losses, by_function), (ours_losses, ours) = both(run, initialize={"training_data": dataset()})
-    exact = [error_of(ours[kind], by_function[kind]) for kind in ("losses", "gradients", "parameters")]
-    return [error_of([ours_losses, ours["returned"]], [loader_losses, by_function["returned"]]), *exact]
+    with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process):
+        (loader_losses, by_function), (ours_losses, ours) = engines.both(run, initialize={"training_data": dataset()})
+    exact = [engines.error_of(ours[kind], by_function[kind]) for kind in ("losses", "gradients", "parameters")]
+    return [engines.error_of([ours_losses, ours["returned"]], [loader_losses, by_function["returned"]]), *exact]
 
 
 def samples(count: int) -> list[dict[str, list[int]]]:
     """Documents of one length, so that the stock engine can train them as rows; some labels do not count."""
-    drawn = [micro_batch(seed, length=6, rows=1, masked=False) for seed in range(count)]
+    drawn = [engines.micro_batch(seed, length=6, rows=1, masked=False) for seed in range(count)]
     return [
-        {"input_ids": tokens[0].tolist(), "labels": [IGNORE_INDEX] * (seed % 3) + tokens[0].tolist()[seed % 3 :]}
+        {
+            "input_ids": tokens[0].tolist(),
+            "labels": [engines.IGNORE_INDEX] * (seed % 3) + tokens[0].tolist()[seed % 3 :],
+        }
         for seed, (tokens, _) in enumerate(drawn)
     ]
 
 
-def rows_of(documents: list[dict[str, list[int]]]) -> MicroBatch:
+def rows_of(documents: list[dict[str, list[int]]]) -> engines.MicroBatch:
     tokens = torch.tensor([document["input_ids"] for document in documents])
-    labels = [[*document["labels"][1:], IGNORE_INDEX] for document in documents]
+    labels = [[*document["labels"][1:], engines.IGNORE_INDEX] for document in documents]
     return tokens, torch.tensor(labels)
 
 
@@ -264,58 +247,58 @@ def job_flattened() -> dict[str, Any]:
     """Train flattened documents by DeepSpeed's own loader; the stock engine has one document in each row."""
     found = {}
 
-    documents = section(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
-    with mock.patch("deepspeed.runtime.dataloader.DataLoader", loader_in_process), logged() as said:
+    documents = engines.section(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
+    with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process), engines.logged() as said:
         for terapipe, collate in ((None, rows_of), (documents, flattened)):
             given = {"training_data": samples(8), "collate_fn": collate}
-            with engine_of(gpt_layers(), terapipe, initialize=given) as engine:
+            with engines.engine_of(engines.gpt_layers(), terapipe, initialize=given) as engine:
                 gradients: list[Any] = []
-                record_gradients(engine, gradients.append)
+                engines.record_gradients(engine, gradients.append)
                 losses = [float(engine.train_batch()) for _ in range(3)]  # longer than an epoch
                 found[terapipe is None] = losses, gradients
     (losses, gradients), (stock_losses, stock_gradients) = found[False], found[True]
     return {
-        "losses": error_of(losses, stock_losses),
-        "gradients": error_of(gradients, stock_gradients),
+        "losses": engines.error_of(losses, stock_losses),
+        "gradients": engines.error_of(gradients, stock_gradients),
         "said": sum("labels of dict batches are shifted here" in line for line in said),
     }
 
 
 def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
     """Run a single process, whose caller goes on after an error in the middle of a batch."""
-    make = fp32_layers if options else gpt_layers
+    make = engines.fp32_layers if options else engines.gpt_layers
     options = {"stages": 1, **options}
 
     def layers() -> list[Any]:
         return [*make(), LayerSpec(tuples.Faulty)]
 
-    undisturbed = run_training(layers, section(), batches(2), **options)
-    with engine_of(layers(), section(), **options) as engine:
-        first = train(engine, batches(2)[:1])
+    undisturbed = engines.run_training(layers, engines.section(), engines.batches(2), **options)
+    with engines.engine_of(layers(), engines.section(), **options) as engine:
+        first = engines.train(engine, engines.batches(2)[:1])
         tuples.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
-        raised = step_error(engine, batches(1, first_seed=300)[0])
-        live_bytes = engine.slice_store.live_bytes()
-        second = train(engine, batches(2)[1:])
+        raised = engines.step_error(engine, engines.batches(1, first_seed=300)[0])
+        live_bytes = engine.slice_store.pool.live_bytes
+        second = engines.train(engine, engines.batches(2)[1:])
     return {
         "raised": raised,
         "live bytes": live_bytes,
         "returned": first.returned + second.returned == undisturbed.returned,
-        "parameters": error_of(second.parameters, undisturbed.parameters),
+        "parameters": engines.error_of(second.parameters, undisturbed.parameters),
     }
 
 
 class TestData:
     def test_training_data_given_to_initialize_and_a_batch_fn(self) -> None:
         for returned, *exact in on_ranks(job_training_data):
-            assert returned <= FP32_SCALAR
-            assert max(exact) <= EXACT
+            assert returned <= engines.FP32_SCALAR
+            assert max(exact) <= engines.EXACT
 
     def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self) -> None:
         """The check of the first batch runs as well."""
         results = on_ranks(job_flattened)
         for rank in results:
-            assert rank["losses"] <= FP32_SCALAR
-            assert rank["gradients"] <= EXACT
+            assert rank["losses"] <= engines.FP32_SCALAR
+            assert rank["gradients"] <= engines.EXACT
         assert sum(rank["said"] for rank in results) == 1
 
     @pytest.mark.parametrize("options", [{}, BF16, FP16_ZERO1], ids=["fp64", "bf16", "fp16_zero1"])
@@ -330,12 +313,12 @@ class TestData:
 
 
 def job_monitor(folder: str) -> None:
-    for name, terapipe in (("stock", None), ("ours", section())):
+    for name, terapipe in (("stock", None), ("ours", engines.section())):
         monitor = {"enabled": True, "output_path": folder, "job_name": name}
-        with engine_of(gpt_layers(), terapipe, csv_monitor=monitor, scheduler=WARMUP) as engine:
-            for batch in batches(3):
+        with engines.engine_of(engines.gpt_layers(), terapipe, csv_monitor=monitor, scheduler=engines.WARMUP) as engine:
+            for batch in engines.batches(3):
                 engine.train_batch(iter(batch))
-                engine.eval_batch(iter(batches(1, first_seed=700)[0]), bcast_loss=False)
+                engine.eval_batch(iter(engines.batches(1, first_seed=700)[0]), bcast_loss=False)
 
 
 def monitored(folder: Path) -> dict[str, list[list[float]]]:
@@ -346,11 +329,11 @@ def monitored(folder: Path) -> dict[str, list[list[float]]]:
     }
 
 
-def job_printed(terapipe: dict[str, Any] | None, **options: Any) -> tuple[str, Run]:
+def job_printed(terapipe: dict[str, Any] | None, **options: Any) -> tuple[str, engines.Run]:
     printed = io.StringIO()
-    with engine_of(fp32_layers(), terapipe, **options) as engine, contextlib.redirect_stdout(printed):
-        run = train(engine, batches(4))
-        engine.eval_batch(iter(batches(1)[0]))
+    with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine, contextlib.redirect_stdout(printed):
+        run = engines.train(engine, engines.batches(4))
+        engine.eval_batch(iter(engines.batches(1)[0]))
     return printed.getvalue(), dataclasses.replace(run, gradients=[], parameters={})
 
 
@@ -362,23 +345,25 @@ class TestReporting:
         assert stock.keys() == names
         ours = {name: rows for name, rows in ours.items() if not name.startswith("Train_TeraPipe_")}
         assert ours.keys() == names
-        assert error_of(ours, stock) <= FP32_SCALAR
+        assert engines.error_of(ours, stock) <= engines.FP32_SCALAR
         assert {name: len(rows) for name, rows in ours.items()} == dict.fromkeys(names, 3)
 
     def test_steps_per_print(self) -> None:
         (stock, _), _ = on_ranks(job_printed, terapipe=None, steps_per_print=2)
-        (ours, _), (other, _) = on_ranks(job_printed, terapipe=section(), steps_per_print=2)
+        (ours, _), (other, _) = on_ranks(job_printed, terapipe=engines.section(), steps_per_print=2)
         progress = re.compile(r"steps: (\d+) loss: ([\d.]+) iter time \(s\): [\d.]+ samples/sec: [\d.]+")
         assert progress.findall(ours) == progress.findall(stock)
         assert [step for step, _ in progress.findall(ours)] == ["2", "4"]
         assert other == ""
 
-    @pytest.mark.parametrize("options", [{}, {**BF16, **ZERO1}], ids=["fp32", "bf16_zero1"])
+    @pytest.mark.parametrize("options", [{}, {**BF16, **engines.ZERO1}], ids=["fp32", "bf16_zero1"])
     @pytest.mark.sample(1)
     def test_wall_clock_breakdown(self, options: dict[str, Any]) -> None:
         """The stock engine cannot do this with two stages: its timers are started twice."""
-        timed = on_ranks(job_printed, terapipe=section(), wall_clock_breakdown=True, steps_per_print=2, **options)
-        plain = on_ranks(job_printed, terapipe=section(), **options)
+        timed = on_ranks(
+            job_printed, terapipe=engines.section(), wall_clock_breakdown=True, steps_per_print=2, **options
+        )
+        plain = on_ranks(job_printed, terapipe=engines.section(), **options)
         assert [run for _, run in timed] == [run for _, run in plain], "timing changes nothing"
         micro = re.findall(r"fwd_microstep: ([\d.]+) \| bwd_microstep: ([\d.]+)", timed[0][0])
         whole = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", timed[0][0])

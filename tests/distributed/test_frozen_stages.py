@@ -3,8 +3,6 @@
 DeepSpeed's own engine hangs there: a frozen stage gets no gradient to send.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test datasets of megatron-core on several ranks: which rank builds, what each sees, how the engine uses batches."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

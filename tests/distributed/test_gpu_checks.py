@@ -1,7 +1,5 @@
 """Test `make gpu-checks`: its judgements, the merge of parts, and a dry run of every part."""
 
-from __future__ import annotations
-
 import json
 import os
 import select

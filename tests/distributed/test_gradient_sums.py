@@ -1,7 +1,5 @@
 """Test the additions of gradients to an optimizer's sums: how many numbers are added, and how exact the sums are."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import statistics
@@ -21,29 +19,19 @@ from terapipe_ds.attention import sliced_attention
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.profiling import profiles
-from tests.distributed.engines import (
-    VOCAB_SIZE,
-    ZERO1,
-    batches,
-    build,
-    gpt_layers,
-    pipeline_module,
-    record_gradients,
-    section,
-    start,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
-SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, **ZERO1}
+SUMS = {"data_types": {"grad_accum_dtype": "fp32"}, **engines.ZERO1}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}, **SUMS}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16 sums": BF16,
     "bf16 immediate": {**SUMS, "bf16": {"enabled": True, "immediate_grad_update": True}},
     "bf16 in bf16": {"bf16": {"enabled": True}},
-    "bf16 zero1": {"bf16": {"enabled": True}, **ZERO1},
+    "bf16 zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
     "fp16 sums": {**FP16, **SUMS},
-    "fp16 zero1": {**FP16, **ZERO1},
+    "fp16 zero1": {**FP16, **engines.ZERO1},
     "fp16": FP16,
 }
 
@@ -51,22 +39,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def module_of(model: str, dtype: torch.dtype = torch.bfloat16) -> Any:
     """Return a small model for one stage."""
     if model == "gpt":
-        layers = gpt_layers(
+        layers = engines.gpt_layers(
             str(dtype).removeprefix("torch."), num_layers=2, hidden_size=32, ffn_size=64, bias=True, init_std=0.1
         )
-        return pipeline_module(layers, 1)
+        return engines.pipeline_module(layers, 1)
     from transformers import GPT2Config, LlamaConfig
 
     if model == "gpt2":  # transformers' own linear layer, and a tied output matrix
-        config = GPT2Config(vocab_size=VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=4)
+        config = GPT2Config(vocab_size=engines.VOCAB_SIZE, n_positions=64, n_embd=32, n_layer=2, n_head=4)
     else:
         sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = LlamaConfig(vocab_size=VOCAB_SIZE, num_hidden_layers=2, max_position_embeddings=64, **sizes)
+        config = LlamaConfig(vocab_size=engines.VOCAB_SIZE, num_hidden_layers=2, max_position_embeddings=64, **sizes)
     return terapipe_ds.from_config(config, num_stages=1, dtype=dtype)
 
 
 def data_for(module: Any, count: int) -> list[Any]:
-    data = batches(count, length=32, masked=False)
+    data = engines.batches(count, length=32, masked=False)
     if not hasattr(module, "to_tuple"):
         return data
     return [[module.to_tuple({"input_ids": x, "labels": y}) for x, y in batch] for batch in data]
@@ -114,7 +102,7 @@ def counted(model: str, slices: int, schedule: str, settings: str) -> dict[tuple
     """
     options = SETTINGS[settings]
     module = module_of(model, torch.float16 if "fp16" in options else torch.bfloat16)
-    engine = start(module, section(slices=slices, schedule=schedule, verify="off"), **options)
+    engine = engines.start(module, engines.section(slices=slices, schedule=schedule, verify="off"), **options)
     first, second = data_for(module, 2)
     engine.train_batch(iter(first))
     with Additions(engine) as additions:
@@ -182,7 +170,7 @@ def test_a_group_ends_when_it_has_enough_rows() -> None:
 
 def _measured() -> tuple[list[bool], list[bool]]:
     """Return for each measurement of slices whether the sums are zero after it, and for each product if it is one."""
-    engine = build(gpt_layers("bfloat16"), section(slices="auto"), stages=1, **BF16)
+    engine = engines.build(engines.gpt_layers("bfloat16"), engines.section(slices="auto"), stages=1, **BF16)
     in_measurement: list[bool] = []
     clean: list[bool] = []
     real_add, real_measure = GradientSums.add, profiles.measure_parts
@@ -197,7 +185,7 @@ def _measured() -> tuple[list[bool], list[bool]]:
         return found
 
     with mock.patch.object(GradientSums, "add", add), mock.patch.object(profiles, "measure_parts", measure):
-        engine.train_batch(iter(batches(1)[0]))
+        engine.train_batch(iter(engines.batches(1)[0]))
     return clean, in_measurement
 
 
@@ -226,12 +214,12 @@ def _wide_stock(
 def gradients(slices: int | None, dtype: torch.dtype) -> list[dict[str, Tensor]]:
     """Return the gradients of batches with other weights each; None: the stock engine. Attention computes in fp32."""
     module = module_of("gpt", dtype)
-    terapipe = None if slices is None else section(slices=slices, verify="off")
+    terapipe = None if slices is None else engines.section(slices=slices, verify="off")
     no_step = {"optimizer": {"type": "Adam", "params": {"lr": 0.0, "torch_adam": True}}}
     kept: list[dict[str, Tensor]] = []
     with mock.patch.object(gpt, "sliced_attention", _wide_stock if slices is None else _wide):
-        engine = start(module, terapipe, **(BF16 if dtype == torch.bfloat16 else {}), **no_step)
-        record_gradients(engine, kept.append)
+        engine = engines.start(module, terapipe, **(BF16 if dtype == torch.bfloat16 else {}), **no_step)
+        engines.record_gradients(engine, kept.append)
         for seed, batch in enumerate(data_for(module, SEEDS)):
             torch.manual_seed(seed)
             for name, parameter in sorted(engine.module.named_parameters()):

@@ -1,7 +1,5 @@
 """Test the rank pool itself: results come back by rank, and every failure ends fast with a readable report."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time

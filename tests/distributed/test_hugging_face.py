@@ -1,7 +1,5 @@
 """Test that models of transformers on stages and in slices train as the whole model does in a plain loop."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

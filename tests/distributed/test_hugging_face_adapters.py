@@ -1,7 +1,5 @@
 """Test that adapters of peft train on stages as in one process, also if a stage has none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +7,203 @@ import pytest
 
 pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+import contextlib
+import json
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import terapipe_ds
+from terapipe_ds.models.hugging_face.weights.stored import DrawnWeights
+from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
 from tests.distributed import engines
+from tests.distributed.cases import relative_error
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_adapters import (
-    folders_of_adapters,
-    models_in_memory,
-    refusal_of_adapters,
-    refusal_of_folders,
-    refusal_on_one_rank,
-    train_adapters,
-)
+from tests.distributed.hugging_face_files import write_model
+from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, weights_of_all_stages
+from tests.hugging_face_families import VOCAB_SIZE, config_of
+from tests.unit.models.hugging_face.sliced_model import in_fp64, loss_of
+
+
+def train_adapters(
+    family: str,
+    terapipe: dict[str, Any],
+    folder: str,
+    stages: int = 2,
+    is_bf16: bool = False,
+    clipping: float = 0.0,
+    gradients_in: str = "bf16",
+    **adapter_fields: Any,
+) -> dict[str, float]:
+    """Return the largest errors on this rank; and whether peft reads the saved adapters, with the same values.
+
+    In bf16 with ZeRO-1, only the losses are compared. A `bias` begins with values other than zero.
+    """
+    dtype = torch.float32 if is_bf16 else torch.float64
+    data_types = {"data_types": {"grad_accum_dtype": gradients_in}}  # in fp32 by another optimizer of DeepSpeed's
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, **engines.ZERO1, **data_types} if is_bf16 else {}
+    changes["gradient_clipping"] = clipping
+    with contextlib.nullcontext() if is_bf16 else in_fp64():
+        config = config_of(family, 2 * stages)
+        adapter = LoraConfig(
+            **{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
+        )
+        module = terapipe_ds.from_config(config, num_stages=stages, dtype=dtype, adapter=adapter)
+        weights = weights_of_all_stages(module)
+        base = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = get_peft_model(base, adapter).train()
+        base.load_state_dict(weights, strict=False)
+        given = {key.removeprefix("base_model.model.") for key in model.state_dict()}
+        assert set(weights) <= given
+        data = batches(config.vocab_size)
+        with engine_of(module, terapipe, **changes) as engine:
+            run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+            terapipe_ds.save_pretrained(engine, folder)
+            names = module.checkpoint_names()
+        for each in (run.parameters, *run.gradients):
+            each.pop(NOTHING_TRAINED, None)
+        losses, gradients, parameters = train_whole(model, data, clipping)
+        if is_bf16:
+            return {"loss": max(relative_error(a, b) for a, b in zip(run.returned, losses, strict=True))}
+        own = {key.removeprefix("base_model.model."): value for key, value in parameters.items()}
+        cut = [{key.removeprefix("base_model.model."): g for key, g in step.items()} for step in gradients]
+        errors = differences(run, names, losses, cut, own)
+        torch_dist.barrier()
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        peft_model = PeftModel.from_pretrained(fresh, folder)
+        read = peft_model.state_dict()
+        saved = [
+            float((read[f"base_model.model.{name}"] - module.get_parameter(local)).abs().max())
+            for local, name in names.items()
+            if module.get_parameter(local).requires_grad
+        ]
+        errors["saved"] = max(saved, default=0.0)
+        return errors
+
+
+def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
+    """Train adapters on a model in a folder, save them, go on from them; return the findings on this rank."""
+    base, first, second, whole = (f"{folder}/{name}" for name in ("base", "first", "second", "whole"))
+    write_model("qwen2", base)
+    fields = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
+    section, found = engines.section(slices=[7, 3, 6]), dict[str, Any]()
+    module = terapipe_ds.from_pretrained(base, num_stages=2, adapter=LoraConfig(**fields))
+    data = [[module.to_tuple(batch) for batch in step] for step in batches(VOCAB_SIZE)]
+    with engine_of(module, section) as engine:
+        engines.train(engine, data)
+        evaluated = float(engine.eval_batch(iter(data[0])))
+        engine.save_checkpoint(f"{folder}/checkpoint")
+        terapipe_ds.save_pretrained(engine, first)
+        terapipe_ds.save_pretrained(engine, whole, merge=True)
+    torch_dist.barrier()
+    if torch_dist.get_rank() == 0:  # of an earlier run, by the same family
+        AutoModelForCausalLM.from_config(config_of("qwen2")).save_pretrained(first)
+    torch_dist.barrier()
+    config = json.loads(Path(first, "adapter_config.json").read_text())
+    found["config"] = config["base_model_name_or_path"] == base and config["inference_mode"]
+    by_peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), first).eval()
+    by_transformers = AutoModelForCausalLM.from_pretrained(whole).eval()
+    for name, model in (("peft", by_peft), ("merged", by_transformers)):
+        with torch.no_grad():
+            losses = [float(loss_of(model, batch)) for batch in batches(VOCAB_SIZE)[0]]
+        found[name] = relative_error(evaluated, sum(losses) / len(losses))
+    for name, given in (("again", {"folder": base, "adapter": first}), ("alone", {"folder": first})):
+        module = terapipe_ds.from_pretrained(num_stages=2, **given)
+        with engine_of(module, section) as engine:
+            found[name] = relative_error(float(engine.eval_batch(iter(data[0]))), evaluated)
+            if name == "again":
+                engines.train(engine, data)
+                terapipe_ds.save_pretrained(engine, second)
+    torch_dist.barrier()
+    module = terapipe_ds.from_pretrained(base, num_stages=2, adapter=LoraConfig(**fields))
+    with engine_of(module, section) as engine:
+        engine.load_checkpoint(f"{folder}/checkpoint")
+        found["restored"] = relative_error(float(engine.eval_batch(iter(data[0]))), evaluated)
+    one, two = (load_file(f"{each}/adapter_model.safetensors") for each in (first, second))
+    found["moved"] = one.keys() == two.keys() and all(not torch.equal(one[key], two[key]) for key in one)
+    return found
+
+
+def models_in_memory(adapter_fields: dict[str, Any] | None) -> dict[str, Any]:
+    """Cut a model that is in memory, with adapters or without; return the findings on this rank."""
+    torch.manual_seed(11)
+    config = config_of("qwen2", 4)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if adapter_fields is not None:
+        fields = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
+        model = get_peft_model(model, LoraConfig(**fields))
+    module = terapipe_ds.from_pretrained(model, num_stages=2)
+    theirs = {name.removeprefix("base_model.model."): value for name, value in model.named_parameters()}
+    names, data = module.checkpoint_names(), batches(VOCAB_SIZE)
+    found: dict[str, Any] = {
+        "equal": all(torch.equal(module.get_parameter(key), theirs[name]) for key, name in names.items()),
+        "same": all(
+            module.get_parameter(key).requires_grad == theirs[name].requires_grad for key, name in names.items()
+        ),
+    }
+    with engine_of(module, engines.section(slices=[7, 3, 6], schedule="zbv")) as engine:
+        run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+    losses, *_ = train_whole(model.train(), data)
+    found["loss"] = max(relative_error(a, b) for a, b in zip(run.returned, losses, strict=True))
+    return found
+
+
+def refusal_of_adapters(family: str, **adapter_fields: Any) -> tuple[str, str]:
+    adapter = LoraConfig(**{"r": 4, **adapter_fields})
+    return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2, adapter=adapter))
+
+
+def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
+    """Return the error on this rank if the other one has no adapters, or cannot build a layer."""
+    is_here = torch_dist.get_rank() == 1
+    if case == "no folder":
+        adapter = LoraConfig(r=4, target_modules=["q_proj"])
+        given = f"{folder}/nothing" if is_here else adapter
+        return engines.raised_by(lambda: terapipe_ds.from_config(config_of("qwen2"), num_stages=2, adapter=given))
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with mock.patch.object(DrawnWeights, "fill", fail) if is_here else contextlib.nullcontext():
+        return engines.raised_by(lambda: terapipe_ds.from_config(config_of("llama"), num_stages=2))
+
+
+def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
+    """Return the error that the wrong folder of adapters, or none, raises on this rank."""
+    base, adapters = f"{folder}/base", f"{folder}/adapters"
+    write_model("qwen2", base)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
+    if torch_dist.get_rank() == 0:
+        fields = LoraConfig(r=1 if case == "other rank" else 4, target_modules=["q_proj"])
+        wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), fields)
+        wide.save_pretrained(adapters)
+        path = Path(adapters, "adapter_config.json")
+        config = json.loads(path.read_text())
+        config["base_model_name_or_path"] = "somebody/model"
+        if case == "other adapters":
+            config["target_modules"] = ["v_proj"]
+        if case == "other rank":
+            config["r"] = 4  # one row could be copied into four
+        path.write_text(json.dumps(config))
+    torch_dist.barrier()
+    if case == "merged":
+        model.merge_adapter()
+    if case == "quantized":
+        model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    given: dict[str, dict[str, Any]] = {
+        "base elsewhere": {"folder": adapters},
+        "other adapters": {"folder": base, "adapter": adapters},
+        "two": {"folder": model, "adapter": adapters},
+        "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
+        "other rank": {"folder": base, "adapter": adapters},
+        "merged": {"folder": model},
+        "quantized": {"folder": model},
+    }
+    return engines.raised_by(lambda: terapipe_ds.from_pretrained(num_stages=2, **given[case]))
 
 
 @pytest.mark.sample(2)

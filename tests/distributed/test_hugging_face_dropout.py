@@ -1,7 +1,5 @@
 """Test models of transformers with dropout: recomputed forwards repeat the first ones' dropout, evaluation has none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Test examples/finetune_hf.py and pretrain_hf.py on two stages: they learn, resume, and export their own weights."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import io

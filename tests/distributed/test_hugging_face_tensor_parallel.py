@@ -1,7 +1,5 @@
 """Test that models of transformers train over stages and tensor-parallel ranks as their own classes do alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,20 +7,251 @@ import pytest
 
 pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+import contextlib
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import terapipe_ds
+from terapipe_ds.models.gpt import gpt_loss
+from terapipe_ds.models.hugging_face.layers import Piece
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import gathered_copy, share_of
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.strategy import Strategy
 from tests.conftest import FULL
 from tests.distributed import engines
+from tests.distributed.cases import relative_error
+from tests.distributed.checkpoint_states import convert
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_tensor_jobs import (
-    by_strategy,
-    read_checkpoint,
-    refusal,
-    refusal_of_plain_layers,
-    through_folders,
-    train_adapters,
-    train_divided,
-    write_checkpoint,
-)
+from tests.distributed.hugging_face_files import write_model
+from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole
 from tests.distributed.test_strategy_runs import strategy_of
+from tests.hugging_face_families import VOCAB_SIZE, config_of
+from tests.unit.models.hugging_face.sliced_model import in_fp64, loss_of, whole_model
+
+Grid = tuple[int, int, int]
+"""Stages, data-parallel and tensor-parallel ranks."""
+SECTION = engines.section(slices=[7, 3, 6])
+BF16 = {"bf16": {"enabled": True}, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def loss_of_logits(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt_loss(logits, labels)
+
+
+def topology(grid: Grid) -> PipeModelDataParallelTopology:
+    return PipeModelDataParallelTopology(num_pp=grid[0], num_dp=grid[1], num_mp=grid[2])
+
+
+def whole_weights(module: Any) -> dict[str, Tensor]:
+    """Return the whole weights of all stages by their names in the model of transformers. A collective."""
+    here = {
+        f"{name}.{key}": p.detach().clone()
+        for piece in module.modules()
+        if isinstance(piece, Piece)
+        for name, held in zip(piece.names, piece.held, strict=True)
+        for key, p in gathered_copy(held).named_parameters()
+    }
+    everyone: list[Any] = [None] * torch_dist.get_world_size()
+    torch_dist.all_gather_object(everyone, here)
+    return {name: weight for stage in everyone for name, weight in stage.items()}
+
+
+def changed_config(family: str, fields: dict[str, Any] | None) -> Any:
+    config = config_of(family)
+    for name, value in (fields or {}).items():
+        setattr(config, name, value)
+    return config
+
+
+def tuples(module: Any, data: Any) -> list[Any]:
+    return [[module.to_tuple(batch) for batch in step] for step in data]
+
+
+def compared(run: engines.Run, module: Any, trained: tuple[Any, Any, Any]) -> dict[str, float]:
+    """Return the largest errors on this rank against the whole model, cut as this rank holds it."""
+    losses, gradients, after = trained
+    names, parameters = module.checkpoint_names(), dict(module.named_parameters())
+    held = {key: parameters[name] for name, key in names.items()}
+
+    def shares(tensors: Any) -> dict[str, Tensor]:
+        own = {key.removeprefix("base_model.model."): value.detach() for key, value in tensors.items()}
+        return {key: share_of(held[key], value) if key in held else value for key, value in own.items()}
+
+    return differences(run, names, losses, list(map(shares, gradients)), shares(after))
+
+
+def train_divided(
+    family: str,
+    grid: Grid,
+    fields: dict[str, Any] | None = None,
+    clipping: float = 0.0,
+    is_bf16: bool = False,
+    all_logits: bool = False,
+    **section: Any,
+) -> dict[str, float]:
+    """Return the largest errors on this rank against the model's own class in this process; of the losses in bf16.
+
+    `kept`: how many products of this rank's linear layers were left to W.
+    """
+    dtype, kept = torch.float32 if is_bf16 else torch.float64, list[Any]()
+    with contextlib.nullcontext() if is_bf16 else in_fp64():
+        config = changed_config(family, fields)
+        loss_fn = loss_of_logits if all_logits else None
+        module = terapipe_ds.from_config(config, topology=topology(grid), dtype=dtype, loss_fn=loss_fn)
+        whole, data = whole_model(config, whole_weights(module), dtype), batches(config.get_text_config().vocab_size)
+        changes = {"gradient_clipping": clipping, "tensor_parallel": {"autotp_size": grid[2]}}
+        original = WeightGradients.keep
+
+        def keep(self: Any, *args: Any, **named: Any) -> None:
+            kept.append(args)
+            original(self, *args, **named)
+
+        with mock.patch.object(WeightGradients, "keep", keep):
+            with engine_of(module, SECTION | section, **changes, **(BF16 if is_bf16 else {})) as engine:
+                run = engines.train(engine, tuples(module, data))
+        trained = train_whole(whole, data, clipping)
+        if is_bf16:
+            pairs = zip(run.returned, trained[0], strict=True)
+            return {"loss": max(relative_error(a, b) for a, b in pairs)}
+        return compared(run, module, trained) | {"kept": len(kept)}
+
+
+def train_adapters(grid: Grid, folder: str, family: str = "llama", **adapter_fields: Any) -> dict[str, float]:
+    """Return the largest errors on this rank against peft; and of what peft reads of the saved adapters."""
+    with in_fp64():
+        config = config_of(family, 4)
+        fields = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **adapter_fields}
+        module = terapipe_ds.from_config(
+            config, topology=topology(grid), dtype=torch.float64, adapter=LoraConfig(**fields)
+        )
+        base = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        model = get_peft_model(base, LoraConfig(**fields)).train()
+        base.load_state_dict(whole_weights(module), strict=False)
+        data = batches(config.vocab_size)
+        with engine_of(module, SECTION) as engine:
+            run = engines.train(engine, tuples(module, data))
+            terapipe_ds.save_pretrained(engine, f"{folder}/adapters")
+            terapipe_ds.save_pretrained(engine, f"{folder}/merged", merge=True)
+            after = whole_weights(module)
+        errors = compared(run, module, train_whole(model, data))
+        torch_dist.barrier()
+        fresh = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+        read = PeftModel.from_pretrained(fresh, f"{folder}/adapters").state_dict()
+        trained = [name for name in after if ".lora_" in name or ".modules_to_save." in name]
+        errors["saved"] = max(float((read[f"base_model.model.{name}"] - after[name]).abs().max()) for name in trained)
+        merged = AutoModelForCausalLM.from_pretrained(f"{folder}/merged", dtype=torch.float64)
+        model.merge_adapter()
+        tokens = data[0][0]["input_ids"]
+        with torch.no_grad():
+            ours, theirs = (each(tokens).logits for each in (merged, model))
+        errors["merged"] = float((ours - theirs).norm() / theirs.norm())
+        return errors
+
+
+def through_folders(family: str, folder: str, grids: list[Grid]) -> dict[str, Any]:
+    """Read a model of transformers, train it, and write it; the next grid reads that. Return findings on this rank."""
+    write_model(family, f"{folder}/0", max_shard_size="50KB")
+    found: dict[str, Any] = {"evaluation": 0.0}
+    for index, grid in enumerate(grids):
+        theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/{index}")
+        module = terapipe_ds.from_pretrained(f"{folder}/{index}", topology=topology(grid))
+        data = batches(VOCAB_SIZE)
+        with engine_of(module, SECTION) as engine:
+            weights, state = whole_weights(module), theirs.state_dict()
+            found[f"read {index}"] = all(torch.equal(value, state[name]) for name, value in weights.items())
+            here = {key: module.get_parameter(name) for name, key in module.checkpoint_names().items()}
+            found[f"largest share {index}"] = max(
+                p.numel() / state[key].numel() for key, p in here.items() if p.dim() > 1
+            )
+            evaluated = float(engine.eval_batch(iter(tuples(module, data)[0])))
+            logits = engine.eval_batch(iter(tuples(module, data)[0]), compute_loss=False, reduce_output=None)
+            engines.train(engine, tuples(module, data))
+            terapipe_ds.save_pretrained(engine, f"{folder}/{index + 1}")
+        torch_dist.barrier()
+        with torch.no_grad():
+            expected = sum(float(loss_of(theirs.eval(), batch)) for batch in data[0]) / len(data[0])
+            wanted = [theirs(batch["input_ids"]).logits for batch in data[0]]
+        found["evaluation"] = max(found["evaluation"], relative_error(evaluated, expected))
+        for ours, whole in zip(logits or (), wanted, strict=logits is not None):  # on the last stage
+            found["evaluation"] = max(found["evaluation"], float((ours - whole).norm() / whole.norm()))
+    return found
+
+
+def write_checkpoint(family: str, grid: Grid, folder: str, **adapter_fields: Any) -> list[float]:
+    """Make a step, write a checkpoint and convert it; return the losses of the steps that follow."""
+    with _resumable(family, grid, adapter_fields) as engine:
+        data = _own_batches(engine)
+        engines.train(engine, data[:1])
+        engine.save_checkpoint(folder, tag="one")
+        losses = engines.train(engine, [*data, *data]).returned
+    torch_dist.barrier()
+    convert(folder, "one")
+    return losses
+
+
+def read_checkpoint(family: str, grid: Grid, folder: str, universal: bool, **adapter_fields: Any) -> list[float]:
+    """Load a checkpoint after another step; return the losses of the steps that follow."""
+    with _resumable(family, grid, adapter_fields, checkpoint={"load_universal": universal}) as engine:
+        data = _own_batches(engine)
+        engines.train(engine, data[1:])
+        engine.load_checkpoint(folder, None if universal else "one")
+        return engines.train(engine, [*data, *data]).returned
+
+
+def _resumable(family: str, grid: Grid, adapter_fields: dict[str, Any], **changes: Any) -> Any:
+    adapter = LoraConfig(r=4, init_lora_weights=False, **adapter_fields) if adapter_fields else None
+    module = terapipe_ds.from_config(config_of(family), topology=topology(grid), adapter=adapter, dtype=torch.float32)
+    return engine_of(module, SECTION, **engines.ZERO1, gradient_accumulation_steps=4 // grid[1], **changes)
+
+
+def _own_batches(engine: Any) -> list[Any]:
+    """Return two steps of four micro-batches, divided over the replicas."""
+    first, second = tuples(engine.module, batches(VOCAB_SIZE))
+    grid, four = engine.grid, [*first, *second]
+    own = four[grid.get_data_parallel_rank() :: grid.get_data_parallel_world_size()]
+    return [own, own[::-1]]
+
+
+def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]]:
+    """Train by the config of a strategy alone; return the config, and the losses beside the whole model's."""
+    planned = Strategy.from_json(strategy)
+    config, changes = config_of(family, 4), planned.to_deepspeed()
+    module = terapipe_ds.from_config(config, topology=terapipe_ds.topology_of(planned), dtype=torch.float32)
+    whole, data = whole_model(config, whole_weights(module), torch.float32), batches(VOCAB_SIZE)
+    terapipe = {**changes.pop("terapipe"), "granularity_tokens": 1}
+    with engine_of(module, terapipe, **{k: v for k, v in changes.items() if k != "optimizer"}) as engine:
+        run = engines.train(engine, tuples(module, data))
+    return changes, [relative_error(a, b) for a, b in zip(run.returned, train_whole(whole, data)[0], strict=True)]
+
+
+def refusal_of_plain_layers() -> tuple[str, str]:
+    changes = {"module": {"topology": topology((1, 1, 2))}, "tensor_parallel": {"autotp_size": 2}}
+    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), SECTION, stages=None, **changes))
+
+
+def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
+    """Return the error of a model whose config and plan have other entries: None takes one out."""
+    config = changed_config(family, fields)
+    named = {**config.base_model_tp_plan, **plan} if plan else config.base_model_tp_plan
+    if named is not None:
+        config.base_model_tp_plan = {key: style for key, style in named.items() if style is not None}
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], **changes.pop("adapter")) if "adapter" in changes else None
+    terapipe = changes.pop("terapipe", SECTION)
+
+    def act() -> None:
+        module = terapipe_ds.from_config(config, topology=topology(grid), adapter=adapter, dtype=torch.float32)
+        with engine_of(module, terapipe, **changes) as engine:
+            if step:
+                engines.train(engine, tuples(module, batches(VOCAB_SIZE)))
+
+    return engines.raised_by(act)
+
 
 FAMILIES = (
     "llama", "qwen3", "mistral", "gemma2", "gemma3_text", "granite", "olmo", "olmo2", "phi", "gpt_neox", "glm",

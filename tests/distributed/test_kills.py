@@ -1,7 +1,5 @@
 """Test that a resume after a kill (-9) at a chosen point of training or saving goes on as if nothing had happened."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 
@@ -9,8 +7,7 @@ import pytest
 
 from terapipe_ds.runtime.checkpoints.save import CheckpointPaths
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.killed_job import Kill, Training, job_train
-from tests.distributed.kills import TRAININGS, History, chain, histories_in, problems
+from tests.distributed.kills import TRAININGS, History, Kill, Training, chain, histories_in, job_train, problems
 
 SHORT = Training(stages=1, zero_stage=1, tag="last", steps=6)
 # Each: the checkpoint that must be there after the kill.

@@ -1,7 +1,5 @@
 """Test links of real stages: how many messages are on their way, and their contents."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,21 +13,7 @@ import terapipe_ds
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.links import choose_formats as formats
 from terapipe_ds.runtime.links.channel import SendChannel
-from tests.distributed.engines import (
-    batches,
-    config,
-    differences,
-    engine_of,
-    fp32_layers,
-    gpt_layers,
-    logged,
-    pipeline_module,
-    raised_by,
-    section,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 
@@ -48,15 +32,15 @@ def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
 
     with (
         mock.patch.object(SendChannel, "keep_at_most", watched),
-        engine_of(gpt_layers(), section(schedule="gpipe", slices=23)) as engine,
+        engines.engine_of(engines.gpt_layers(), engines.section(schedule="gpipe", slices=23)) as engine,
     ):
-        errors = differences(train(engine, batches(2)), stock_run())
+        errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
         return errors, seen, engine._stage.links.outstanding_sends
 
 
 def test_a_fast_stage_waits_where_its_budget_is_spent() -> None:
     found = rank_pool(2).run(job_far_ahead)
-    assert not violations([errors for errors, _, _ in found])
+    assert not engines.violations([errors for errors, _, _ in found])
     assert [budget for _, _, budget in found] == [8, 8]
     _, seen, _ = found[0]
     assert seen.count(9) > 20, "of 92 activations all but the first ones of a step had to wait"
@@ -86,12 +70,12 @@ class Rounded(torch.autograd.Function):
 
 def stock_with(forward: str | None, backward: str | None, cuts: int) -> Any:
     """Train with the stock engine on one stage, and round at the places of this number of links between the layers."""
-    bounds = pipeline_module(gpt_layers(), stages=1 + cuts).parts[1:-1] if cuts == 1 else ()
-    with engine_of(gpt_layers(), None, stages=1) as engine:
+    bounds = engines.pipeline_module(engines.gpt_layers(), stages=1 + cuts).parts[1:-1] if cuts == 1 else ()
+    with engines.engine_of(engines.gpt_layers(), None, stages=1) as engine:
         for bound in bounds:
             layer = engine.module.forward_funcs[bound]
             layer.register_forward_pre_hook(lambda _, args: (Rounded.apply(args[0], forward, backward),))
-        return train(engine, batches(2))
+        return engines.train(engine, engines.batches(2))
 
 
 def job_formats(forward: str | None, backward: str | None, **changes: Any) -> dict[str, Any]:
@@ -104,16 +88,19 @@ def job_formats(forward: str | None, backward: str | None, **changes: Any) -> di
         return isend(tensor, *args, **kwargs)
 
     links = {"forward": forward, "backward": backward}
-    with logged() as said, engine_of(gpt_layers(), section(links=links, **changes)) as engine:
-        evaluated = float(engine.eval_batch(iter(batches(1)[0])))
-        run = train(engine, batches(2))
+    with (
+        engines.logged() as said,
+        engines.engine_of(engines.gpt_layers(), engines.section(links=links, **changes)) as engine,
+    ):
+        evaluated = float(engine.eval_batch(iter(engines.batches(1)[0])))
+        run = engines.train(engine, engines.batches(2))
         with mock.patch.object(torch.distributed, "isend", counted):
-            engine.train_batch(iter(batches(1)[0]))
-    with engine_of(gpt_layers(), None, stages=1) as engine:
-        of_stock = float(engine.eval_batch(iter(batches(1)[0])))
+            engine.train_batch(iter(engines.batches(1)[0]))
+    with engines.engine_of(engines.gpt_layers(), None, stages=1) as engine:
+        of_stock = float(engine.eval_batch(iter(engines.batches(1)[0])))
     return {
-        "errors": differences(run, stock_with(forward, backward, cuts=1)),
-        "from exact": differences(run, stock_run())["gradient"],
+        "errors": engines.differences(run, stock_with(forward, backward, cuts=1)),
+        "from exact": engines.differences(run, engines.stock_run())["gradient"],
         "sent": sent,
         "evaluation": abs(evaluated - of_stock) / of_stock,
         "said": [line for line in said if "terapipe.links" in line],
@@ -133,7 +120,7 @@ def test_training_is_that_of_layers_with_rounding_between_them(
 ) -> None:
     """Check that formats equal torch's casts for any slices, and that nothing else is rounded, evaluations included."""
     first, last = rank_pool(2).run(job_formats, forward=forward, backward=backward, schedule=schedule)
-    assert not violations([first["errors"], last["errors"]], limit=1e-7)
+    assert not engines.violations([first["errors"], last["errors"]], limit=1e-7)
     assert max(first["from exact"], last["from exact"]) > 1e-4, "the formats do something"
     assert max(first["evaluation"], last["evaluation"]) < 1e-6
     numbers, tokens = {None: 8 * 16, "bf16": 2 * 16, "fp8": 16 + 4, "int8": 16 + 4}, MESSAGES[1]
@@ -148,10 +135,10 @@ def test_training_is_that_of_layers_with_rounding_between_them(
 def job_exact_first_links() -> list[Any]:
     """Return the formats of this stage's wires, and whether a part's link stays exact."""
     links = {"forward": "int8", "backward": "bf16", "exact_until_part": 1}
-    with engine_of(gpt_layers(), section(links=links), stages=3) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section(links=links), stages=3) as engine:
         wires, ends = engine._wires, [(0, 0, 1, 0), (1, 0, 2, 0)]
         return [
-            (wires.activations(each).wire_format, wires.gradients(each).wire_format)
+            tuple(wire.wire_format for wire in wires.between(each))
             for each in ends
             if engine.stage_id in (each[0], each[2])
         ]
@@ -163,10 +150,14 @@ def test_early_links_stay_exact() -> None:
 
 
 def job_refused(links: dict[str, Any], lacks_fp8: bool = False, stages: int = 2) -> tuple[str, str]:
-    ds_config = config(terapipe=section(links=links))
+    ds_config = engines.config(terapipe=engines.section(links=links))
     is_old = lacks_fp8 and torch.distributed.get_rank() == 1
     with mock.patch.object(formats, "torch", SimpleNamespace(__version__="2.0")) if is_old else nullcontext():
-        return raised_by(lambda: terapipe_ds.initialize(model=pipeline_module(gpt_layers(), stages), config=ds_config))
+        return engines.raised_by(
+            lambda: terapipe_ds.initialize(
+                model=engines.pipeline_module(engines.gpt_layers(), stages), config=ds_config
+            )
+        )
 
 
 @pytest.mark.parametrize(
@@ -187,10 +178,10 @@ def job_differing() -> tuple[str, str]:
     links = {"forward": "int8"} if torch.distributed.get_rank() == 0 else {}
 
     def run() -> None:
-        with engine_of(gpt_layers(), section(links=links)) as engine:
-            train(engine, batches(1))
+        with engines.engine_of(engines.gpt_layers(), engines.section(links=links)) as engine:
+            engines.train(engine, engines.batches(1))
 
-    return raised_by(run)
+    return engines.raised_by(run)
 
 
 def test_ranks_that_differ_in_formats_hear_of_it() -> None:
@@ -200,9 +191,9 @@ def test_ranks_that_differ_in_formats_hear_of_it() -> None:
 
 def job_measured(folder: str, links: dict[str, Any]) -> int:
     """Plan from measured costs; return how many profiles are kept then."""
-    terapipe = section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
-    with engine_of(fp32_layers(), terapipe) as engine:
-        train(engine, batches(1))
+    terapipe = engines.section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
+    with engines.engine_of(engines.fp32_layers(), terapipe) as engine:
+        engines.train(engine, engines.batches(1))
     return len(list(Path(folder).iterdir()))
 
 

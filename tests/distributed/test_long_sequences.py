@@ -1,7 +1,5 @@
 """Test that only attention grows with the square of a sequence, and that positions which a model lacks are refused."""
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test losses without logits on two stages against the stock engine, which computes logits; and their peak of bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools
@@ -33,6 +31,7 @@ from tests.distributed.engines import (
     gpt_layers,
     logged,
     micro_batch,
+    of_rank_0,
     run_training,
     section,
     step_error,
@@ -174,8 +173,8 @@ def refused(name: str, **engine: Any) -> tuple[str, str]:
 
 def test_a_loss_without_logits_that_loses_tokens_is_refused_before_the_first_step() -> None:
     for name in ("a mask, smoothed and capped", "the package's model, tied and split"):
-        for kind, text in rank_pool(2).run(refused, name=name):
-            assert kind == "VerifyError" and "loss_fn: without logits, as in training, " in text, text
+        kind, text = of_rank_0(rank_pool(2).run(refused, name=name))
+        assert kind == "VerifyError" and "loss_fn: without logits, as in training, " in text, text
 
 
 @pytest.mark.sample(6)

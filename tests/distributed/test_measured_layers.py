@@ -1,7 +1,5 @@
 """Test sums over measured layers: over the parts measured with them, and over another cut's parts, measured apart."""
 
-from __future__ import annotations
-
 import json
 import statistics
 import time

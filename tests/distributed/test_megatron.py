@@ -5,26 +5,157 @@ itself) and the parameters after them. The default run covers every pair of valu
 `megatron_cases.py`; with TERAPIPE_TEST_FULL=1 also the product of the dimensions that slices can get wrong.
 """
 
-from __future__ import annotations
-
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 
 pytest.importorskip("megatron.core")
 
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
+from megatron.core import parallel_state
+from torch.distributed import distributed_c10d
+
 from terapipe_ds.attention.call import Call
-from tests.distributed import megatron_cases, megatron_mistakes
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
+from terapipe_ds.models.megatron import module as megatron_module
+from terapipe_ds.models.rank_gradients import ReplicatedGradientError
+from tests.distributed import megatron_cases, megatron_models
 from tests.distributed.cases import FULL, Worst, violations
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import LAYOUTS, Case, Record
-from tests.distributed.megatron_models import is_gated, job_build, job_ours, job_reference
+from tests.distributed.megatron_models import (
+    build_model,
+    is_gated,
+    job_build,
+    job_ours,
+    job_reference,
+    own_parallel_state,
+)
+
+
+def refusal(case: Case, **options: Any) -> str:
+    """Return the error of building the model on this rank; empty if it is built."""
+    try:
+        build_model(case, **options)
+    except MegatronConfigError as error:
+        return str(error)
+    return ""
+
+
+# -- groups ---------------------------------------------------------------------------------------------------
+
+
+def job_axes(case: Case, axes: list[str]) -> str:
+    tensor, stages, data, _ = LAYOUTS[case.layout]
+    sizes = {"model": tensor, "pipe": stages, "data": data}
+    return refusal(case, topology=ProcessTopology(axes=axes, dims=[sizes[axis] for axis in axes]))
+
+
+class _OtherTensorGroup(MegatronGPT):
+    """Replace the grid's tensor-parallel group by one of other ranks before any code reads it."""
+
+    lies = False  # the group lists the right ranks
+
+    def _partition_layers(self, method: str = "uniform") -> None:
+        right = torch_dist.get_process_group_ranks(self._grid.slice_proc_group)
+        pairs = [[0, 2], [1, 3]]
+        groups = [torch_dist.new_group(pair) for pair in pairs]
+        [group] = [group for group, pair in zip(groups, pairs, strict=True) if torch_dist.get_rank() in pair]
+        if self.lies:
+            distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(right)}
+        self._grid.slice_proc_group = group
+        super()._partition_layers(method)
+
+
+class _LyingTensorGroup(_OtherTensorGroup):
+    lies = True
+
+
+def job_other_group(case: Case, lies: bool) -> str:
+    return refusal(case, model_class=_LyingTensorGroup if lies else _OtherTensorGroup)
+
+
+def job_parallel_state_in_another_order(case: Case, order: str, after_a_model: bool) -> str:
+    """Initialize Megatron's groups in another order, perhaps after a model of ours was built."""
+    tensor, stages, _, _ = LAYOUTS[case.layout]
+    if after_a_model:
+        assert refusal(case) == ""
+    sizes = {"tensor_model_parallel_size": tensor, "pipeline_model_parallel_size": stages}
+    with own_parallel_state(order=order, **sizes):
+        return refusal(case)
+
+
+@contextlib.contextmanager
+def parallel_state_of_the_user(case: Case) -> Iterator[list[str]]:
+    tensor, stages, _, _ = LAYOUTS[case.layout]
+    with own_parallel_state(tensor_model_parallel_size=tensor, pipeline_model_parallel_size=stages):
+        theirs = parallel_state.get_tensor_model_parallel_group()
+        yield []
+        assert parallel_state.get_tensor_model_parallel_group() is theirs
+
+
+# -- gradients ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def errors_let_pass() -> Iterator[list[str]]:
+    """Let the check of replicated gradients record its findings, and training go on."""
+    caught: list[str] = []
+
+    def check(*args: Any) -> bool:
+        try:
+            return gradients.require_equal_replicas(*args)
+        except ReplicatedGradientError as error:
+            caught.append(str(error))
+            return True
+
+    with mock.patch.object(megatron_module, "require_equal_replicas", check):
+        yield caught
+
+
+@contextlib.contextmanager
+def without_the_sum() -> Iterator[list[str]]:
+    """Keep ``before_reduce`` from summing partial gradients."""
+    with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
+        with errors_let_pass() as caught:
+            yield caught
+
+
+@contextlib.contextmanager
+def with_an_unmarked_norm() -> Iterator[list[str]]:
+    """Keep one norm of the second layer from marking its gradient as partial under sequence parallelism."""
+    load = megatron_models.load_weights
+
+    def unmark_and_load(model: Any, *args: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if name.startswith("2.layer.pre_mlp_layernorm."):
+                parameter.sequence_parallel = False
+        load(model, *args)
+
+    with mock.patch.object(megatron_models, "load_weights", unmark_and_load), errors_let_pass() as caught:
+        yield caught
+
+
+def job_large_replica() -> str:
+    """Compare a very large parameter with another gradient on each rank: the limit may not outgrow the difference."""
+    layer = torch.nn.Embedding(10_000, 1_000)
+    generator = torch.Generator().manual_seed(torch_dist.get_rank())
+    layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
+    try:
+        gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
+    except ReplicatedGradientError as error:
+        return str(error)
+    return ""
+
 
 CASES = megatron_cases.all_cases() if FULL else megatron_cases.default_cases()
 SEQUENCE_PARALLEL = Case(layout="tp2_pp2_sp", heads="gqa")
@@ -152,7 +283,7 @@ def test_eight_processes() -> None:
 
 def test_groups_that_the_user_has_made_by_megatron_serve_as_well() -> None:
     case = Case(layout="tp2_pp2", heads="gqa")
-    prepare = functools.partial(megatron_mistakes.parallel_state_of_the_user, case)
+    prepare = functools.partial(parallel_state_of_the_user, case)
     assert not violations(errors(case, prepare=prepare), case.limits())
 
 
@@ -207,14 +338,14 @@ class TestMistakesAreCaught:
         ],
     )
     def test_another_rank_order(self, layout: str, axes: list[str]) -> None:
-        texts = rank_pool(4).run(megatron_mistakes.job_axes, case=Case(layout=layout), axes=axes)
+        texts = rank_pool(4).run(job_axes, case=Case(layout=layout), axes=axes)
         for text in texts:
             assert f"(axes {axes})" in text
             assert "Build the topology with PipeModelDataParallelTopology" in text
 
     @pytest.mark.parametrize("lies", [False, True], ids=["by its list", "by who answers"])
     def test_a_tensor_group_of_other_ranks(self, lies: bool) -> None:
-        texts = rank_pool(4).run(megatron_mistakes.job_other_group, case=Case(), lies=lies)
+        texts = rank_pool(4).run(job_other_group, case=Case(), lies=lies)
         for text in texts:
             assert "the model group of rank 0 holds the ranks [0, 2], by the topology it is [0, 1]" in text
             assert "the model group of rank 3 holds the ranks [1, 3], by the topology it is [2, 3]" in text
@@ -222,7 +353,7 @@ class TestMistakesAreCaught:
     @pytest.mark.parametrize("after_a_model", [False, True])
     def test_a_parallel_state_in_another_order(self, after_a_model: bool) -> None:
         texts = rank_pool(4).run(
-            megatron_mistakes.job_parallel_state_in_another_order,
+            job_parallel_state_in_another_order,
             case=Case(),
             order="pp-cp-ep-dp-tp",
             after_a_model=after_a_model,
@@ -231,7 +362,7 @@ class TestMistakesAreCaught:
             assert "parallel_state was initialized with other tensor groups: rank 0 is in [0, 2] there" in text
 
     def test_a_missing_sum_over_sequence_parallel_ranks(self) -> None:
-        run = ours(SEQUENCE_PARALLEL, prepare=megatron_mistakes.without_the_sum)
+        run = ours(SEQUENCE_PARALLEL, prepare=without_the_sum)
         for record in run:
             [text] = record.caught
             assert "input_layernorm.weight" in text
@@ -240,12 +371,12 @@ class TestMistakesAreCaught:
         assert any("parameter" in text for text in violations(found, SEQUENCE_PARALLEL.limits()))
 
     def test_a_norm_that_is_not_marked_as_sequence_parallel(self) -> None:
-        run = ours(SEQUENCE_PARALLEL, prepare=megatron_mistakes.with_an_unmarked_norm)
+        run = ours(SEQUENCE_PARALLEL, prepare=with_an_unmarked_norm)
         for record in run:
             assert len(record.caught) == (1 if record.stage_id == 0 else 0)  # on both of its tensor-parallel ranks
             assert all("1 of " in text and "2.layer.pre_mlp_layernorm.weight" in text for text in record.caught)
         assert errors_of(run, SEQUENCE_PARALLEL)["gradient"].error > 0.1
 
     def test_a_large_parameter_is_compared_as_well(self) -> None:
-        for text in rank_pool(2).run(megatron_mistakes.job_large_replica):
+        for text in rank_pool(2).run(job_large_replica):
             assert "1 of 1 parameters" in text

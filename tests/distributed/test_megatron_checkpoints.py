@@ -4,8 +4,6 @@ The writer of a checkpoint trains on, and so does the reader; both must get the 
 tensor-parallel parts are joined by megatron-core's own facts about its layers, not by the converter's patterns.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

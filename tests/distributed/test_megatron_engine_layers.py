@@ -1,7 +1,5 @@
 """Transformer Engine's linear layers over two tensor-parallel ranks, W apart, against megatron-core's own layers."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Test options of MegatronGPT: dropout, layer specs, whole logits, the engine. Each trains right, or is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

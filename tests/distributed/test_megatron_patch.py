@@ -1,7 +1,5 @@
 """Test that a patched code base like Megatron-DeepSpeed trains in slices as DeepSpeed's own engine trains it whole."""
 
-from __future__ import annotations
-
 import contextlib
 import zlib
 from pathlib import Path

@@ -5,8 +5,6 @@ rank's gradient of a norm or a row-parallel bias counts half of the tokens, so t
 came too late, leaves an error near 0.5 against tensor-parallel size 1.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Test split backwards with Megatron's layers: the same training, and W has each linear layer's weight gradient."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

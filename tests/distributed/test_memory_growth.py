@@ -53,8 +53,8 @@ class Held:
             tensors,
             tensor_bytes,
             sys.getallocatedblocks(),
-            store.live_bytes(),
-            store.reserved_bytes(),
+            store.pool.live_bytes,
+            store.pool.reserved_bytes,
         )
 
 
@@ -115,7 +115,7 @@ def _leak(kind: str, engine: Any, step: int) -> Any:
         return {"step": [step]}, {"more": [step]}
     if kind == "bytes":
         return bytearray(os.urandom(1 << 17))  # seen by nobody but the operating system
-    pool = engine.slice_store._pool
+    pool = engine.slice_store.pool
     return pool.take((4,), torch.float64, torch.device("cpu"))
 
 

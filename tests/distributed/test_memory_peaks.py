@@ -1,7 +1,5 @@
 """Test peaks of tensor bytes in real steps against the planner's predictions before the first step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -14,33 +12,12 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor
+from torch import Tensor, nn
 
 from terapipe_ds.models import gpt
 from terapipe_ds.runtime.verify.loss import LossCheck
-from tests.distributed.engines import (
-    CHECKPOINTING,
-    EXACT,
-    FP32_SCALAR,
-    IGNORE_INDEX,
-    SMALL_STEPS,
-    MicroBatch,
-    Run,
-    batches,
-    both,
-    differences,
-    engine_of,
-    error_of,
-    fp32_layers,
-    gpt_layers,
-    micro_batch,
-    raised_by,
-    run_training,
-    section,
-    train,
-    violations,
-)
-from tests.distributed.harness import rank_pool
+from tests.distributed import engines
+from tests.distributed.harness import RankFailure, RankPool, rank_pool
 from tests.distributed.training import loss_function
 from tests.small_models import tuples
 
@@ -52,8 +29,8 @@ Errors = dict[str, float]
 class Model:
     """Describe the model that both engines train."""
 
-    layers: Callable[[], Sequence[Any]] = gpt_layers
-    make: Callable[[int], MicroBatch] = micro_batch
+    layers: Callable[[], Sequence[Any]] = engines.gpt_layers
+    make: Callable[[int], engines.MicroBatch] = engines.micro_batch
     terapipe: dict[str, Any] = field(default_factory=dict)
     loss_fn: Any = gpt.gpt_loss
     stages: int = 2
@@ -64,29 +41,29 @@ class Model:
 
 
 def _transposed_layers() -> list[LayerSpec]:
-    return [LayerSpec(tuples.Transposed, layer) for layer in gpt_layers()]
+    return [LayerSpec(tuples.Transposed, layer) for layer in engines.gpt_layers()]
 
 
-def _transposed(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed)
+def _transposed(seed: int) -> engines.MicroBatch:
+    tokens, labels = engines.micro_batch(seed)
     return tokens.T.contiguous(), labels.T.contiguous()
 
 
-def _first_without_labels(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed)
-    return tokens, labels if seed else labels.fill_(IGNORE_INDEX)
+def _first_without_labels(seed: int) -> engines.MicroBatch:
+    tokens, labels = engines.micro_batch(seed)
+    return tokens, labels if seed else labels.fill_(engines.IGNORE_INDEX)
 
 
 REMEMBERED = functools.partial(tuples.guided_micro_batch, memory=True)
 GUESSED = "a memory of the labels' length that is cut like tokens"
 MODELS = {
-    "one tensor twice, and detached": Model(tuples.doubling_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)),
+    "one tensor twice, and detached": Model(tuples.doubling_layers, stock_stages=1, kinds=tuple(engines.CHECKPOINTING)),
     "a number that every layer adds to": Model(
         tuples.summing_layers,
-        functools.partial(micro_batch, masked=False),
+        functools.partial(engines.micro_batch, masked=False),
         {"loss_reduction": "mean"},
         tuples.summed_loss,
-        kinds=tuple(CHECKPOINTING),
+        kinds=tuple(engines.CHECKPOINTING),
         evaluated=True,
     ),
     "passengers of all kinds, through a middle stage": Model(
@@ -94,14 +71,14 @@ MODELS = {
         tuples.guided_micro_batch,
         stages=3,
         stock_stages=1,
-        kinds=tuple(CHECKPOINTING),
+        kinds=tuple(engines.CHECKPOINTING),
     ),
     "sliced_inputs says what is sliced": Model(
         tuples.guided_layers, REMEMBERED, {"sliced_inputs": [0, 1], "verify": "off"}, stock_stages=1
     ),
     GUESSED: Model(tuples.guided_layers, REMEMBERED, {"verify": "off"}, stock_stages=1),
     "a second float that the last stage leaves unused": Model(  # its gradient is sent as zeros
-        tuples.scaled_layers, stock_stages=1, kinds=tuple(CHECKPOINTING)
+        tuples.scaled_layers, stock_stages=1, kinds=tuple(engines.CHECKPOINTING)
     ),
     **{
         f"frozen {kind}": Model(functools.partial(tuples.frozen_layers, kind), stock_stages=1)
@@ -125,24 +102,24 @@ def job_model(name: str) -> dict[str, Errors]:
     model = MODELS[name]
     data = [[model.make(100 * step + index) for index in range(2)] for step in range(2)]
 
-    def run(engine: PipelineEngine) -> tuple[Run, Any]:
+    def run(engine: PipelineEngine) -> tuple[engines.Run, Any]:
         evaluated = None
         if model.evaluated:
             evaluated = engine.eval_batch(iter(data[0]), return_logits=True, bcast_loss=False)
-        return train(engine, data), evaluated if engine.is_last_stage() else None
+        return engines.train(engine, data), evaluated if engine.is_last_stage() else None
 
     found = {}
-    with engine_of(
+    with engines.engine_of(
         model.layers(), None, stages=model.stock_stages, loss_fn=model.stock_loss_fn or model.loss_fn
     ) as engine:
         stock, expected = run(engine)
     for kind in model.kinds:
-        terapipe = section(**{"slices": UNEVEN, **model.terapipe})
-        options = {"stages": model.stages, "loss_fn": model.loss_fn, **CHECKPOINTING[kind]}
-        with engine_of(model.layers(), terapipe, **options) as engine:
+        terapipe = engines.section(**{"slices": UNEVEN, **model.terapipe})
+        options = {"stages": model.stages, "loss_fn": model.loss_fn, **engines.CHECKPOINTING[kind]}
+        with engines.engine_of(model.layers(), terapipe, **options) as engine:
             ours, evaluated = run(engine)
-        found[kind] = differences(ours, stock) | {
-            "evaluation": 0.0 if evaluated is None else error_of(evaluated, expected)
+        found[kind] = engines.differences(ours, stock) | {
+            "evaluation": 0.0 if evaluated is None else engines.error_of(evaluated, expected)
         }
     return found
 
@@ -152,7 +129,7 @@ def job_model(name: str) -> dict[str, Errors]:
 def test_a_model_trains_as_by_the_stock_engine(name: str) -> None:
     results = rank_pool(MODELS[name].stages).run(job_model, name=name)
     for kind in MODELS[name].kinds:
-        assert violations([rank[kind] for rank in results]) == {}, kind
+        assert engines.violations([rank[kind] for rank in results]) == {}, kind
 
 
 def test_without_sliced_inputs_the_size_decides() -> None:
@@ -165,27 +142,27 @@ def test_without_sliced_inputs_the_size_decides() -> None:
 
 def job_additional_losses() -> tuple[Errors, float, list[str]]:
     """Train with a first slice that has no label at all, so that its losses cannot be computed."""
-    data = batches(2)
+    data = engines.batches(2)
     for _, labels in itertools.chain(*data):
-        labels[:, :6] = IGNORE_INDEX
+        labels[:, :6] = engines.IGNORE_INDEX
 
-    def run(engine: PipelineEngine) -> tuple[Run, list[dict[str, float]]]:
-        reported, run = [], Run()
+    def run(engine: PipelineEngine) -> tuple[engines.Run, list[dict[str, float]]]:
+        reported, run = [], engines.Run()
         for batch in data:
-            run = train(engine, [batch])
+            run = engines.train(engine, [batch])
             reported.append({name: float(value) for name, value in engine.get_additional_losses().items()})
         return run, reported
 
-    (stock, stock_reported), (ours, reported) = both(
-        run, terapipe=section(slices=UNEVEN), module_class=tuples.ReportingModule
+    (stock, stock_reported), (ours, reported) = engines.both(
+        run, terapipe=engines.section(slices=UNEVEN), module_class=tuples.ReportingModule
     )
-    return differences(ours, stock), error_of(reported, stock_reported), list(reported[0])
+    return engines.differences(ours, stock), engines.error_of(reported, stock_reported), list(reported[0])
 
 
 def test_additional_losses_are_reported() -> None:
     errors, reported, names = zip(*rank_pool(2).run(job_additional_losses), strict=True)
-    assert violations(errors) == {}
-    assert reported[0] <= FP32_SCALAR and reported[1] <= EXACT
+    assert engines.violations(errors) == {}
+    assert reported[0] <= engines.FP32_SCALAR and reported[1] <= engines.EXACT
     assert names == (["language", "size"],) * 2
 
 
@@ -208,7 +185,7 @@ class AlsoReports(PipelineModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         if self.report != "of a layer":
             each = logits.detach().logsumexp(-1).square()
-            self.reported = REPORTS[self.report](each, labels != IGNORE_INDEX)
+            self.reported = REPORTS[self.report](each, labels != engines.IGNORE_INDEX)
         return loss_function(self.reduction)(logits, labels)
 
     def forward(self, forward_input: Any) -> Any:
@@ -226,7 +203,7 @@ class AlsoReports(PipelineModule):
 
 def job_report(reduction: str, report: str) -> tuple[float, str, float]:
     """Return how far the report is from the stock engine's; else the refusal, and how far it is where it is ignored."""
-    data = batches(2)
+    data = engines.batches(2)
 
     def run(engine: PipelineEngine) -> list[float]:
         reported = []
@@ -237,13 +214,13 @@ def job_report(reduction: str, report: str) -> tuple[float, str, float]:
 
     def reported(terapipe: dict[str, Any] | None) -> list[float]:
         module = {"reduction": reduction, "report": report}
-        with engine_of(gpt_layers(), terapipe, module_class=AlsoReports, module=module) as engine:
+        with engines.engine_of(engines.gpt_layers(), terapipe, module_class=AlsoReports, module=module) as engine:
             return run(engine)
 
-    stock, terapipe = reported(None), section(slices=UNEVEN, loss_reduction=reduction)
-    refusal = raised_by(lambda: reported(terapipe))[1]
+    stock, terapipe = reported(None), engines.section(slices=UNEVEN, loss_reduction=reduction)
+    refusal = engines.raised_by(lambda: reported(terapipe))[1]
     with mock.patch.object(LossCheck, "_problem_of_reports", lambda *args: None) if refusal else nullcontext():
-        return error_of(reported(terapipe), stock), refusal
+        return engines.error_of(reported(terapipe), stock), refusal
 
 
 @pytest.mark.sample(3)
@@ -255,7 +232,7 @@ def test_a_report_is_right_or_refused(reduction: str, report: str) -> None:
     """Check that a report reduced like the loss equals the stock engine's; else training in slices does not start."""
     for error, refusal in rank_pool(2).run(job_report, reduction=reduction, report=report):
         if reduction == report:
-            assert error <= FP32_SCALAR and not refusal
+            assert error <= engines.FP32_SCALAR and not refusal
         else:
             assert error > 1e-3, "nothing would be wrong"
             assert "get_additional_losses() reports 'size'" in refusal and "loss_fn" in refusal
@@ -266,15 +243,17 @@ def test_a_report_is_right_or_refused(reduction: str, report: str) -> None:
 
 def job_checkpointing_and_autocast() -> tuple[dict[str, Errors], list[Errors]]:
     """Compare each kind of checkpointing with none, and this and the stock engine's one with fp32."""
-    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "optimizer": SMALL_STEPS}
-    options = {**autocast, **CHECKPOINTING["reentrant"], "module": {"checkpointable_layers": ["DecoderLayer"]}}
-    run = functools.partial(run_training, fp32_layers, data=batches(2))
-    exact, plain = run(terapipe=None, optimizer=SMALL_STEPS), run(terapipe=section(), **autocast)
+    autocast = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, "optimizer": engines.SMALL_STEPS}
+    options = {**autocast, **engines.CHECKPOINTING["reentrant"], "module": {"checkpointable_layers": ["DecoderLayer"]}}
+    run = functools.partial(engines.run_training, engines.fp32_layers, data=engines.batches(2))
+    exact, plain = run(terapipe=None, optimizer=engines.SMALL_STEPS), run(terapipe=engines.section(), **autocast)
     kinds = {
-        kind: differences(run(terapipe=section(), **autocast, **CHECKPOINTING[kind]), plain)
+        kind: engines.differences(run(terapipe=engines.section(), **autocast, **engines.CHECKPOINTING[kind]), plain)
         for kind in ("reentrant", "non_reentrant")
     }
-    return kinds, [differences(run(terapipe=terapipe, **options), exact) for terapipe in (section(), None)]
+    return kinds, [
+        engines.differences(run(terapipe=terapipe, **options), exact) for terapipe in (engines.section(), None)
+    ]
 
 
 def test_a_forward_under_autocast_is_recomputed_under_it() -> None:
@@ -282,3 +261,83 @@ def test_a_forward_under_autocast_is_recomputed_under_it() -> None:
         assert {kind: errors for kind, errors in kinds.items() if max(errors.values()) > 0.0} == {}
         for name in ("returned", "gradient", "parameter"):
             assert 0 < ours[name] <= 2 * stock[name] + 1e-3
+
+
+# -- inputs that layers get themselves, or a copy if they work in place on them --------------------------------
+
+
+PLAN = engines.section(slices=[8, 9, 6])
+
+
+class Scaled(nn.Module):
+    """The first layer of stage 1: a product, in place or not."""
+
+    writes = False
+    was_handed: list[bool] = []
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            Scaled.was_handed.append(hidden.is_leaf and hidden.requires_grad)
+        return hidden.mul_(1.5) if Scaled.writes else hidden * 1.5
+
+
+def layers() -> list[Any]:
+    """0 embedding, 1 to 3 decoder | 4 `Scaled`, 5 decoder, 6 norm, 7 head."""
+    embedding, *decoder, norm, head = engines.gpt_layers()
+    return [embedding, *decoder[:3], LayerSpec(Scaled), *decoder[3:], norm, head]
+
+
+def job_train(writes: bool, terapipe: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, float], list[bool]]:
+    """Return the errors against the stock engine with one stage, and whether each forward got the leaf."""
+    Scaled.writes = writes
+    data = engines.batches(2)
+    stock = engines.run_training(layers, None, data, stages=1)
+    Scaled.was_handed = []
+    with engines.engine_of(layers(), terapipe, **options) as engine:
+        ours, handed = engines.train(engine, data), Scaled.was_handed
+        Scaled.was_handed = []
+        return engines.differences(ours, stock), handed
+
+
+def job_write_later() -> None:
+    Scaled.writes = False
+    with engines.engine_of(layers(), PLAN) as engine:
+        engines.train(engine, engines.batches(1))
+        Scaled.writes = True
+        engines.train(engine, engines.batches(1))
+
+
+SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "slices": ({}, {}),
+    "W apart": ({"schedule": "seq1f1b-zb"}, {}),
+    "recomputed": ({}, {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": False}}),
+    "reentrant": ({}, {"pipeline": {"activation_checkpoint_interval": 1, "use_reentrant": True}}),
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("writes", [False, True])
+def test_training_equals_the_stock_engine(writes: bool, name: str) -> None:
+    """In place or not: the first micro-batch of a stage runs on copies, and later ones too where it was written to."""
+    changes, options = SETTINGS[name]
+    ranks = rank_pool(2).run(job_train, writes=writes, terapipe={**PLAN, **changes}, options=options)
+    assert not engines.violations([errors for errors, _ in ranks])
+    handed = ranks[1][1]
+    assert len(handed) >= 12 and not any(handed[:3])
+    if name in ("slices", "W apart"):  # behind the runs of the check of the first batch
+        assert handed[-12:] == [False] * 3 + [not writes] * 9
+
+
+def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause() -> None:
+    pool = RankPool(2)  # of its own: its ranks end
+    try:
+        with pytest.raises(RankFailure) as raised:
+            pool.run(job_write_later)
+    finally:
+        pool.close()
+    said = str(raised.value)
+    for rank in (0, 1):
+        assert f"rank {rank} (stage {rank}) ends" in said
+    assert "WrittenInputError: a layer changes its input in place" in said
+    assert "change a copy in the layer (inputs = inputs.clone())" in said

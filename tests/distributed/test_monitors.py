@@ -1,7 +1,5 @@
 """Test that monitors get for each step the figures of its trace, computed here from the trace files alone."""
 
-from __future__ import annotations
-
 import csv
 import json
 from collections import defaultdict

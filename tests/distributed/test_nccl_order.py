@@ -1,7 +1,5 @@
 """No schedule hangs over NCCL, whose order of connections and messages is emulated; see `nccl_emulator`."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -169,11 +167,10 @@ class _OverFirst(Wires):
     def __init__(self, wires: Wires, first: tuple[Any, Any]) -> None:
         self._wires, self._first = wires, first
 
-    def activations(self, ends: Any) -> Wire:
-        return dataclasses.replace(self._wires.activations(ends), group=self._first[0])
-
-    def gradients(self, ends: Any) -> Wire:
-        return dataclasses.replace(self._wires.gradients(ends), group=self._first[1])
+    def between(self, ends: Any) -> tuple[Wire, Wire]:
+        both = zip(self._wires.between(ends), self._first, strict=True)
+        activations, gradients = (dataclasses.replace(wire, group=group) for wire, group in both)
+        return activations, gradients
 
 
 def wires_that_share_groups() -> contextlib.AbstractContextManager[Any]:

@@ -1,7 +1,5 @@
 """Test the check for numbers that are not finite: every rank names the poisoned place, and training is undisturbed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re
@@ -131,7 +129,7 @@ def bad_steps(terapipe: dict[str, Any], poisons: dict[str, Poison], **options: A
             with mock.patch.object(SliceEntry, "add_grads", spoilt_add_grads):
                 messages[name] = step_error(engine, data[1])
             POISON.kind = ""
-            left += engine.slice_store.live_bytes()
+            left += engine.slice_store.pool.live_bytes
         last = train(engine, data[2:])
     same = first.returned + last.returned == undisturbed.returned
     error = error_of(last.parameters, undisturbed.parameters)
@@ -279,7 +277,7 @@ def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
     for batch in batches(9):
         run.returned.append(float(engine.train_batch(iter(batch))))
         store = getattr(engine, "slice_store", None)
-        live_bytes = 0 if store is None else store.live_bytes()
+        live_bytes = 0 if store is None else store.pool.live_bytes
         scale = float(engine._get_optimizer_loss_scale())
         records.append((scale, engine.skipped_steps, bool(engine.optimizer.overflow), live_bytes))
     run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}

@@ -1,7 +1,5 @@
 """Test `terapipe.offload_activations`: the same bits, and device memory only for the near slices."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,7 @@ def job(schedule: str, slices: int, folder: str | None, **changes: Any) -> Train
         numbers = [parameter.detach().clone() for parameter in engine.module.parameters()]
         numbers += [torch.as_tensor(float(loss), dtype=torch.float64) for loss in run.losses]
         torch.distributed.barrier()
-        engine.slice_store.drop_free()
+        engine.slice_store.pool.drop_free()
         with MemoryPeak() as peak:
             engine.train_batch(iter(data[2]))
         offload = engine._stage.offload

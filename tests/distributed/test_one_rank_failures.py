@@ -1,7 +1,5 @@
 """Test that after any fault of one rank at any place all ranks end or raise in time, and name fault and rank."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections.abc import Iterator

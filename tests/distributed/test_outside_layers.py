@@ -1,7 +1,5 @@
 """Test that content of a `PipelineModule` outside its layers trains as in one stage, is saved, or refused by name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,27 +12,11 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
+from tests.distributed import engines
 from tests.distributed.checkpoint_states import states_of
-from tests.distributed.engines import (
-    SMALL_STEPS,
-    ZERO1,
-    batches,
-    config,
-    differences,
-    engine_of,
-    error_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    run_training,
-    section,
-    step_error,
-    train,
-    violations,
-)
 from tests.distributed.harness import rank_pool
 
-BOTH_WAYS = section(schedule="chimera-seq")
+BOTH_WAYS = engines.section(schedule="chimera-seq")
 
 
 class Temperature(nn.Module):
@@ -60,13 +42,13 @@ class OnOneRank(Temperature):
 # -- training ------------------------------------------------------------------------------------------------
 
 TRAINED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "seq1f1b": (section(), {}),
-    "seq1f1b-zb": (section(schedule="seq1f1b-zb"), {}),
-    "interleaved": (section(schedule="seq1f1b-interleaved", chunks_per_stage=2), {}),
-    "chimera": (section(schedule="chimera", slices=1), {}),
+    "seq1f1b": (engines.section(), {}),
+    "seq1f1b-zb": (engines.section(schedule="seq1f1b-zb"), {}),
+    "interleaved": (engines.section(schedule="seq1f1b-interleaved", chunks_per_stage=2), {}),
+    "chimera": (engines.section(schedule="chimera", slices=1), {}),
     "chimera-seq": (BOTH_WAYS, {}),
     "chimera-seq, clipped": (BOTH_WAYS, {"gradient_clipping": 0.05}),
-    "chimera-seq, ZeRO": (BOTH_WAYS, ZERO1),
+    "chimera-seq, ZeRO": (BOTH_WAYS, engines.ZERO1),
 }
 
 
@@ -74,11 +56,13 @@ def job_trained(names: list[str], loss: type[nn.Module] = Temperature) -> dict[s
     found = {}
     for name in names:
         terapipe, options = TRAINED[name]
-        options = {**options, "optimizer": SMALL_STEPS} if options else {}
+        options = {**options, "optimizer": engines.SMALL_STEPS} if options else {}
         dtype = "float32" if "zero_optimization" in options else "float64"
-        run = functools.partial(run_training, functools.partial(gpt_layers, dtype), data=batches(2))
+        run = functools.partial(
+            engines.run_training, functools.partial(engines.gpt_layers, dtype), data=engines.batches(2)
+        )
         alone = run(None, loss_fn=OnOneRank(dtype), stages=1, **options)
-        found[name] = differences(run(terapipe, loss_fn=loss(dtype), **options), alone)
+        found[name] = engines.differences(run(terapipe, loss_fn=loss(dtype), **options), alone)
         assert any("loss_fn.log_t" in gradients for gradients in alone.gradients)
     return found
 
@@ -89,12 +73,14 @@ IMMEDIATE = {"enabled": True, "immediate_grad_update": True}
 
 def job_trained_in_bf16(bf16: dict[str, Any]) -> dict[str, list[float]]:
     """Return the temperature after each of three steps: the stock engine's, then ours."""
-    runs = {"stock": (None, 1, IMMEDIATE), "seq1f1b": (section(), 2, bf16), "chimera": (BOTH_WAYS, 2, bf16)}
+    runs = {"stock": (None, 1, IMMEDIATE), "seq1f1b": (engines.section(), 2, bf16), "chimera": (BOTH_WAYS, 2, bf16)}
     trained = {}
     for name, (terapipe, stages, options) in runs.items():
         loss = OnOneRank("float32")
-        with engine_of(gpt_layers("float32"), terapipe, stages=stages, loss_fn=loss, bf16=options) as engine:
-            trained[name] = [float(loss.log_t) for _ in range(3) if train(engine, batches(1))]
+        with engines.engine_of(
+            engines.gpt_layers("float32"), terapipe, stages=stages, loss_fn=loss, bf16=options
+        ) as engine:
+            trained[name] = [float(loss.log_t) for _ in range(3) if engines.train(engine, engines.batches(1))]
     return trained
 
 
@@ -109,7 +95,7 @@ class TestLossParameters:
         found = rank_pool(ranks).run(job_trained, names=names, loss=loss)
         for name in names:
             limit = 1e-5 if "ZeRO" in name else 1e-6 if "clipped" in name else 1e-10  # fp32, DeepSpeed's norm in fp32
-            assert violations([rank[name] for rank in found], limit) == {}, name
+            assert engines.violations([rank[name] for rank in found], limit) == {}, name
 
     @pytest.mark.parametrize("bf16", [{"enabled": True}, IMMEDIATE])
     def test_in_bf16(self, bf16: dict[str, Any]) -> None:
@@ -125,16 +111,21 @@ class TestLossParameters:
 
 def job_resumed(terapipe: dict[str, Any], folder: str, **options: Any) -> dict[str, Any]:
     dtype = "float32" if options else "float64"
-    with engine_of(gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
-        train(engine, batches(2))
+    with engines.engine_of(engines.gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
+        engines.train(engine, engines.batches(2))
         engine.save_checkpoint(folder, exclude_frozen_parameters=False)
-        saved, expected = states_with_loss(engine), train(engine, batches(2, first_seed=70)).returned
-    with engine_of(gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
-        train(engine, batches(1, first_seed=900))
+        saved, expected = states_with_loss(engine), engines.train(engine, engines.batches(2, first_seed=70)).returned
+    with engines.engine_of(engines.gpt_layers(dtype), terapipe, loss_fn=Temperature(dtype), **options) as engine:
+        engines.train(engine, engines.batches(1, first_seed=900))
         engine.load_checkpoint(folder)
-        error, losses = error_of(states_with_loss(engine), saved), train(engine, batches(2, first_seed=70)).returned
-    with engine_of(gpt_layers(dtype), section(), loss_fn=Temperature(dtype), **options) as engine:
-        other = raised_by(lambda: engine.load_checkpoint(folder))[1]
+        error, losses = (
+            engines.error_of(states_with_loss(engine), saved),
+            engines.train(engine, engines.batches(2, first_seed=70)).returned,
+        )
+    with engines.engine_of(
+        engines.gpt_layers(dtype), engines.section(), loss_fn=Temperature(dtype), **options
+    ) as engine:
+        other = engines.raised_by(lambda: engine.load_checkpoint(folder))[1]
         engine.load_checkpoint(folder, load_module_only=True)
         value = float(engine.module.loss_fn.log_t)
     return {"error": error, "losses": [losses, expected], "other": other, "value": value, "saved": saved}
@@ -153,17 +144,17 @@ def states_with_loss(engine: Any) -> dict[str, Any]:
 
 def job_without_loss(folder: str) -> list[Any]:
     """Load a checkpoint of the stock engine, which has no values of a loss."""
-    with engine_of(gpt_layers(), None, loss_fn=Temperature()) as engine:
-        train(engine, batches(1))
+    with engines.engine_of(engines.gpt_layers(), None, loss_fn=Temperature()) as engine:
+        engines.train(engine, engines.batches(1))
         engine.save_checkpoint(folder)
-    with engine_of(gpt_layers(), section(), loss_fn=Temperature()) as engine:
-        strict = raised_by(lambda: engine.load_checkpoint(folder))
+    with engines.engine_of(engines.gpt_layers(), engines.section(), loss_fn=Temperature()) as engine:
+        strict = engines.raised_by(lambda: engine.load_checkpoint(folder))
         engine.load_checkpoint(folder, load_module_strict=False)
         return [*strict, float(engine.module.loss_fn.log_t)]
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize(("system", "zero"), [(section(), {}), (BOTH_WAYS, {}), (BOTH_WAYS, ZERO1)])
+    @pytest.mark.parametrize(("system", "zero"), [(engines.section(), {}), (BOTH_WAYS, {}), (BOTH_WAYS, engines.ZERO1)])
     def test_a_resume_has_the_loss_bit_by_bit(self, system: Any, zero: dict[str, Any], tmp_path: Path) -> None:
         for rank in rank_pool(2).run(job_resumed, terapipe=system, folder=str(tmp_path), **zero):
             assert rank["error"] == 0.0
@@ -256,26 +247,26 @@ class Reporting(PipelineModule):
 def job_refused(terapipe: dict[str, Any]) -> dict[str, str]:
     found = {}
     for name, loss_fn in KEPT.items():
-        with engine_of(gpt_layers(), terapipe, loss_fn=loss_fn) as engine:
-            found[name] = step_error(engine)[1]
-    with engine_of(gpt_layers(), terapipe, loss_fn=REPORTED, module_class=Reporting) as engine:
-        found["reported"] = step_error(engine)[1]
+        with engines.engine_of(engines.gpt_layers(), terapipe, loss_fn=loss_fn) as engine:
+            found[name] = engines.step_error(engine)[1]
+    with engines.engine_of(engines.gpt_layers(), terapipe, loss_fn=REPORTED, module_class=Reporting) as engine:
+        found["reported"] = engines.step_error(engine)[1]
     for kind in (Scaled, Counting):
-        with engine_of(gpt_layers(), terapipe, module_class=kind) as engine:
-            found[kind.__name__] = step_error(engine)[1]
+        with engines.engine_of(engines.gpt_layers(), terapipe, module_class=kind) as engine:
+            found[kind.__name__] = engines.step_error(engine)[1]
     return found
 
 
 class TestRefused:
     def test_what_a_loss_keeps_under_chimera(self) -> None:
-        for found in rank_pool(2).run(job_refused, terapipe=section(schedule="chimera-seq", verify="off")):
+        for found in rank_pool(2).run(job_refused, terapipe=engines.section(schedule="chimera-seq", verify="off")):
             assert found.pop("nothing") == found.pop("reported") == ""
             assert "scale: a parameter of the PipelineModule that is in no layer" in found.pop("Scaled")
             assert "calls: state outside the layers" in found.pop("Counting")
             assert [name for name, text in found.items() if name not in text] == []
 
     def test_of_other_schedules_parameters_and_buffers_alone(self) -> None:
-        for found in rank_pool(2).run(job_refused, terapipe=section(verify="off")):
+        for found in rank_pool(2).run(job_refused, terapipe=engines.section(verify="off")):
             assert "loss_fn.mean: a buffer outside the layers changes" in found.pop("loss_fn.mean")
             assert "scale: a parameter of the PipelineModule" in found.pop("Scaled")
             assert set(found.values()) == {""}
@@ -287,7 +278,7 @@ class TestRefused:
 def job_by_hand(ways: Sequence[str]) -> list[tuple[str, str]]:
     """Return what each way to train the weights of a loss *function* raises."""
     inner = Temperature()
-    model = pipeline_module(gpt_layers(), loss_fn=lambda logits, labels: inner(logits, labels))
+    model = engines.pipeline_module(engines.gpt_layers(), loss_fn=lambda logits, labels: inner(logits, labels))
     listed = [*model.parameters(), inner.log_t]
     options = {
         "model_parameters": {"model_parameters": listed},
@@ -295,8 +286,10 @@ def job_by_hand(ways: Sequence[str]) -> list[tuple[str, str]]:
         "an optimizer": {"optimizer": torch.optim.Adam(listed)},
         "a function": {"optimizer": lambda parameters: torch.optim.Adam([*parameters, inner.log_t])},
     }
-    model_and_config = {"model": model, "config": config(terapipe=section())}
-    return [raised_by(functools.partial(terapipe_ds.initialize, **model_and_config, **options[way])) for way in ways]
+    model_and_config = {"model": model, "config": engines.config(terapipe=engines.section())}
+    return [
+        engines.raised_by(functools.partial(terapipe_ds.initialize, **model_and_config, **options[way])) for way in ways
+    ]
 
 
 class TestByHand:

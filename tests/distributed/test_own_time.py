@@ -1,7 +1,5 @@
 """Test the engine's own time in an F and a B: the second batch shows it, and slices are planned again with it."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 from unittest import mock
@@ -9,27 +7,15 @@ from unittest import mock
 import pytest
 
 from terapipe_ds.runtime.batch.in_flight import PartInFlight
-from tests.distributed.engines import (
-    LENGTH,
-    ZERO1,
-    batches,
-    differences,
-    engine_of,
-    gpt_layers,
-    logged,
-    section,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 BUSY_S = 0.02
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 SETTINGS: dict[str, dict[str, Any]] = {  # each with another of DeepSpeed's optimizers
     "fp64": {},
-    "fp32 with ZeRO 1": ZERO1,
-    "bf16 with sums in fp32": {**BF16, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
+    "fp32 with ZeRO 1": engines.ZERO1,
+    "bf16 with sums in fp32": {**BF16, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}},
 }
 
 
@@ -46,12 +32,12 @@ def busy(self: PartInFlight, action: Any) -> None:
 
 def job(settings: dict[str, Any], dtype: str) -> tuple[list[float], list[str], list[list[int]]]:
     """Return own seconds, the log, and the slices of each of four steps."""
-    terapipe, slices = section(slices="auto", granularity_tokens=4), []
-    with logged() as lines, mock.patch.object(PartInFlight, "finish", busy):
-        with engine_of(gpt_layers(dtype), terapipe, **settings) as engine:
-            for batch in batches(4):
-                train(engine, [batch])
-                slices.append(list(engine.slice_plan(LENGTH).lengths))
+    terapipe, slices = engines.section(slices="auto", granularity_tokens=4), []
+    with engines.logged() as lines, mock.patch.object(PartInFlight, "finish", busy):
+        with engines.engine_of(engines.gpt_layers(dtype), terapipe, **settings) as engine:
+            for batch in engines.batches(4):
+                engines.train(engine, [batch])
+                slices.append(list(engine.slice_plan(engines.LENGTH).lengths))
             found = [seconds for both in engine.own_seconds().values() for seconds in both]
     return found, lines, slices
 
@@ -70,9 +56,9 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
 
 
 def job_train() -> dict[str, float]:
-    with engine_of(gpt_layers(), section(slices="auto", granularity_tokens=4)) as engine:
-        return differences(train(engine, batches(4)), stock_run(4))
+    with engines.engine_of(engines.gpt_layers(), engines.section(slices="auto", granularity_tokens=4)) as engine:
+        return engines.differences(engines.train(engine, engines.batches(4)), engines.stock_run(4))
 
 
 def test_steps_are_those_of_the_stock_engine_before_and_after() -> None:
-    assert not violations(rank_pool(2).run(job_train))
+    assert not engines.violations(rank_pool(2).run(job_train))

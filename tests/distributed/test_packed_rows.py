@@ -1,7 +1,5 @@
 """Test that rows of several documents train in the engine as in a plain loop over each document alone."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from pathlib import Path

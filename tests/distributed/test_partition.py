@@ -1,7 +1,5 @@
 """Test `terapipe.partition`: layers cut by hand, in other places than the module's own partition method cuts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Test stages with several parts of the layers, and parts at two places, beyond the cases of
 `tests/test_transparency.py`."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -17,28 +15,7 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
-from tests.distributed.engines import (
-    EXACT,
-    FP32_SCALAR,
-    LENGTH,
-    ZERO1,
-    batches,
-    build,
-    config,
-    differences,
-    engine_of,
-    error_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    reduce_in_fp64,
-    run_training,
-    section,
-    step_error,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 LOOP = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}
@@ -53,14 +30,14 @@ LAYOUTS = {"loop": LOOP, "v": ZBV, "both_ways": BOTH_WAYS}
 
 def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str, float]:
     model = {"num_layers": 9, "tied_embedding": True}
-    ours = run_training(
-        lambda: gpt_layers(**model),
-        section(**changes),
-        batches(2, num_micro_batches),
+    ours = engines.run_training(
+        lambda: engines.gpt_layers(**model),
+        engines.section(**changes),
+        engines.batches(2, num_micro_batches),
         stages=4,
         gradient_accumulation_steps=num_micro_batches,
     )
-    return differences(ours, stock_run(2, num_micro_batches, **model))
+    return engines.differences(ours, engines.stock_run(2, num_micro_batches, **model))
 
 
 @pytest.mark.parametrize(
@@ -78,7 +55,7 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
 @pytest.mark.sample(3)
 def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
-    assert not violations(errors)
+    assert not engines.violations(errors)
 
 
 SPLIT = [
@@ -94,7 +71,7 @@ SPLIT = [
 @pytest.mark.parametrize(("changes", "num_micro_batches"), SPLIT, ids=str)
 def test_split_backwards_on_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
-    assert not violations(errors)
+    assert not engines.violations(errors)
 
 
 # -- layers that move ----------------------------------------------------------------------------------------
@@ -121,13 +98,13 @@ def state(module: Any) -> dict[str, tuple[Tensor, bool]]:
 def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
     """Return a rank's values before and after its layers move; random numbers must match an unmoved module's."""
     torch.manual_seed(torch.distributed.get_rank())  # other values on every rank
-    embed, *decoder, norm, head = gpt_layers()
+    embed, *decoder, norm, head = engines.gpt_layers()
     layers = [embed, LayerSpec(Counting), *decoder, LayerSpec(Counting), norm, head]
-    module = pipeline_module(layers)
+    module = engines.pipeline_module(layers)
     for parameter in module.parameters():  # as loading a checkpoint of another kind does
         parameter.data += 1.0
     before, drawn = state(module), torch.get_rng_state()
-    ds_config = config(terapipe=section(**changes))
+    ds_config = engines.config(terapipe=engines.section(**changes))
     terapipe_ds.lay_out(module, ds_config)
     untouched = torch.equal(drawn, torch.get_rng_state())
     return before, state(module), untouched
@@ -153,8 +130,8 @@ def test_values_stay_when_layers_move(layout: str) -> None:
 
 def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
     """Train with two parameter groups, made before the layers move or after; or with an optimizer of them."""
-    module = pipeline_module(gpt_layers())
-    ds_config = config(terapipe=section(**changes))
+    module = engines.pipeline_module(engines.gpt_layers())
+    ds_config = engines.config(terapipe=engines.section(**changes))
     if not early:
         terapipe_ds.lay_out(module, ds_config)
     groups = [
@@ -168,9 +145,9 @@ def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False
         engine = terapipe_ds.initialize(model=module, config=ds_config, **made)[0]
     except TeraPipeConfigError as error:
         return str(error)
-    reduce_in_fp64(engine)
+    engines.reduce_in_fp64(engine)
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.train_batch(iter(batches(1)[0]))
+    engine.train_batch(iter(engines.batches(1)[0]))
     steps = {name: float((p - before[name]).abs().max()) for name, p in engine.module.named_parameters() if p.dim() > 1}
     engine.destroy()
     return steps
@@ -190,10 +167,12 @@ def test_what_is_made_after_the_layers_moved_trains(own_optimizer: bool) -> None
 
 def job_refused(num_layers: int, options: dict[str, Any], **changes: Any) -> tuple[str, str]:
     dtype = "float32" if options else "float64"
-    return raised_by(lambda: build(gpt_layers(dtype, num_layers=num_layers), section(**changes), **options))
+    return engines.raised_by(
+        lambda: engines.build(engines.gpt_layers(dtype, num_layers=num_layers), engines.section(**changes), **options)
+    )
 
 
-NO_SUMS = {"fp16": {"enabled": True}, **ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
+NO_SUMS = {"fp16": {"enabled": True}, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
 @pytest.mark.parametrize(
@@ -217,37 +196,37 @@ def test_layouts_that_cannot_be(
 @functools.cache
 def stock_evaluation() -> tuple[float, Tensor, Any]:
     """Evaluate by one stage of the stock engine; it adds outputs to the earlier loss, hence two engines."""
-    data = batches(1, 3, first_seed=50)[0]
-    with engine_of(gpt_layers(), None, stages=1) as engine:
+    data = engines.batches(1, 3, first_seed=50)[0]
+    with engines.engine_of(engines.gpt_layers(), None, stages=1) as engine:
         loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
-    with engine_of(gpt_layers(), None, stages=1) as engine:
+    with engines.engine_of(engines.gpt_layers(), None, stages=1) as engine:
         outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None, num_micro_batches=3)
     return float(loss), logits, list(outputs)
 
 
 def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
     """Evaluate, train and go beyond the end of the data, with every check and profiler; then spoil a weight."""
-    expected, data = stock_evaluation(), batches(1, 3, first_seed=50)[0]
+    expected, data = stock_evaluation(), engines.batches(1, 3, first_seed=50)[0]
     watched = {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}}
-    ours = section(**changes, verify="first_batch", check_finite="every_step")
-    with engine_of(gpt_layers(), ours, wall_clock_breakdown=True, **watched) as engine:
+    ours = engines.section(**changes, verify="first_batch", check_finite="every_step")
+    with engines.engine_of(engines.gpt_layers(), ours, wall_clock_breakdown=True, **watched) as engine:
         loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
         outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None, num_micro_batches=3)
-        found: dict[str, Any] = {"loss": error_of(float(loss), expected[0])}
+        found: dict[str, Any] = {"loss": engines.error_of(float(loss), expected[0])}
         if engine.is_last_stage():
-            found["logits"] = max(error_of(logits, expected[1]), error_of(list(outputs), expected[2]))
-        found["training"] = differences(train(engine, batches(2)), stock_run())
-        found["end of the data"] = step_error(engine, batches(1)[0][:1])[0]
-        found["goes on"] = float(engine.train_batch(iter(batches(1)[0])))
+            found["logits"] = max(engines.error_of(logits, expected[1]), engines.error_of(list(outputs), expected[2]))
+        found["training"] = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
+        found["end of the data"] = engines.step_error(engine, engines.batches(1)[0][:1])[0]
+        found["goes on"] = float(engine.train_batch(iter(engines.batches(1)[0])))
         for name, parameter in engine.module.named_parameters():
             if name.startswith("2."):
                 parameter.data[0] = float("nan")
-        found["not finite"] = step_error(engine)[1]
-    embed, *decoder, norm, head = gpt_layers()
+        found["not finite"] = engines.step_error(engine)[1]
+    embed, *decoder, norm, head = engines.gpt_layers()
     mixing = [embed, *decoder, LayerSpec(Mean), norm, head]
-    with engine_of(mixing, section(**changes, verify="first_batch")) as engine:
-        found["called"] = raised_by(lambda: engine.module(data[0][0]))
-        found["mixes tokens"] = step_error(engine)[1]
+    with engines.engine_of(mixing, engines.section(**changes, verify="first_batch")) as engine:
+        found["called"] = engines.raised_by(lambda: engine.module(data[0][0]))
+        found["mixes tokens"] = engines.step_error(engine)[1]
     return found
 
 
@@ -262,11 +241,11 @@ class Mean(nn.Module):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_evaluation_checks_and_profilers(layout: str) -> None:
     ranks = rank_pool(2).run(job_layout, changes=LAYOUTS[layout])
-    assert not violations([rank["training"] for rank in ranks])
+    assert not engines.violations([rank["training"] for rank in ranks])
     assert len([rank for rank in ranks if "logits" in rank]) == 1
     assert ranks[0]["goes on"] == pytest.approx(ranks[1]["goes on"], rel=1e-6)
     for rank in ranks:
-        assert rank["loss"] <= FP32_SCALAR and rank.get("logits", 0.0) < EXACT
+        assert rank["loss"] <= engines.FP32_SCALAR and rank.get("logits", 0.0) < engines.EXACT
         assert rank["called"][0] == "RuntimeError" and "this call does not say which" in rank["called"][1]
         assert rank["end of the data"] == "StopIteration"
         assert "layer 2 (DecoderLayer)" in rank["not finite"]
@@ -285,8 +264,8 @@ def job_v() -> tuple[int, list[list[int]]]:
             drawn.append(1)
             yield each
 
-    with engine_of(gpt_layers(tied_embedding=True), section(**ZBV)) as engine:
-        engine.train_batch(watched(batches(1)[0]))
+    with engines.engine_of(engines.gpt_layers(tied_embedding=True), engines.section(**ZBV)) as engine:
+        engine.train_batch(watched(engines.batches(1)[0]))
         return len(drawn), [comm["ranks"] for comm in engine.module.tied_comms.values()]
 
 
@@ -312,15 +291,15 @@ BY_HAND = {  # two micro-batches of two slices; on the V a bubble is filled as n
 
 def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
     written = Path(path).read_text().split()
-    with engine_of(gpt_layers(), section(schedule=path, slices=2)) as engine:
-        ours = train(engine, batches(2))
-        evaluated = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+    with engines.engine_of(engines.gpt_layers(), engines.section(schedule=path, slices=2)) as engine:
+        ours = engines.train(engine, engines.batches(2))
+        evaluated = float(engine.eval_batch(iter(engines.batches(1, 3)[0]), num_micro_batches=3))
         ran = engine._plans.schedule(path, True, (2, 2)).compute_order(engine.stage_id)
-    with engine_of(gpt_layers(), None) as engine:
-        train(engine, batches(2))
-        expected = float(engine.eval_batch(iter(batches(1, 3)[0]), num_micro_batches=3))
+    with engines.engine_of(engines.gpt_layers(), None) as engine:
+        engines.train(engine, engines.batches(2))
+        expected = float(engine.eval_batch(iter(engines.batches(1, 3)[0]), num_micro_batches=3))
     assert ",".join(ran) == written[-2 + torch.distributed.get_rank()]
-    return differences(ours, stock_run()), evaluated, expected, ran
+    return engines.differences(ours, engines.stock_run()), evaluated, expected, ran
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -328,7 +307,7 @@ def test_a_schedule_written_by_hand(name: str, tmp_path: Path) -> None:
     path = tmp_path / name
     path.write_text(textwrap.dedent(BY_HAND[name]).strip() + "\n")
     ranks = rank_pool(2).run(job_file, path=str(path))
-    assert not violations([rank[0] for rank in ranks])
+    assert not engines.violations([rank[0] for rank in ranks])
     for _, evaluated, expected, _ in ranks:
         assert evaluated == pytest.approx(expected, rel=1e-6)
 
@@ -338,10 +317,12 @@ def job_file_refused(paths: list[str], num_micro_batches: int = 2, slices: Any =
 
     def run() -> None:
         options = {"gradient_accumulation_steps": num_micro_batches}
-        with engine_of(gpt_layers(), section(schedule=path, slices=slices), **options) as engine:
-            engine.train_batch(iter(batches(1, num_micro_batches)[0]))
+        with engines.engine_of(
+            engines.gpt_layers(), engines.section(schedule=path, slices=slices), **options
+        ) as engine:
+            engine.train_batch(iter(engines.batches(1, num_micro_batches)[0]))
 
-    return raised_by(run)[1]
+    return engines.raised_by(run)[1]
 
 
 @pytest.mark.parametrize(
@@ -387,9 +368,9 @@ def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:
 
 def job_by_hand_elsewhere() -> list[str]:
     plan = terapipe_ds.SlicePlan((20, 3))
-    with engine_of(gpt_layers(), section(**LOOP)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section(**LOOP)) as engine:
         return [
-            raised_by(lambda name=name: engine.use_slice_plan(plan, name))[1]  # type: ignore[misc]
+            engines.raised_by(lambda name=name: engine.use_slice_plan(plan, name))[1]  # type: ignore[misc]
             for name in ("interleaved", "zbv", "seq1f1b")
         ]
 
@@ -405,13 +386,17 @@ def test_layers_stay_where_they_are() -> None:
 
 
 def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[str, float], list[str], Any]:
-    ours = section(**changes, slices=2)
-    with engine_of(gpt_layers(), ours, gradient_accumulation_steps=num_micro_batches) as engine:
-        run = train(engine, batches(2, num_micro_batches))
-        engine.eval_batch(iter(batches(1, 2)[0]), num_micro_batches=2)
+    ours = engines.section(**changes, slices=2)
+    with engines.engine_of(engines.gpt_layers(), ours, gradient_accumulation_steps=num_micro_batches) as engine:
+        run = engines.train(engine, engines.batches(2, num_micro_batches))
+        engine.eval_batch(iter(engines.batches(1, 2)[0]), num_micro_batches=2)
         ran = engine._plans.schedule(changes["schedule"], True, (2,) * num_micro_batches)
         described = engine._plans.described()["config"]["schedule_options"]
-        return differences(run, stock_run(2, num_micro_batches)), ran.compute_order(engine.stage_id), described
+        return (
+            engines.differences(run, engines.stock_run(2, num_micro_batches)),
+            ran.compute_order(engine.stage_id),
+            described,
+        )
 
 
 @pytest.mark.parametrize(
@@ -427,7 +412,7 @@ def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[s
 )
 def test_options_of_a_schedule(changes: dict[str, Any], num_micro_batches: int, places: list[tuple[str, int]]) -> None:
     ranks = rank_pool(2).run(job_options, changes=changes, num_micro_batches=num_micro_batches)
-    assert not violations([errors for errors, *_ in ranks])
+    assert not engines.violations([errors for errors, *_ in ranks])
     for (_, order, described), (action, place) in zip(ranks, places, strict=True):
         assert order[place] == action
         assert described == changes["schedule_options"]
@@ -456,31 +441,33 @@ def seeded_layers() -> list[Any]:
 def job_seeded(changes: dict[str, Any]) -> dict[str, float]:
     """Build the module before the plugin is registered, so that the engine has to guess how it was cut."""
     generator = torch.Generator().manual_seed(3)
-    rows = [torch.randn(2, LENGTH, 16, dtype=torch.float64, generator=generator) for _ in range(8)]
+    rows = [torch.randn(2, engines.LENGTH, 16, dtype=torch.float64, generator=generator) for _ in range(8)]
     data = [list(zip(rows[:2], rows[2:4], strict=True)), list(zip(rows[4:6], rows[6:], strict=True))]
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "module": {"seed_layers": True, "base_seed": 7}}
-    stock = run_training(seeded_layers, None, data, stages=1, **options)
-    return differences(run_training(seeded_layers, section(loss_reduction="mean", **changes), data, **options), stock)
+    stock = engines.run_training(seeded_layers, None, data, stages=1, **options)
+    return engines.differences(
+        engines.run_training(seeded_layers, engines.section(loss_reduction="mean", **changes), data, **options), stock
+    )
 
 
 @pytest.mark.parametrize("changes", [ZBV, BOTH_WAYS, {"schedule": "interleaved", "chunks_per_stage": 2}])
 @pytest.mark.sample(1)
 def test_seeded_layers_have_the_values_of_the_stock_engine(changes: dict[str, Any]) -> None:
-    assert not violations(rank_pool(2).run(job_seeded, changes=changes))
+    assert not engines.violations(rank_pool(2).run(job_seeded, changes=changes))
 
 
 # -- planning ------------------------------------------------------------------------------------------------
 
 
 def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int], Any]:
-    planned = section(**{"slices": "auto", "granularity_tokens": 4, **changes})
-    with engine_of(gpt_layers(), planned) as engine:
-        ours = train(engine, batches(2))
+    planned = engines.section(**{"slices": "auto", "granularity_tokens": 4, **changes})
+    with engines.engine_of(engines.gpt_layers(), planned) as engine:
+        ours = engines.train(engine, engines.batches(2))
         planner = engine._plans._planner
-        choice, (profile,) = engine._plans._choice(LENGTH), planner.profiles._known.values()
+        choice, (profile,) = engine._plans._choice(engines.LENGTH), planner.profiles._known.values()
         measured = [part.part_id for part in profile.parts]
     return (
-        differences(ours, stock_run()),
+        engines.differences(ours, engines.stock_run()),
         list(choice.plans[0].lengths),
         choice.schedule,
         measured,
@@ -504,8 +491,8 @@ def test_slices_are_planned_from_the_costs_of_all_parts(
     changes: dict[str, Any], names: set[str], num_parts: int
 ) -> None:
     first, second = rank_pool(2).run(job_planned, changes=changes)
-    assert not violations([first[0], second[0]])
+    assert not engines.violations([first[0], second[0]])
     assert first[1:] == second[1:]
-    assert sum(first[1]) == LENGTH
+    assert sum(first[1]) == engines.LENGTH
     assert first[2] in names
     assert first[3] == list(range(num_parts)) and first[4] == 2

@@ -1,7 +1,5 @@
 """Test planned strategies for long sequences: they run as `to_deepspeed()` says, in the bytes of their plans."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -88,7 +86,7 @@ def job(text: str) -> tuple[int, int, float]:
     with MemoryPeak():  # what this step leaves counts when the next one drops it
         engine.train_batch(iter(batch))
     torch.distributed.barrier()
-    engine.slice_store.drop_free()
+    engine.slice_store.pool.drop_free()
     offload = engine._stage.offload
     on_host = 0 if offload is None else offload.buffers.reserved_bytes
     before = live_bytes() - on_host

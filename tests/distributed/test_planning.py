@@ -1,7 +1,5 @@
 """Test slices planned from costs that the engine measures in place, on ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import json

@@ -1,62 +1,47 @@
 """Test half precision, loss scales and overflows in slices: results are as close to fp32 as the stock engine's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from tests.distributed.engines import (
-    SMALL_STEPS,
-    WARMUP,
-    ZERO1,
-    Run,
-    batches,
-    both,
-    count_products,
-    differences,
-    engine_of,
-    fp32_layers,
-    section,
-    train,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 HALF: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "bf16_immediate": {"bf16": {"enabled": True, "immediate_grad_update": True}},
-    "bf16_zero1": {"bf16": {"enabled": True}, **ZERO1},
+    "bf16_zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
     "fp16": FP16,
-    "fp16_zero1": {**FP16, **ZERO1},
+    "fp16_zero1": {**FP16, **engines.ZERO1},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
 
 
 def job_half(kind: str) -> dict[str, Any]:
     """Return how far both engines are from fp32, ours with whole and with split backwards."""
-    options = {**HALF[kind], "optimizer": SMALL_STEPS}
+    options = {**HALF[kind], "optimizer": engines.SMALL_STEPS}
 
-    def run(engine: PipelineEngine) -> tuple[Run, str]:
-        return train(engine, batches(2)), str(next(engine.module.parameters()).dtype)
+    def run(engine: PipelineEngine) -> tuple[engines.Run, str]:
+        return engines.train(engine, engines.batches(2)), str(next(engine.module.parameters()).dtype)
 
-    with engine_of(fp32_layers(), None, optimizer=SMALL_STEPS) as engine:
-        exact = train(engine, batches(2))
-    (stock, stock_dtype), (whole, dtype) = both(run, fp32_layers, **options)
+    with engines.engine_of(engines.fp32_layers(), None, optimizer=engines.SMALL_STEPS) as engine:
+        exact = engines.train(engine, engines.batches(2))
+    (stock, stock_dtype), (whole, dtype) = engines.both(run, engines.fp32_layers, **options)
     assert dtype == stock_dtype
-    with engine_of(fp32_layers(), section(schedule="seq1f1b-zb"), **options) as engine:
-        products = count_products(engine)
-        split = train(engine, batches(2))
+    with engines.engine_of(engines.fp32_layers(), engines.section(schedule="seq1f1b-zb"), **options) as engine:
+        products = engines.count_products(engine)
+        split = engines.train(engine, engines.batches(2))
     runs = {"stock": stock, "whole": whole, "split": split}
-    errors = {name: differences(each, exact) for name, each in runs.items()}
+    errors = {name: engines.differences(each, exact) for name, each in runs.items()}
     return {"errors": errors, "dtype": dtype, "products": sum(products)}
 
 
 def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
     records = []
-    for batch in batches(9):
+    for batch in engines.batches(9):
         before = [p.detach().clone() for p in engine.module.parameters()]
         engine.train_batch(iter(batch))
         records.append(
@@ -67,7 +52,7 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
                 "lr": [float(lr) for lr in engine.get_lr()],
                 "steps": (engine.global_steps, engine.global_samples),
                 "moved": any(not torch.equal(a, b) for a, b in zip(before, engine.module.parameters(), strict=True)),
-                "live bytes": engine.slice_store.live_bytes() if hasattr(engine, "slice_store") else 0,
+                "live bytes": engine.slice_store.pool.live_bytes if hasattr(engine, "slice_store") else 0,
             }
         )
     return records
@@ -77,9 +62,9 @@ def job_loss_scale() -> list[Any]:
     """Run the stock engine with ZeRO-1, ours with and without; the stock one forgets the scale with ZeRO-0."""
     fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 1000, "hysteresis": 1}
     found = []
-    for terapipe, zero_stage in ((None, 1), (section(), 1), (section(), 0)):
-        options = {"fp16": fp16, "scheduler": WARMUP, "zero_optimization": {"stage": zero_stage}}
-        with engine_of(fp32_layers(), terapipe, **options) as engine:
+    for terapipe, zero_stage in ((None, 1), (engines.section(), 1), (engines.section(), 0)):
+        options = {"fp16": fp16, "scheduler": engines.WARMUP, "zero_optimization": {"stage": zero_stage}}
+        with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine:
             found.append(follow_loss_scale(engine))
     return found
 

@@ -1,7 +1,5 @@
 """Test examples/pretrain_gpt_megatron.py over TP 2 x PP 2: it learns, and resumes from a checkpoint seamlessly."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

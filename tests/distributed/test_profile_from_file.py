@@ -1,7 +1,5 @@
 """Test ``"schedule": "auto"`` with a profile from a file: layers stay, and the log names a faster layout."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,22 +12,7 @@ import torch
 import terapipe_ds
 from terapipe_ds.runtime.planning import schedule_choice
 from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
-from tests.distributed.engines import (
-    LENGTH,
-    batches,
-    build,
-    config,
-    differences,
-    engine_of,
-    gpt_layers,
-    logged,
-    pipeline_module,
-    raised_by,
-    section,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 SHARES = [0.25] * 4, [0.25, 0.25, 0.5]
@@ -37,9 +20,9 @@ AUTO = {"schedule": "auto", "slices": "auto", "granularity_tokens": 4}
 
 
 def job_measure(folder: str) -> None:
-    planned = section(**{**AUTO, "schedule": "seq1f1b", "planner": {"cache_dir": folder}})
-    with engine_of(gpt_layers(), planned) as engine:
-        train(engine, batches(1))
+    planned = engines.section(**{**AUTO, "schedule": "seq1f1b", "planner": {"cache_dir": folder}})
+    with engines.engine_of(engines.gpt_layers(), planned) as engine:
+        engines.train(engine, engines.batches(1))
 
 
 @pytest.fixture(scope="module")
@@ -74,49 +57,53 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
 
 def job_train(path: str, **changes: Any) -> tuple[dict[str, float], bool, float, str]:
     """Train two steps; return the differences, whether the layout is plain, the predicted seconds, the plan's log."""
-    planned = section(**{**AUTO, "planner": {"profile": path}, **changes})
-    with logged() as lines, engine_of(gpt_layers(), planned) as engine:
-        ours = train(engine, batches(2))
-        found = engine._layout.is_plain, engine._plans._choice(LENGTH).predicted.predicted_s
-    return differences(ours, stock_run()), *found, "\n".join(line for line in lines if line.startswith("planned "))
+    planned = engines.section(**{**AUTO, "planner": {"profile": path}, **changes})
+    with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), planned) as engine:
+        ours = engines.train(engine, engines.batches(2))
+        found = engine._layout.is_plain, engine._plans._choice(engines.LENGTH).predicted.predicted_s
+    return (
+        engines.differences(ours, engines.stock_run()),
+        *found,
+        "\n".join(line for line in lines if line.startswith("planned ")),
+    )
 
 
 def test_what_the_log_recommends_trains_as_fast_as_predicted(measured: Path, tmp_path: Path) -> None:
     """Two micro-batches on two stages with F = B = W: with two parts per stage the second waits for half as long."""
     path = str(by_hand(measured, 1e-6, tmp_path, num_bytes=1))  # the sums of gradients, of chimera, take too long
     first, second = rank_pool(2).run(job_train, path=path)
-    assert not violations([first[0], second[0]])
+    assert not engines.violations([first[0], second[0]])
     assert first[1] and second[1] and first[2] == second[2]  # no layer has moved
     advice = next(line for line in first[3].splitlines() if "needs another layout of the layers" in line)
     gain = float(advice.split("take ")[1].split("%")[0]) / 100
     changes = json.loads("{" + advice.split("set ")[1].removesuffix(" to try it") + "}")
     assert changes["schedule"] in V_SHAPED + LOOPED and len(changes["partition"]) == 5 and gain > 0.01
     moved, other = rank_pool(2).run(job_train, path=path, **changes)
-    assert not violations([moved[0], other[0]])
+    assert not engines.violations([moved[0], other[0]])
     assert not moved[1] and moved[2] == pytest.approx((1 - gain) * first[2], rel=2e-3)  # the advice has one digit
 
 
 def test_a_recommended_partition_trains_as_fast_as_predicted(measured: Path, tmp_path: Path) -> None:
     """The second stage has seven eighths of the work."""
-    path, changes = str(by_hand(measured, 1e-6, tmp_path)), {"schedule": "1f1b", "granularity_tokens": LENGTH}
+    path, changes = str(by_hand(measured, 1e-6, tmp_path)), {"schedule": "1f1b", "granularity_tokens": engines.LENGTH}
     first, _ = rank_pool(2).run(job_train, path=path, partition=[0, 1, 7], **changes)
     assert "less time than [0, 1, 7]" in first[3], first[3]
     advice = next(line.strip() for line in first[3].splitlines() if "less time than [0, 1, 7]" in line)
     assert advice.startswith('"partition": [0, 4, 7] would take'), advice
     gain = float(advice.split("take ")[1].split("%")[0]) / 100
     moved, other = rank_pool(2).run(job_train, path=path, partition=[0, 4, 7], **changes)
-    assert not violations([first[0], moved[0], other[0]])
+    assert not engines.violations([first[0], moved[0], other[0]])
     assert "would take" not in moved[3] and moved[2] == pytest.approx((1 - gain) * first[2], rel=2e-3)
 
 
 def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
-    terapipe = section(slices="auto", granularity_tokens=4, planner={"profile": path})
-    with engine_of(gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
-        train(engine, batches(1))
+    terapipe = engines.section(slices="auto", granularity_tokens=4, planner={"profile": path})
+    with engines.engine_of(engines.gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
+        engines.train(engine, engines.batches(1))
         planner = engine._plans._planner
         (profile,) = planner.profiles._known.values()
         with mock.patch.object(schedule_choice, "plan_slices", wraps=schedule_choice.plan_slices) as search:
-            planner._plan(LENGTH, profile)
+            planner._plan(engines.LENGTH, profile)
         return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]
 
 
@@ -128,8 +115,8 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
 
 
 def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, str]:
-    terapipe = section(**AUTO, planner={"profile": path})
-    return raised_by(lambda: build(gpt_layers(**layers), terapipe, **changes))
+    terapipe = engines.section(**AUTO, planner={"profile": path})
+    return engines.raised_by(lambda: engines.build(engines.gpt_layers(**layers), terapipe, **changes))
 
 
 def job_fails(path: str, rank: int) -> str:
@@ -140,8 +127,8 @@ def job_fails(path: str, rank: int) -> str:
             raise LookupError("no such parameter")
         yield from module.parameters()
 
-    module = pipeline_module(gpt_layers())
-    given = config(terapipe=section(**AUTO, planner={"profile": path}))
+    module = engines.pipeline_module(engines.gpt_layers())
+    given = engines.config(terapipe=engines.section(**AUTO, planner={"profile": path}))
     with pytest.raises(LookupError) as caught:
         terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
     return str(caught.value)

@@ -1,7 +1,5 @@
 """Test `flops_profiler` and `wall_clock_breakdown` with two stages, which the stock engine cannot do."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -11,18 +9,7 @@ from typing import Any
 import pytest
 
 from terapipe_ds.config import TeraPipeConfigError
-from tests.distributed.engines import (
-    LENGTH,
-    Run,
-    batches,
-    build,
-    engine_of,
-    error_of,
-    fp32_layers,
-    run_training,
-    section,
-    train,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 PLAN = [8, 9, 6]
@@ -36,10 +23,10 @@ def operations(engine: Any, recomputes: bool) -> dict[str, int]:
     weights = {name: p.numel() for name, p in engine.module.named_parameters() if p.dim() == 2}
     matrices = sum(count for name, count in weights.items() if not name.startswith("0."))  # the embedding looks up
     decoders = sum("attention.out" in name for name in weights)
-    products = 2 * ROWS * LENGTH * matrices
-    pairs = 2 * decoders * ROWS * HIDDEN * LENGTH * (LENGTH + 1) // 2
+    products = 2 * ROWS * engines.LENGTH * matrices
+    pairs = 2 * decoders * ROWS * HIDDEN * engines.LENGTH * (engines.LENGTH + 1) // 2
     # the loss leaves all products of the output matrix to the backward
-    head = 2 * ROWS * LENGTH * sum(count for name, count in weights.items() if name.startswith("6."))
+    head = 2 * ROWS * engines.LENGTH * sum(count for name, count in weights.items() if name.startswith("6."))
     forward = products - head + 2 * pairs
     backward = {"inputs": products + 2 * head, "weights": products - head, "attention backward": 5 * pairs}
     return {"forward": forward, **backward, "again": forward if recomputes else 0}
@@ -47,21 +34,21 @@ def operations(engine: Any, recomputes: bool) -> dict[str, int]:
 
 def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
     """Return the text printed in each step, and whether the profile has affected training."""
-    terapipe = section(slices=plan, schedule=schedule)
+    terapipe = engines.section(slices=plan, schedule=schedule)
     recomputed = {key: options[key] for key in ("module",) if key in options}
-    plain = run_training(fp32_layers, terapipe, batches(3), **recomputed)
-    printed, run = [], Run()
-    with engine_of(fp32_layers(), terapipe, **options) as engine:
-        for batch in batches(3):
+    plain = engines.run_training(engines.fp32_layers, terapipe, engines.batches(3), **recomputed)
+    printed, run = [], engines.Run()
+    with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine:
+        for batch in engines.batches(3):
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
-                step = train(engine, [batch])
+                step = engines.train(engine, [batch])
             engine.eval_batch(iter(batch))
             printed.append(text.getvalue())
             run.returned += step.returned
             run.parameters = step.parameters
         expected = operations(engine, bool(recomputed))
-    same = error_of([run.returned, run.parameters], [plain.returned, plain.parameters])
+    same = engines.error_of([run.returned, run.parameters], [plain.returned, plain.parameters])
     return {"printed": printed, "expected": expected, "same": same}
 
 
@@ -79,7 +66,7 @@ def figure(text: str, name: str) -> float:
 
 CASES: dict[str, dict[str, Any]] = {
     "slices": {"plan": PLAN},
-    "whole": {"plan": [LENGTH]},
+    "whole": {"plan": [engines.LENGTH]},
     "weight gradients apart": {"plan": PLAN, "schedule": "seq1f1b-zb"},
     "recomputed": {"plan": PLAN, "module": {"activation_checkpoint_interval": 1}},
 }
@@ -137,5 +124,7 @@ class TestFlops:
 
 def job_estimate() -> str:
     with pytest.raises(TeraPipeConfigError, match="recompute_fwd_factor = 1") as caught:
-        build(fp32_layers(), section(), flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0})
+        engines.build(
+            engines.fp32_layers(), engines.section(), flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0}
+        )
     return str(caught.value)

@@ -5,8 +5,6 @@ no pipeline, no slices and no engine. Fourteen that cover most pairs of values r
 TERAPIPE_TEST_FULL=1.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

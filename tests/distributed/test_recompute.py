@@ -1,16 +1,17 @@
 """Test `terapipe.recompute`: which stages run their layers again in the backward, and that results do not change."""
 
-from __future__ import annotations
-
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import terapipe_ds
+from terapipe_ds.attention.call import Call
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
@@ -19,24 +20,9 @@ from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
 from terapipe_ds.planner.recompute.choose_layers import recompute_everything
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
-from tests.distributed.engines import (
-    CHECKPOINTING,
-    LENGTH,
-    batches,
-    config,
-    differences,
-    engine_of,
-    gpt_layers,
-    logged,
-    pipeline_module,
-    raised_by,
-    section,
-    started,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
+from tests.distributed.hugging_face_jobs import train_family
 
 MEASURED = {"slices": "auto", "granularity_tokens": 4}
 Forwards = dict[str, float]
@@ -50,7 +36,7 @@ def forwards_per_slice(engine: Any) -> Forwards:
     handles = [
         layer.register_forward_hook(lambda *_, name=name: count.update([name])) for name, layer in layers.items()
     ]
-    (batch,) = batches(1)
+    (batch,) = engines.batches(1)
     engine.train_batch(iter(batch))
     for handle in handles:
         handle.remove()
@@ -59,8 +45,8 @@ def forwards_per_slice(engine: Any) -> Forwards:
 
 
 def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dict[str, float], Forwards]:
-    with engine_of(gpt_layers(), section(**changes), stages=stages, **options) as engine:
-        errors = differences(train(engine, batches(2)), stock_run())
+    with engines.engine_of(engines.gpt_layers(), engines.section(**changes), stages=stages, **options) as engine:
+        errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
         return errors, forwards_per_slice(engine)
 
 
@@ -77,7 +63,7 @@ NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
         (2, [0], {0}, {"schedule": "zbv"}, {}),
         (2, [1], {1}, {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}, NON_REENTRANT),
         (2, "full", {0, 1}, {"schedule": "chimera-seq"}, {}),
-        (2, "full", {0, 1}, {}, CHECKPOINTING["reentrant"]),  # they say the same
+        (2, "full", {0, 1}, {}, engines.CHECKPOINTING["reentrant"]),  # they say the same
         (2, [0], {0}, MEASURED, NON_REENTRANT),
         (3, [2, 0], {0, 2}, {"schedule": "seq1f1b-zb"}, {}),
     ],
@@ -87,7 +73,7 @@ def test_stages_recompute_and_train_as_ever(
     stages: int, recompute: Any, again: set[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
     found = rank_pool(stages).run(job_train, stages=stages, options=options, recompute=recompute, **changes)
-    assert not violations([errors for errors, _ in found])
+    assert not engines.violations([errors for errors, _ in found])
     share = 0.5 if "chimera" in changes.get("schedule", "") else 1.0  # a copy of a layer has half of the micro-batches
     for stage_id, (_, forwards) in enumerate(found):
         expected = share * (2 if stage_id in again else 1)
@@ -95,10 +81,12 @@ def test_stages_recompute_and_train_as_ever(
 
 
 def job_one_module_twice() -> list[set[float]]:
-    module, ran = pipeline_module(gpt_layers(dtype="float32")), []
+    module, ran = engines.pipeline_module(engines.gpt_layers(dtype="float32")), []
     for changes in ({"recompute": [0]}, {"recompute": [1]}, {}):
-        with started(module, section(**changes)) as engine:
-            train(engine, batches(1))  # with the check of the first batch, whose runs the hooks would count
+        with engines.started(module, engines.section(**changes)) as engine:
+            engines.train(
+                engine, engines.batches(1)
+            )  # with the check of the first batch, whose runs the hooks would count
             ran.append(set(forwards_per_slice(engine).values()))
     return ran
 
@@ -108,9 +96,9 @@ def test_the_next_engine_of_a_module_recomputes_what_its_own_section_says() -> N
 
 
 def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str, str]:
-    module = pipeline_module(gpt_layers(), activation_checkpoint_interval=interval)
-    ds_config = config(terapipe=section(recompute=recompute), **options)
-    return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
+    module = engines.pipeline_module(engines.gpt_layers(), activation_checkpoint_interval=interval)
+    ds_config = engines.config(terapipe=engines.section(recompute=recompute), **options)
+    return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
 
 
 @pytest.mark.parametrize(
@@ -120,7 +108,10 @@ def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str,
         ({"recompute": "off", "interval": 1}, ["recompute = 'off'", "the module has", "interval = 1", "leave one"]),
         ({"recompute": "full", "interval": 2}, ["recompute = 'full'", "interval = 2", "leave one"]),
         ({"recompute": [1], "interval": 1}, ["recompute = [1]", "interval = 1", "leave one"]),
-        ({"recompute": [1], **CHECKPOINTING["non_reentrant"]}, ["recompute = [1]", "section `pipeline`", "leave one"]),
+        (
+            {"recompute": [1], **engines.CHECKPOINTING["non_reentrant"]},
+            ["recompute = [1]", "section `pipeline`", "leave one"],
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, Any], messages: list[str]) -> None:
@@ -131,14 +122,14 @@ def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, A
 def job_profiled(folder: str, recompute: Any) -> int:
     """Plan from a measurement that is kept; return how many are kept then."""
     kept = {**MEASURED, "planner": {"cache_dir": folder}}
-    with engine_of(gpt_layers(), section(recompute=recompute, **kept)) as engine:
-        train(engine, batches(1))
+    with engines.engine_of(engines.gpt_layers(), engines.section(recompute=recompute, **kept)) as engine:
+        engines.train(engine, engines.batches(1))
     return len(list(Path(folder).iterdir()))
 
 
 def job_with_profile(path: str, recompute: Any) -> str:
-    terapipe = section(recompute=recompute, **MEASURED, planner={"profile": path})
-    return raised_by(lambda: engine_of(gpt_layers(), terapipe).__enter__().destroy())[1]
+    terapipe = engines.section(recompute=recompute, **MEASURED, planner={"profile": path})
+    return engines.raised_by(lambda: engines.engine_of(engines.gpt_layers(), terapipe).__enter__().destroy())[1]
 
 
 @pytest.mark.full
@@ -174,13 +165,15 @@ class Chosen:
 
 def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any]) -> Chosen:
     how = {"schedule": schedule, "granularity_tokens": 4}
-    with engine_of(gpt_layers(), section(**how, slices="auto", planner={"cache_dir": folder})) as engine:
-        train(engine, batches(1))
+    with engines.engine_of(
+        engines.gpt_layers(), engines.section(**how, slices="auto", planner={"cache_dir": folder})
+    ) as engine:
+        engines.train(engine, engines.batches(1))
         torch.distributed.barrier()  # rank 0 has written the profile
         (path,) = Path(folder).iterdir()
         bounds = [int(bound) for bound in engine.module.parts]
         parts = recomputable_parts(MeasuredParts.of_profile(Profile.load(path)), bounds)
-    plan, order = SlicePlan.equal(LENGTH, slices, 4), build(schedule, 2, 2, slices)
+    plan, order = SlicePlan.equal(engines.LENGTH, slices, 4), build(schedule, 2, 2, slices)
     replay = Replay.of(order)
     least, most = (
         max(replay.peak_bytes(plan, choice.memory))
@@ -191,18 +184,18 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
 
     def with_limit(limit_bytes: float) -> dict[str, Any]:
         planner = {"cache_dir": folder, "memory_limit_gb": limit_bytes / 1e9}
-        return section(**how, slices=slices, recompute="auto", planner=planner)
+        return engines.section(**how, slices=slices, recompute="auto", planner=planner)
 
-    with logged() as lines, engine_of(gpt_layers(), with_limit(limit), **options) as engine:
-        errors = differences(train(engine, batches(2)), stock_run())
+    with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), with_limit(limit), **options) as engine:
+        errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
         forwards, first = forwards_per_slice(engine), int(engine.module._local_start)
         engine.use_slice_plan(plan)  # nothing was chosen for slices by hand
         assert set(forwards_per_slice(engine).values()) == {2.0}
-    with engine_of(gpt_layers(), with_limit(2 * most), **options) as engine:
-        train(engine, batches(1))
+    with engines.engine_of(engines.gpt_layers(), with_limit(2 * most), **options) as engine:
+        engines.train(engine, engines.batches(1))
         roomy = forwards_per_slice(engine)
-    with engine_of(gpt_layers(), with_limit(0.5 * least), **options) as engine:
-        too_little = raised_by(lambda: train(engine, batches(1)))
+    with engines.engine_of(engines.gpt_layers(), with_limit(0.5 * least), **options) as engine:
+        too_little = engines.raised_by(lambda: engines.train(engine, engines.batches(1)))
     return Chosen(planned, errors, forwards, first, [line for line in lines if "recompute" in line], roomy, too_little)
 
 
@@ -214,7 +207,7 @@ def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
     tmp_path: Path, schedule: str, slices: int, options: dict[str, Any]
 ) -> None:
     ranks = rank_pool(2).run(job_chosen, folder=str(tmp_path), schedule=schedule, slices=slices, options=options)
-    assert not violations([one.errors for one in ranks])
+    assert not engines.violations([one.errors for one in ranks])
     planned, text = ranks[0].planned, "\n".join(ranks[0].lines)
     assert any(planned) and sum(map(len, planned)) < 6  # some of the layers, not all
     for stage_id, one in enumerate(ranks):
@@ -224,3 +217,106 @@ def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
         kind, message = one.too_little
         assert kind == "MemoryLimitError" and "all its layers recomputed" in message
     assert f"stage 0: layers {planned[0][0]}" in text if planned[0] else "stage 0: nothing" in text
+
+
+# -- layers that recompute, and do not attend a second time ----------------------------------------------------
+
+
+SLICES = 3
+LAYERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "one stage": ({}, {"recompute": [1]}),
+    "dropout": ({"dropout": 0.2}, {}),
+    "offloaded": ({}, {"offload_activations": True, "schedule": "terapipe", "slices": 6}),
+    "split": ({}, {"schedule": "seq1f1b-zb"}),
+    "whole": ({}, {"slices": 1, "schedule": "1f1b"}),
+}
+
+
+def kernel_runs(layers: list[Any], terapipe: dict[str, Any], dtype: str = "float32") -> tuple[Any, int]:
+    """Return two steps of training, and how often a kernel of sliced attention ran forward in the second one."""
+    torch.manual_seed(3)
+    data = engines.batches(2)
+    attend, runs = Call._attend, []
+
+    def counted(self: Call, *tensors: Any) -> Any:
+        runs.append(self.layer)
+        return attend(self, *tensors)
+
+    with engines.engine_of(layers, terapipe) as engine, mock.patch.object(Call, "_attend", counted):
+        first = engines.train(engine, data[:1])
+        runs.clear()
+        second = engines.train(engine, data[1:])
+    return [first, second], len(runs)
+
+
+def job(name: str) -> dict[str, Any]:
+    model, changes = LAYERS[name]
+    found = {}
+    for kept in (False, True):
+        terapipe = engines.section(
+            **{"slices": SLICES, "recompute": "full", "verify": "off", "partition": [0, 3, 7], **changes},
+            keep_attention=kept,
+        )
+        found[kept] = kernel_runs(engines.gpt_layers("float32", **model), terapipe)
+    (full, runs), (ours, kept_runs) = found[False], found[True]
+    pairs = [
+        ([*one.gradients, one.parameters], [*other.gradients, other.parameters])
+        for one, other in zip(full, ours, strict=True)
+    ]
+    # a whole sequence has torch's own function where nothing is kept
+    is_same = torch.equal if name != "whole" else functools.partial(torch.allclose, rtol=1e-4, atol=1e-5)
+    same = all(is_same(a[key], b[key]) for one, other in pairs for a, b in zip(one, other, strict=True) for key in a)
+    losses = [[one.returned for one in runs_of] for runs_of in (full, ours)]
+    if name == "whole":
+        losses = [[[round(value, 5) for value in one] for one in runs_of] for runs_of in losses]
+    with torch.random.fork_rng():
+        wide = engines.section(**{"slices": SLICES, "recompute": "full", **changes}, keep_attention=True)
+        with engines.engine_of(engines.gpt_layers(), wide) as engine:
+            errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
+    return {"same": same and losses[0] == losses[1], "runs": (runs, kept_runs), "errors": errors}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.sample(3)
+def test_the_same_bits_with_half_of_the_kernels(name: str) -> None:
+    ranks = rank_pool(2).run(job, name=name)
+    slices = LAYERS[name][1].get("slices", SLICES)
+    for stage_id, found in enumerate(ranks):
+        assert found["same"], (name, stage_id)
+        full, kept = found["runs"]
+        assert kept == 2 * 2 * slices, "two layers of a stage, two micro-batches"
+        is_again = (
+            stage_id in LAYERS[name][1].get("recompute", [0, 1]) and name != "whole"
+        )  # torch's own is not counted
+        assert name == "whole" or full == (2 if is_again else 1) * kept
+    assert not engines.violations([found["errors"] for found in ranks])
+
+
+def job_family() -> tuple[dict[str, float], list[str]]:
+    return train_family("llama", engines.section(slices=[7, 3, 6], recompute="full", keep_attention=True), wide=False)
+
+
+def test_a_llama_of_transformers_equals_the_whole_model() -> None:
+    pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+    assert not engines.violations([errors for errors, _ in rank_pool(2).run(job_family)])
+
+
+def refusal(**changes: Any) -> tuple[str, str]:
+    module = engines.pipeline_module(engines.gpt_layers())
+    return engines.raised_by(
+        lambda: terapipe_ds.initialize(model=module, config=engines.config(terapipe=engines.section(**changes)))
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recompute": "off"}, 'nothing recomputes; set recompute to "full"'),
+        ({}, 'no layer is recomputed by DeepSpeed; set terapipe.recompute to "full"'),
+        ({"recompute": "full", "compile": True}, "compiled layers run all of their forward again"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(changes: dict[str, Any], message: str) -> None:
+    for kind, text in rank_pool(2).run(refusal, keep_attention=True, **changes):
+        assert kind == "TeraPipeConfigError" and message in text, text

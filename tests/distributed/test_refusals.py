@@ -1,7 +1,5 @@
 """Test that cut sequences refuse experts and captured attention; and the log of the first batch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Test which engine `deepspeed.initialize` builds with the plugin, and an unchanged script under the launcher."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Test that after a kill (-9) of four ranks two go on in another layout, by examples/resume_elsewhere.py, equally."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

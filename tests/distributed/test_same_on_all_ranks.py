@@ -1,7 +1,5 @@
 """Test that every rank refuses ranks that shuffle apart or have different models, but accepts copies of the same."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,18 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
-from tests.distributed.engines import (
-    IGNORE_INDEX,
-    LENGTH,
-    VOCAB_SIZE,
-    config,
-    engine_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    section,
-    step_error,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 # -- data ----------------------------------------------------------------------------------------------------
@@ -34,7 +21,7 @@ from tests.distributed.harness import rank_pool
 
 def loader(seed: int, classes: bool = False) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(3)
-    text = torch.randint(VOCAB_SIZE, (16, LENGTH + 1), generator=generator)
+    text = torch.randint(engines.VOCAB_SIZE, (16, engines.LENGTH + 1), generator=generator)
     pairs = TensorDataset(text[:, :-1], text[:, 0] if classes else text[:, 1:])
     return iter(DataLoader(pairs, batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed)))
 
@@ -48,7 +35,7 @@ def replaced_labels(seed: int, value: int | None) -> Iterator[Any]:
 def augmented(seed: int) -> Iterator[Any]:
     """Return inputs that each rank changes by random numbers of its own, and labels that are the same."""
     for inputs, labels in loader(seed):
-        yield (inputs + _stage()) % VOCAB_SIZE, labels
+        yield (inputs + _stage()) % engines.VOCAB_SIZE, labels
 
 
 def _stage() -> int:
@@ -60,7 +47,7 @@ DATA: dict[str, Callable[[], Any]] = {
     "shuffled apart": lambda: loader(_stage()),
     "zeros on the first stage": lambda: replaced_labels(5, 0),
     "none on the first stage": lambda: replaced_labels(5, None),
-    "ignored on the first stage": lambda: replaced_labels(5, IGNORE_INDEX),
+    "ignored on the first stage": lambda: replaced_labels(5, engines.IGNORE_INDEX),
     "augmented": lambda: augmented(5),
     "replicas apart": lambda: loader(torch.distributed.get_rank() % 2),
 }
@@ -69,12 +56,12 @@ DATA: dict[str, Callable[[], Any]] = {
 def job_data(terapipe: dict[str, Any], names: list[str]) -> dict[str, str]:
     found = {}
     for name in names:
-        with engine_of(gpt_layers("float32"), terapipe) as engine:
+        with engines.engine_of(engines.gpt_layers("float32"), terapipe) as engine:
             data = DATA[name]()
-            found[name] = raised_by(lambda: engine.train_batch(data))[1]  # noqa: B023
-    with engine_of(gpt_layers("float32"), terapipe) as engine:
+            found[name] = engines.raised_by(lambda: engine.train_batch(data))[1]  # noqa: B023
+    with engines.engine_of(engines.gpt_layers("float32"), terapipe) as engine:
         data = DATA["shuffled apart"]()
-        found["evaluated"] = raised_by(lambda: engine.eval_batch(data))[1]
+        found["evaluated"] = engines.raised_by(lambda: engine.eval_batch(data))[1]
     return found
 
 
@@ -82,7 +69,7 @@ class TestTuples:
     @pytest.mark.parametrize("schedule", ["seq1f1b", "chimera-seq"])
     def test_stages_that_shuffle_apart_are_refused(self, schedule: str) -> None:
         names = [name for name in DATA if name != "replicas apart"]
-        for found in rank_pool(2).run(job_data, terapipe=section(schedule=schedule, verify="off"), names=names):
+        for found in rank_pool(2).run(job_data, terapipe=engines.section(schedule=schedule, verify="off"), names=names):
             for name in ("shuffled apart", "evaluated"):
                 assert "disagree on the labels of tuple batches: ranks [0]" in found[name]
                 assert "Probably each rank shuffles" in found.pop(name)
@@ -92,7 +79,7 @@ class TestTuples:
 
     def test_replicas_may_differ_and_their_stages_may_not(self) -> None:
         names = ["replicas apart", "shuffled apart"]
-        for found in rank_pool(4).run(job_data, terapipe=section(verify="off"), names=names):
+        for found in rank_pool(4).run(job_data, terapipe=engines.section(verify="off"), names=names):
             assert found["replicas apart"] == ""
             assert "ranks [0]: checksum" in found["shuffled apart"]
 
@@ -140,7 +127,7 @@ LOSSES: dict[str, Callable[[int], Any]] = {  # by rank
 
 
 def layers_on(name: str, rank: int) -> list[Any]:
-    layers = gpt_layers("float32")
+    layers = engines.gpt_layers("float32")
     if name == "one more":
         return [*layers[:-1], *[LayerSpec(Layer)] * rank, layers[-1]]
     if name == "another class":
@@ -149,22 +136,22 @@ def layers_on(name: str, rank: int) -> list[Any]:
 
 
 def job_models() -> dict[str, str]:
-    rank, terapipe, found = torch.distributed.get_rank(), section(verify="off"), {}
+    rank, terapipe, found = torch.distributed.get_rank(), engines.section(verify="off"), {}
     for name, loss in LOSSES.items():
         with_loss = {"loss_fn": loss(rank)}
-        found[name] = raised_by(lambda: trained(gpt_layers("float32"), terapipe, **with_loss))[1]  # noqa: B023
+        found[name] = engines.raised_by(lambda: trained(engines.gpt_layers("float32"), terapipe, **with_loss))[1]  # noqa: B023
     for name in ("one more", "another class", "layers defined here"):
         layers = layers_on(name, rank)
-        found[name] = raised_by(lambda: trained(layers, terapipe))[1]  # noqa: B023
-        found[f"{name}, lay_out"] = raised_by(
-            lambda: terapipe_ds.lay_out(pipeline_module(layers), config(terapipe=terapipe))  # noqa: B023
+        found[name] = engines.raised_by(lambda: trained(layers, terapipe))[1]  # noqa: B023
+        found[f"{name}, lay_out"] = engines.raised_by(
+            lambda: terapipe_ds.lay_out(engines.pipeline_module(layers), engines.config(terapipe=terapipe))  # noqa: B023
         )[1]
     return found
 
 
 def trained(layers: list[Any], terapipe: dict[str, Any], **options: Any) -> None:
-    with engine_of(layers, terapipe, **options) as engine:
-        assert step_error(engine) == ("", "")
+    with engines.engine_of(layers, terapipe, **options) as engine:
+        assert engines.step_error(engine) == ("", "")
 
 
 DIFFER = {

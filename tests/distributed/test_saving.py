@@ -1,7 +1,5 @@
 """Test the engine's additions to a checkpoint, its reports on loaded or unreadable ones, and described modules."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import resource

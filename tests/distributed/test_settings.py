@@ -1,30 +1,15 @@
 """Test settings that DeepSpeed fails on, or ignores: values for Trainer to fill in, losses as a list, empty groups."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+from torch import Tensor, nn
 
 import terapipe_ds
-from tests.distributed.engines import (
-    Run,
-    batches,
-    config,
-    differences,
-    engine_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    reduce_in_fp64,
-    section,
-    torch_attention,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 # -- "auto" ----------------------------------------------------------------------------------------------------
@@ -46,11 +31,13 @@ AUTO: dict[str, dict[str, Any]] = {
 def job_auto() -> dict[str, tuple[str, str]]:
     found = {}
     for name, values in AUTO.items():
-        ds_config = {**config(terapipe=section()), **values}
-        model = pipeline_module(gpt_layers("float32"))
-        found[name] = raised_by(lambda: terapipe_ds.initialize(model=model, config=ds_config))  # noqa: B023
-    with engine_of(gpt_layers("float32"), section(slices=3), pipeline={"stages": "auto"}) as engine:
-        train(engine, batches(1))  # DeepSpeed's own key
+        ds_config = {**engines.config(terapipe=engines.section()), **values}
+        model = engines.pipeline_module(engines.gpt_layers("float32"))
+        found[name] = engines.raised_by(lambda: terapipe_ds.initialize(model=model, config=ds_config))  # noqa: B023
+    with engines.engine_of(
+        engines.gpt_layers("float32"), engines.section(slices=3), pipeline={"stages": "auto"}
+    ) as engine:
+        engines.train(engine, engines.batches(1))  # DeepSpeed's own key
     return found
 
 
@@ -65,29 +52,31 @@ def test_what_trainer_would_fill_in_is_named() -> None:
 
 def job_evaluated(terapipe: dict[str, Any] | None, sends: bool, **monitors: Any) -> tuple[Any, Any]:
     """Return the losses of the micro-batches, or the error."""
-    with engine_of(gpt_layers(), terapipe, **monitors) as engine:
+    with engines.engine_of(engines.gpt_layers(), terapipe, **monitors) as engine:
         losses: list[Any] = []
-        data = iter(batches(1)[0])
-        error = raised_by(lambda: losses.extend(engine.eval_batch(data, reduce_output=None, bcast_loss=sends) or ()))
+        data = iter(engines.batches(1)[0])
+        error = engines.raised_by(
+            lambda: losses.extend(engine.eval_batch(data, reduce_output=None, bcast_loss=sends) or ())
+        )
         return error, [float(loss) for loss in losses]
 
 
 def test_losses_of_all_micro_batches(tmp_path: Any) -> None:
-    ours, stock = (rank_pool(2).run(job_evaluated, terapipe=each, sends=False) for each in (section(), None))
+    ours, stock = (rank_pool(2).run(job_evaluated, terapipe=each, sends=False) for each in (engines.section(), None))
     assert [rank[0] for rank in ours] == [("", "")] * 2
     assert ours[1][1] == pytest.approx(stock[1][1], rel=1e-10) and [len(losses) for _, losses in ours] == [0, 2]
     monitor = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "here"}}
     for sends, more, word in ((True, {}, "bcast_loss=True"), (False, monitor, "a monitor that is enabled")):
-        for (kind, text), _ in rank_pool(2).run(job_evaluated, terapipe=section(), sends=sends, **more):
+        for (kind, text), _ in rank_pool(2).run(job_evaluated, terapipe=engines.section(), sends=sends, **more):
             assert kind == "ValueError" and f"with {word}" in text and "Set bcast_loss=False" in text
 
 
 # -- a group that is empty on one stage ------------------------------------------------------------------------
 
 
-def job_groups(terapipe: dict[str, Any] | None, stages: int) -> Run:
+def job_groups(terapipe: dict[str, Any] | None, stages: int) -> engines.Run:
     """Give the embeddings, which are on the first stage, a learning rate of their own."""
-    model, settings = pipeline_module(gpt_layers(), stages), config()
+    model, settings = engines.pipeline_module(engines.gpt_layers(), stages), engines.config()
     del settings["optimizer"]
     if terapipe is not None:
         settings["terapipe"] = terapipe
@@ -98,14 +87,14 @@ def job_groups(terapipe: dict[str, Any] | None, stages: int) -> Run:
     optimizer = torch.optim.SGD(groups, lr=1e-2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     initialize = deepspeed.initialize if terapipe is None else terapipe_ds.initialize
-    with torch_attention() if terapipe is None else nullcontext():
+    with engines.torch_attention() if terapipe is None else nullcontext():
         return trained(initialize(model=model, config=settings, optimizer=optimizer, lr_scheduler=scheduler)[0])
 
 
-def trained(engine: Any) -> Run:
+def trained(engine: Any) -> engines.Run:
     try:
-        reduce_in_fp64(engine)
-        run = train(engine, batches(3))
+        engines.reduce_in_fp64(engine)
+        run = engines.train(engine, engines.batches(3))
         assert len(engine.get_lr()) == 2 and max(engine.get_lr()) < 1e-2
         for named in (run.parameters, *run.gradients):
             for name in [name for name in named if "nothing" in name]:  # the number that fills a group
@@ -118,5 +107,92 @@ def trained(engine: Any) -> Run:
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
 def test_a_group_that_is_empty_on_one_stage_keeps_its_learning_rate(schedule: str) -> None:
     stock = rank_pool(1).run(job_groups, terapipe=None, stages=1)[0]
-    ours = rank_pool(2).run(job_groups, terapipe=section(schedule=schedule), stages=2)
-    assert violations([differences(rank, stock) for rank in ours]) == {}
+    ours = rank_pool(2).run(job_groups, terapipe=engines.section(schedule=schedule), stages=2)
+    assert engines.violations([engines.differences(rank, stock) for rank in ours]) == {}
+
+
+# -- combinations that users of DeepSpeed have -----------------------------------------------------------------
+
+
+BF16_ZERO1 = {"bf16": {"enabled": True}, **engines.ZERO1}
+OFFLOAD = {
+    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+
+
+class AtTimes(nn.Module):
+    """Scale the hidden states, or leave its parameter unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((16,), 1.5))
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale.to(x.dtype) if self.is_on else x
+
+
+def layers_at_times() -> list[Any]:
+    layers = engines.fp32_layers()
+    return [*layers[:2], AtTimes(), *layers[2:]]
+
+
+def job_at_times() -> tuple[dict[str, float], dict[str, float]]:
+    """Use the parameter in every other step, in bf16 with ZeRO-1; return how far both engines are from fp32."""
+
+    def run(engine: Any) -> engines.Run:
+        def switch(step: int) -> None:
+            for module in engine.module.modules():
+                if isinstance(module, AtTimes):
+                    module.is_on = step % 2 == 1
+
+        return engines.train(engine, engines.batches(4), switch)
+
+    with engines.engine_of(layers_at_times(), None, optimizer=engines.SMALL_STEPS) as engine:
+        exact = run(engine)
+    stock, ours = engines.both(run, layers_at_times, optimizer=engines.SMALL_STEPS, **BF16_ZERO1)
+    return engines.differences(ours, exact), engines.differences(stock, exact)
+
+
+def job_offloaded() -> dict[str, float]:
+    stock, ours = engines.both(lambda engine: engines.train(engine, engines.batches(2)), engines.fp32_layers, **OFFLOAD)
+    return engines.differences(ours, stock)
+
+
+def job_two_models() -> tuple[dict[str, float], list[float], list[float]]:
+    """Train a policy beside a reference model that is evaluated in turns; return the losses of the reference too."""
+    data, seen = engines.batches(2), []
+    with engines.engine_of(engines.gpt_layers(), None) as engine:
+        alone = engines.train(engine, data)
+        fresh: list[float] = []
+    with engines.engine_of(engines.gpt_layers(seed=7), None) as engine:
+        fresh = [float(engine.eval_batch(iter(batch))) for batch in data]
+    with (
+        engines.engine_of(engines.gpt_layers(), engines.section()) as policy,
+        engines.engine_of(engines.gpt_layers(seed=7), engines.section(slices=2)) as reference,
+    ):
+
+        def evaluate(step: int) -> None:
+            seen.append(float(reference.eval_batch(iter(data[step]))))
+
+        return engines.differences(engines.train(policy, data, evaluate), alone), seen, fresh
+
+
+class TestCombinations:
+    def test_optimizer_states_on_the_host(self) -> None:
+        errors = rank_pool(2).run(job_offloaded)
+        assert engines.violations(errors, limit=1e-5) == {}
+
+    def test_parameters_that_a_step_does_not_use(self) -> None:
+        for ours, stock in rank_pool(2).run(job_at_times):
+            # both round to bf16, in another order: neither may be further from fp32 than the other by a half
+            assert {name: (error, stock[name]) for name, error in ours.items() if error > 1.5 * stock[name]} == {}
+
+    def test_a_policy_and_its_reference(self) -> None:
+        for errors, seen, fresh in rank_pool(2).run(job_two_models):
+            assert engines.violations([errors], limit=engines.EXACT) == {}
+            assert (
+                max(abs(ours - stock) / stock for ours, stock in zip(seen, fresh, strict=True)) <= engines.FP32_SCALAR
+            )

@@ -1,7 +1,5 @@
 """Test messages by way of the host's memory: emulated without a device, and real with one."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
@@ -136,7 +134,7 @@ def _exchange(device: torch.device) -> bool:
     layout = Layout.plain(2)
     (ends,) = layout.wires()
     made = groups.PipelineGroups((0, 1), {ends: (everyone, everyone)}, everyone)
-    wire = made.connect(layout, rank, device).activations(ends)
+    wire, _ = made.connect(layout, rank, device).between(ends)
     spec = MessageSpec((TensorSpec((4, 8), torch.bfloat16, True),), is_tuple=False)
     values = torch.arange(32, device=device, dtype=torch.bfloat16).view(4, 8)
     assert wire.staged

@@ -4,8 +4,6 @@ Each job runs with DeepSpeed's own engine and then with ours in the same ranks; 
 The tests cover the same areas as DeepSpeed's tests of its pipeline engine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -26,24 +24,7 @@ from torch import Tensor, nn
 
 import terapipe_ds
 from terapipe_ds.models import gpt
-from tests.distributed.engines import (
-    LENGTH,
-    WARMUP,
-    ZERO1,
-    Batch,
-    batches,
-    both,
-    differences,
-    engine_of,
-    error_of,
-    fp32_layers,
-    gpt_layers,
-    raised_by,
-    step_error,
-    stock_run,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 WHOLE = {"enabled": True, "slices": 1, "schedule": "1f1b"}  # the granularity is left alone, as a user would
@@ -90,7 +71,7 @@ def images(seed: int, rows: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(NUM_CLASSES, (rows,), generator=generator)
 
 
-def image_batches(count: int) -> list[Batch]:
+def image_batches(count: int) -> list[engines.Batch]:
     return [[images(10 * step + index) for index in range(2)] for step in range(count)]
 
 
@@ -107,15 +88,15 @@ EVALUATIONS: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def train_and_evaluate(engine: PipelineEngine, data: list[Batch]) -> dict[str, Any]:
+def train_and_evaluate(engine: PipelineEngine, data: list[engines.Batch]) -> dict[str, Any]:
     """Make two steps, evaluations of all kinds, one more step; also return the buffers, such as a batch norm's."""
     torch.manual_seed(11)
-    first = train(engine, data[:2])
+    first = engines.train(engine, data[:2])
     evaluated = []
     for options in EVALUATIONS:
         engine.total_loss = None  # the stock engine adds logits to the last training loss, and fails
         evaluated.append(engine.eval_batch(iter(data[2] * 2), **options))
-    last = train(engine, data[2:])
+    last = engines.train(engine, data[2:])
     return {
         "first": vars(first),
         "evaluated": evaluated,
@@ -132,15 +113,15 @@ def change_sizes(engine: PipelineEngine) -> list[Any]:
     for length, rows, count in ((23, 2, 2), (11, 3, 1), (30, 1, 3)):
         engine.set_train_batch_size(2 * count)
         engine.reset_activation_shape()
-        [data] = batches(1, count, length=length, rows=rows)
-        run = train(engine, [data])
+        [data] = engines.batches(1, count, length=length, rows=rows)
+        run = engines.train(engine, [data])
         found += [vars(run), engine.micro_batches, engine.train_batch_size(), engine.gradient_accumulation_steps()]
     return found
 
 
 def data_sources(engine: PipelineEngine) -> list[Any]:
     """Use a loader that begins again, the iterator that stays, a function for batches, and one after the other."""
-    [first], [second] = batches(1), batches(1, first_seed=50)
+    [first], [second] = engines.batches(1), engines.batches(1, first_seed=50)
     loader = RepeatingLoader(first)
     losses = [engine.train_batch(iter(loader)), engine.train_batch(), engine.train_batch()]
     engine.set_dataloader(second)
@@ -157,7 +138,7 @@ def what_users_ask(engine: PipelineEngine) -> dict[str, Any]:
         "forward": lambda: engine.forward(torch.zeros(1)),
         "backward": lambda: engine.backward(torch.zeros(1)),
         "step": engine.step,
-        "train without gradients": torch.no_grad()(lambda: engine.train_batch(iter(batches(1)[0]))),
+        "train without gradients": torch.no_grad()(lambda: engine.train_batch(iter(engines.batches(1)[0]))),
         "batch size": lambda: engine.set_train_batch_size(3),
     }
     for name, call in calls.items():
@@ -173,7 +154,7 @@ def what_users_ask(engine: PipelineEngine) -> dict[str, Any]:
         "mpu": [engine.mpu.get_data_parallel_world_size(), engine.mpu.get_pipe_parallel_rank()],
         "losses": engine.get_additional_losses(),
         "rates": engine.get_lr(),
-        "after": float(engine.train_batch(iter(batches(1)[0]))),
+        "after": float(engine.train_batch(iter(engines.batches(1)[0]))),
     }
 
 
@@ -182,7 +163,7 @@ def tied_layers() -> list[Any]:
     tied = functools.partial(TiedLayerSpec, "embedding", nn.Embedding, 31, 16)
     return [
         tied(),
-        *gpt_layers("float32")[1:5],
+        *engines.gpt_layers("float32")[1:5],
         tied(forward_fn=lambda table, hidden: F.linear(hidden, table.weight)),
     ]
 
@@ -190,7 +171,7 @@ def tied_layers() -> list[Any]:
 # -- labels, shapes and checkpoints of any kind ------------------------------------------------------------------------
 
 
-def as_dicts(data: list[Batch]) -> list[Batch]:
+def as_dicts(data: list[engines.Batch]) -> list[engines.Batch]:
     return [[(pixels, {"classes": classes, "factor": 0.5}) for pixels, classes in batch] for batch in data]
 
 
@@ -204,7 +185,7 @@ def loss_of_number(outputs: Tensor, label: Any) -> Tensor:
     return outputs.square().mean() * (2.0 if label is None else label + 1)
 
 
-def labelled(*labels: Any) -> list[Batch]:
+def labelled(*labels: Any) -> list[engines.Batch]:
     """Batches of images, each with a label of its own."""
     return [[(pixels, label) for pixels, _ in batch] for batch, label in zip(image_batches(3), labels, strict=True)]
 
@@ -228,7 +209,7 @@ def sizeless_layers() -> list[Any]:
     return [LayerSpec(Block, 3, 8), LayerSpec(Block, 8, 12), F.relu, *head]
 
 
-def images_of_sizes(count: int) -> list[Batch]:
+def images_of_sizes(count: int) -> list[engines.Batch]:
     """Micro-batches of a batch differ in the size of their images, and have labels of one shape."""
     sizes = [(8, 8), (16, 8), (12, 20), (8, 12), (24, 16), (16, 8)]
     resized = [
@@ -260,11 +241,11 @@ def checkpoint_functions(engine: PipelineEngine) -> list[Any]:
         engine.module.set_checkpoint_interval(interval)
         found.append(engine.module.activation_checkpoint_func.__name__)
         found.append(engine._reentrant_activation_checkpointing())
-        found.append(vars(train(engine, image_batches(1))))
+        found.append(vars(engines.train(engine, image_batches(1))))
     return found
 
 
-TEXT = functools.partial(train_and_evaluate, data=batches(3))
+TEXT = functools.partial(train_and_evaluate, data=engines.batches(3))
 IMAGES = functools.partial(train_and_evaluate, data=image_batches(3))
 CHECKPOINTED = {"activation_checkpoint_interval": 1, "use_reentrant": False}
 FP16 = {"enabled": True, "initial_scale_power": 12}
@@ -281,10 +262,10 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
     "data parallel": (
         IMAGES, on_images(stages=None, gradient_clipping=0.1, module={"topology": PipeDataParallelTopology(1, 2)}),
     ),
-    "decoders by type": (TEXT, {"module": {"partition_method": "type:DecoderLayer"}, "scheduler": WARMUP}),
+    "decoders by type": (TEXT, {"module": {"partition_method": "type:DecoderLayer"}, "scheduler": engines.WARMUP}),
     "tied layers": (TEXT, {"layers": tied_layers}),
     "bf16, clipped": (TEXT, {"bf16": {"enabled": True}, "gradient_clipping": 0.1}),
-    "fp16 and ZeRO 1": (TEXT, {"fp16": FP16, **ZERO1, "pipeline": CHECKPOINTED}),
+    "fp16 and ZeRO 1": (TEXT, {"fp16": FP16, **engines.ZERO1, "pipeline": CHECKPOINTED}),
     "labels in a dict": (
         functools.partial(train_and_evaluate, data=as_dicts(image_batches(3))), on_images(loss_fn=loss_of_dict),
     ),
@@ -293,7 +274,8 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
         on_images(loss_fn=loss_of_number),
     ),
     "no labels and no loss function": (
-        lambda engine: vars(train(engine, labelled(None, None, None))), on_images(layers=own_loss_layers, loss_fn=None),
+        lambda engine: vars(engines.train(engine, labelled(None, None, None))),
+        on_images(layers=own_loss_layers, loss_fn=None),
     ),
     "images of different sizes": (
         functools.partial(train_and_evaluate, data=images_of_sizes(3)),
@@ -309,9 +291,9 @@ CASES: dict[str, tuple[Callable[[PipelineEngine], Any], dict[str, Any]]] = {
 
 def job_case(name: str) -> tuple[float, Any]:
     job, options = CASES[name]
-    options = {"layers": fp32_layers, "loss_fn": loss_of_logits, **options}
-    stock, ours = both(job, terapipe=WHOLE, **options)
-    return error_of(ours, stock), stock
+    options = {"layers": engines.fp32_layers, "loss_fn": loss_of_logits, **options}
+    stock, ours = engines.both(job, terapipe=WHOLE, **options)
+    return engines.error_of(ours, stock), stock
 
 
 @pytest.mark.sample(6)
@@ -325,8 +307,10 @@ def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
 def job_set_before(loss_fn: Any) -> float:
     with in_parts():
         options = {"loss_fn": loss_fn, "pipeline": CHECKPOINTED}
-        stock, ours = both(lambda engine: vars(train(engine, batches(1))), fp32_layers, WHOLE, **options)
-    return error_of(ours, stock)
+        stock, ours = engines.both(
+            lambda engine: vars(engines.train(engine, engines.batches(1))), engines.fp32_layers, WHOLE, **options
+        )
+    return engines.error_of(ours, stock)
 
 
 @pytest.mark.parametrize(("loss_fn", "limit"), [(loss_of_logits, 0.0), (gpt.gpt_loss, 1e-5)])  # bits, or fp32 rounding
@@ -336,25 +320,25 @@ def test_checkpoints_in_parts_may_be_set_before_the_engine_is_built(loss_fn: Any
 
 def job_dynamic_shapes_in_slices() -> dict[str, float]:
     """Lengths differ from batch to batch, and from micro-batch to micro-batch."""
-    [longer], [shorter] = batches(1), batches(1, length=11, first_seed=7)
+    [longer], [shorter] = engines.batches(1), engines.batches(1, length=11, first_seed=7)
     data = [longer, shorter, [longer[0], shorter[1]]]
-    stock, ours = both(lambda engine: train(engine, data), module={"dynamic_shape": True})
-    return differences(ours, stock)
+    stock, ours = engines.both(lambda engine: engines.train(engine, data), module={"dynamic_shape": True})
+    return engines.differences(ours, stock)
 
 
 def test_dynamic_shapes_with_slices() -> None:
-    assert not violations(rank_pool(2).run(job_dynamic_shapes_in_slices))
+    assert not engines.violations(rank_pool(2).run(job_dynamic_shapes_in_slices))
 
 
 def job_refused_reduction() -> tuple[tuple[str, str], float]:
-    with engine_of(fp32_layers(), WHOLE) as engine:
-        refusal = raised_by(lambda: engine.eval_batch(iter(batches(1)[0]), reduce_output="sum"))
-        return refusal, float(engine.train_batch(iter(batches(1)[0])))
+    with engines.engine_of(engines.fp32_layers(), WHOLE) as engine:
+        refusal = engines.raised_by(lambda: engine.eval_batch(iter(engines.batches(1)[0]), reduce_output="sum"))
+        return refusal, float(engine.train_batch(iter(engines.batches(1)[0])))
 
 
 SHORT: list[tuple[str, Any, list[int]]] = [
-    *((schedule, 1, [LENGTH]) for schedule in ("gpipe", "terapipe", "seq1f1b", "zb-h1")),
-    ("seq1f1b", "auto", [LENGTH]),
+    *((schedule, 1, [engines.LENGTH]) for schedule in ("gpipe", "terapipe", "seq1f1b", "zb-h1")),
+    ("seq1f1b", "auto", [engines.LENGTH]),
     ("seq1f1b", 5, [8, 4, 4, 4, 3]),
 ]
 
@@ -363,26 +347,28 @@ def job_short() -> list[tuple[dict[str, float], list[int]]]:
     found = []
     for schedule, slices, _ in SHORT:
         terapipe = {"enabled": True, "slices": slices, "schedule": schedule}
-        with engine_of(gpt_layers(), terapipe, loss_fn=loss_of_logits) as engine:
-            run = train(engine, batches(2))
-            found.append((differences(run, stock_run(stages=2)), list(engine.slice_plan(LENGTH).lengths)))
+        with engines.engine_of(engines.gpt_layers(), terapipe, loss_fn=loss_of_logits) as engine:
+            run = engines.train(engine, engines.batches(2))
+            found.append(
+                (engines.differences(run, engines.stock_run(stages=2)), list(engine.slice_plan(engines.LENGTH).lengths))
+            )
     return found
 
 
 def test_a_default_granularity_refuses_no_short_sequence_and_one_slice_has_the_bits_of_the_stock_engine() -> None:
     for (schedule, _, lengths), *ranks in zip(SHORT, *rank_pool(2).run(job_short), strict=True):
         assert [plan for _, plan in ranks] == [lengths] * 2
-        assert not violations([errors for errors, _ in ranks])
+        assert not engines.violations([errors for errors, _ in ranks])
         if len(lengths) == 1 and schedule != "zb-h1":  # which sums weight gradients in another order
             assert [max(errors.values()) for errors, _ in ranks] == [0.0, 0.0], schedule
 
 
-def job_slices_by_hand(data: list[Batch], parted: bool) -> str:
+def job_slices_by_hand(data: list[engines.Batch], parted: bool) -> str:
     options = on_images(loss_fn=loss_of_dict)
-    with engine_of(options.pop("layers")(), WHOLE, **options) as engine:
+    with engines.engine_of(options.pop("layers")(), WHOLE, **options) as engine:
         engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2)))  # of the images' channels
         with mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", parted):
-            return step_error(engine, data[0])[1]
+            return engines.step_error(engine, data[0])[1]
 
 
 @pytest.mark.parametrize(("parted", "message"), [(False, "labels of type dict cannot be cut"), (True, "partition_act")])

@@ -1,7 +1,5 @@
 """Test executed strategies: the placement on machines, the section's values from the file, the refusals."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from pathlib import Path
@@ -15,21 +13,7 @@ import terapipe_ds
 from terapipe_ds.config.strategy_file import sizes_of
 from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST
-from tests.distributed.engines import (
-    EXACT,
-    LENGTH,
-    Run,
-    batches,
-    config,
-    differences,
-    engine_of,
-    gpt_layers,
-    pipeline_module,
-    raised_by,
-    reduce_in_fp64,
-    train,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 Place = tuple[int, int]
@@ -53,20 +37,22 @@ def written(folder: Path, **changes: Any) -> str:
 
 
 def ds_config_of(path: str, *without: str, section: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    whole = config(train_batch_size=8, terapipe={"enabled": True, "strategy": path, **(section or {})}, **changes)
+    whole = engines.config(
+        train_batch_size=8, terapipe={"enabled": True, "strategy": path, **(section or {})}, **changes
+    )
     return {key: value for key, value in whole.items() if key not in without}
 
 
 def engine_by(path: str, *without: str, layers: dict[str, Any] | None = None, **changes: Any) -> Any:
     topology = terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text()))
-    module = pipeline_module(gpt_layers(**(layers or {})), None, topology=topology)
+    module = engines.pipeline_module(engines.gpt_layers(**(layers or {})), None, topology=topology)
     engine = terapipe_ds.initialize(model=module, config=ds_config_of(path, *without, **changes))[0]
-    reduce_in_fp64(engine)
+    engines.reduce_in_fp64(engine)
     return engine
 
 
 def data_of(engine: Any, steps: int = 2) -> list[Any]:
-    return batches(steps, first_seed=1000 * engine.grid.get_data_parallel_id())
+    return engines.batches(steps, first_seed=1000 * engine.grid.get_data_parallel_id())
 
 
 # --- a placement is executed
@@ -74,7 +60,9 @@ def data_of(engine: Any, steps: int = 2) -> list[Any]:
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-def job_placed(path: str, layers: dict[str, Any], **changes: Any) -> tuple[Place, Run, list[int], dict[str, Any]]:
+def job_placed(
+    path: str, layers: dict[str, Any], **changes: Any
+) -> tuple[Place, engines.Run, list[int], dict[str, Any]]:
     engine = engine_by(path, *SIZES, layers=layers, **changes)
     place = engine.stage_id, engine.grid.get_data_parallel_id()
     settled = {
@@ -84,21 +72,21 @@ def job_placed(path: str, layers: dict[str, Any], **changes: Any) -> tuple[Place
         "recomputes": engine.module.activation_checkpoint_interval,
         "topology": {(at.pipe, at.data, at.model): r for at, r in engine.module.topology().mapping.items()},
     }
-    run, pipeline = train(engine, data_of(engine)), list(engine.grid.pp_group)
-    settled["slices"] = list(engine.slice_plan(LENGTH).lengths)
+    run, pipeline = engines.train(engine, data_of(engine)), list(engine.grid.pp_group)
+    settled["slices"] = list(engine.slice_plan(engines.LENGTH).lengths)
     engine.destroy()
     return place, run, pipeline, settled
 
 
-def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, Run]:
-    with engine_of(gpt_layers(**layers), None, stages=2, **changes) as engine:
-        return (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine))
+def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, engines.Run]:
+    with engines.engine_of(engines.gpt_layers(**layers), None, stages=2, **changes) as engine:
+        return (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine))
 
 
-def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, Run]:
+def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, engines.Run]:
     """Return the results of DeepSpeed's own engine in its own placement, of all stages together, by replica."""
     found = sorted(rank_pool(4).run(job_stock, layers=layers, **changes), key=lambda one: one[0])
-    runs = {replica_id: Run() for (_, replica_id), _ in found}
+    runs = {replica_id: engines.Run() for (_, replica_id), _ in found}
     for (_, replica_id), run in found:
         whole = runs[replica_id]
         whole.losses, whole.returned = run.losses or whole.losses, run.returned
@@ -144,17 +132,17 @@ def test_pipelines_lie_on_the_machines_of_the_placement(
         assert settled["topology"] == {key: 2 * n + d for key, (n, d) in strategy.placement.items()}
         assert settled["sizes"] == (2, 2) and settled["parts"] == [0, 3, 7] and settled["slices"] == [9, 8, 6]
         assert settled["schedule"] == "seq1f1b" and settled["recomputes"] == place[0]
-        limit = 1e-5 if layers == FP32 else EXACT
-        assert not violations([differences(run, stock[place[1]])], limit), (rank, place)
+        limit = 1e-5 if layers == FP32 else engines.EXACT
+        assert not engines.violations([engines.differences(run, stock[place[1]])], limit), (rank, place)
 
 
-def job_as_written(text: str) -> tuple[Place, Run]:
+def job_as_written(text: str) -> tuple[Place, engines.Run]:
     strategy = Strategy.from_json(text)
-    module = pipeline_module(gpt_layers(), None, topology=terapipe_ds.topology_of(strategy))
+    module = engines.pipeline_module(engines.gpt_layers(), None, topology=terapipe_ds.topology_of(strategy))
     written_config = {key: value for key, value in strategy.to_deepspeed().items() if key != "optimizer"}
-    engine = terapipe_ds.initialize(model=module, config=config(**written_config))[0]
-    reduce_in_fp64(engine)
-    place, run = (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine))
+    engine = terapipe_ds.initialize(model=module, config=engines.config(**written_config))[0]
+    engines.reduce_in_fp64(engine)
+    place, run = (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine))
     engine.destroy()
     return place, run
 
@@ -175,7 +163,7 @@ def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(changes: dict[str, A
     text = strategy_of(**changes).to_json()
     stock = stock_runs({})
     for place, run in rank_pool(4).run(job_as_written, text=text):
-        assert not violations([differences(run, stock[place[1]])]), place
+        assert not engines.violations([engines.differences(run, stock[place[1]])]), place
 
 
 def job_hugging_face(path: str) -> tuple[dict[str, float], list[int]]:
@@ -193,35 +181,35 @@ def test_a_model_of_hugging_face_follows_a_strategy(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
     path = written(tmp_path, axes=list(DATA_FIRST), partition=[0, 2, 4], slices=[7, 3, 6])
     errors, places = zip(*rank_pool(4).run(job_hugging_face, path=path), strict=True)
-    assert not violations(errors) and places == ([0, 0], [1, 0], [0, 1], [1, 1])
+    assert not engines.violations(errors) and places == ([0, 0], [1, 0], [0, 1], [1, 1])
 
 
 def job_save(path: str, folder: str) -> None:
     engine = engine_by(path)
-    train(engine, data_of(engine, 1))
+    engines.train(engine, data_of(engine, 1))
     engine.save_checkpoint(folder)
     engine.destroy()
 
 
-def job_load(path: str, folder: str) -> tuple[Place, Run]:
+def job_load(path: str, folder: str) -> tuple[Place, engines.Run]:
     engine = engine_by(path)
     engine.load_checkpoint(folder)
     place = engine.stage_id, engine.grid.get_data_parallel_id()
-    run = train(engine, data_of(engine)[1:])
+    run = engines.train(engine, data_of(engine)[1:])
     engine.destroy()
     return place, run
 
 
 def job_save_stock(folder: str) -> None:
-    with engine_of(gpt_layers(), None) as engine:
-        train(engine, data_of(engine, 1))
+    with engines.engine_of(engines.gpt_layers(), None) as engine:
+        engines.train(engine, data_of(engine, 1))
         engine.save_checkpoint(folder)
 
 
-def job_load_stock(folder: str) -> tuple[Place, Run]:
-    with engine_of(gpt_layers(), None) as engine:
+def job_load_stock(folder: str) -> tuple[Place, engines.Run]:
+    with engines.engine_of(engines.gpt_layers(), None) as engine:
         engine.load_checkpoint(folder)
-        return (engine.stage_id, engine.grid.get_data_parallel_id()), train(engine, data_of(engine)[1:])
+        return (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine)[1:])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(PIPE_FIRST, DATA_FIRST), (None, DATA_FIRST), (DATA_FIRST, None)])
@@ -242,8 +230,8 @@ def test_a_checkpoint_goes_on_in_another_order_of_the_axes(
     stock = stock_runs({})
     for place, run in found:
         expected = stock[place[1]]
-        last = Run(expected.losses[1:], expected.returned[1:], expected.gradients[1:], expected.parameters)
-        assert not violations([differences(run, last)]), place
+        last = engines.Run(expected.losses[1:], expected.returned[1:], expected.gradients[1:], expected.parameters)
+        assert not engines.violations([engines.differences(run, last)]), place
 
 
 # --- what is refused
@@ -251,9 +239,9 @@ def test_a_checkpoint_goes_on_in_another_order_of_the_axes(
 
 def job_refused(path: str, module: dict[str, Any], ds_config: dict[str, Any]) -> tuple[str, str]:
     options = {"stages": 2, **module}
-    layers = gpt_layers(num_layers=options.pop("num_layers", 4))
-    built = pipeline_module(layers, options.pop("stages"), **options)
-    return raised_by(lambda: terapipe_ds.initialize(model=built, config=ds_config))
+    layers = engines.gpt_layers(num_layers=options.pop("num_layers", 4))
+    built = engines.pipeline_module(layers, options.pop("stages"), **options)
+    return engines.raised_by(lambda: terapipe_ds.initialize(model=built, config=ds_config))
 
 
 @pytest.mark.parametrize(
@@ -285,15 +273,15 @@ def test_a_run_of_something_else_is_refused_on_every_rank(
 
 def job_other_length(path: str) -> tuple[str, str]:
     engine = engine_by(path)
-    (batch,) = batches(1, length=LENGTH - 1)
+    (batch,) = engines.batches(1, length=engines.LENGTH - 1)
     try:
-        return raised_by(lambda: engine.train_batch(iter(batch)))
+        return engines.raised_by(lambda: engine.train_batch(iter(batch)))
     finally:
         engine.destroy()
 
 
 def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -> None:
-    for slices, schedule in (([9, 8, 6], "seq1f1b"), ([LENGTH], "1f1b")):
+    for slices, schedule in (([9, 8, 6], "seq1f1b"), ([engines.LENGTH], "1f1b")):
         path = written(tmp_path, slices=slices, schedule=schedule)
         for kind, text in rank_pool(4).run(job_other_length, path=path):
             assert kind in ("TeraPipeConfigError", "BatchError") and "strategy.json" in text, text
@@ -302,9 +290,9 @@ def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -
 
 def job_different_files(folders: list[str]) -> tuple[str, str]:
     """Give rank 3 another file under that name, as on a machine with its own disk."""
-    module, ds_config = pipeline_module(gpt_layers()), ds_config_of("strategy.json")
+    module, ds_config = engines.pipeline_module(engines.gpt_layers()), ds_config_of("strategy.json")
     with contextlib.chdir(folders[torch.distributed.get_rank() == 3]):
-        return raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
+        return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
 
 
 def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
@@ -317,7 +305,7 @@ def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
 
 
 def job_topology(path: str) -> tuple[str, str]:
-    return raised_by(lambda: terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text())))
+    return engines.raised_by(lambda: terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text())))
 
 
 def test_a_topology_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

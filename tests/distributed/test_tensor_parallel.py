@@ -1,34 +1,29 @@
-"""Test slices under tensor parallelism: against the whole model on one rank, and the data that ranks must share."""
+"""Test slices under tensor parallelism: against the whole model on one rank, the data that ranks must share, and the
+clipped update against a formula over the whole gradients.
 
-from __future__ import annotations
+Divided parameters count on every tensor-parallel rank in the norm, replicated ones once, and a tied weight once, also
+if it is divided. With plain SGD a wrong norm shows in the update; Adam would hide it.
+"""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from tests.distributed import engines
 from tests.distributed import tensor_parallel as tp
-from tests.distributed.engines import (
-    EXACT,
-    Run,
-    batches,
-    build,
-    differences,
-    engine_of,
-    raised_by,
-    section,
-    step_error,
-    train,
-    violations,
-)
+from tests.distributed.checkpoint_states import trained_copy
 from tests.distributed.harness import rank_pool
 from tests.distributed.tensor_parallel import parallel
 
 
-def sharded(engine: PipelineEngine, run: Run) -> Run:
+def sharded(engine: PipelineEngine, run: engines.Run) -> engines.Run:
     """Return the results of a run of the whole model, cut down to the part of this tensor-parallel rank."""
     grid = engine.mpu
     rank, size = grid.get_slice_parallel_rank(), grid.get_slice_parallel_world_size()
@@ -37,28 +32,28 @@ def sharded(engine: PipelineEngine, run: Run) -> Run:
     def part(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {n: t.chunk(size, dims[n])[rank] if n in dims else t for n, t in tensors.items()}
 
-    return Run(run.losses, run.returned, [part(g) for g in run.gradients], part(run.parameters))
+    return engines.Run(run.losses, run.returned, [part(g) for g in run.gradients], part(run.parameters))
 
 
 def _against_the_whole(grid: tuple[int, int, int], terapipe: dict[str, Any]) -> dict[str, float]:
     """Compare with the stock engine on the whole model; each rank is a replica of it."""
-    data = batches(3)
-    with engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
-        reference = train(engine, data)
-    with engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
-        return differences(train(engine, data), sharded(engine, reference))
+    data = engines.batches(3)
+    with engines.engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
+        reference = engines.train(engine, data)
+    with engines.engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
+        return engines.differences(engines.train(engine, data), sharded(engine, reference))
 
 
 @pytest.mark.parametrize(
     ("grid", "terapipe"),
     [
-        ((2, 1, 2), section(slices=[9, 13, 1])),
-        pytest.param((1, 2, 2), section(schedule="terapipe"), marks=pytest.mark.full),
+        ((2, 1, 2), engines.section(slices=[9, 13, 1])),
+        pytest.param((1, 2, 2), engines.section(schedule="terapipe"), marks=pytest.mark.full),
     ],
     ids=["tp2-pp2", "tp2-pp1-dp2"],
 )
 def test_a_step_is_that_of_the_whole_model(grid: tuple[int, int, int], terapipe: dict[str, Any]) -> None:
-    assert violations(rank_pool(4).run(_against_the_whole, grid=grid, terapipe=terapipe), EXACT) == {}
+    assert engines.violations(rank_pool(4).run(_against_the_whole, grid=grid, terapipe=terapipe), engines.EXACT) == {}
 
 
 # -- what the ranks must have alike --------------------------------------------------------------------------------
@@ -72,26 +67,26 @@ SEEDED = {
 
 def _disagreements(grid: tuple[int, int, int]) -> tuple[dict[str, tuple[str, str]], float, float]:
     """Give some ranks other data than their peers; then train, against a run that was never refused a batch."""
-    rank, data = torch.distributed.get_rank(), batches(1, num_micro_batches=3)[0]
-    is_odd, own = rank in (1, 3), batches(1, first_seed=1000 * rank)[0]
-    terapipe = section(slices=[9, 13, 1])
-    with engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
-        undisturbed = train(engine, batches(2))
-    with engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
+    rank, data = torch.distributed.get_rank(), engines.batches(1, num_micro_batches=3)[0]
+    is_odd, own = rank in (1, 3), engines.batches(1, first_seed=1000 * rank)[0]
+    terapipe = engines.section(slices=[9, 13, 1])
+    with engines.engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
+        undisturbed = engines.train(engine, engines.batches(2))
+    with engines.engine_of(tp.layers(), terapipe, **parallel(grid)) as engine:
         found = {
-            "samples": step_error(engine, own),
-            "order": step_error(engine, data[::-1] if is_odd else data),
-            "labels": step_error(engine, [(x, y.roll(1, dims=0)) if is_odd else (x, y) for x, y in data]),
-            "evaluation": raised_by(lambda: engine.eval_batch(iter(own))),
+            "samples": engines.step_error(engine, own),
+            "order": engines.step_error(engine, data[::-1] if is_odd else data),
+            "labels": engines.step_error(engine, [(x, y.roll(1, dims=0)) if is_odd else (x, y) for x, y in data]),
+            "evaluation": engines.raised_by(lambda: engine.eval_batch(iter(own))),
         }
         if grid == (2, 1, 2):
-            found["length"] = step_error(engine, batches(1, length=24)[0])
+            found["length"] = engines.step_error(engine, engines.batches(1, length=24)[0])
         engine.train()
         size = engine.train_batch_size()
         engine.set_train_batch_size(size + is_odd * size // 2)
-        found["count"] = step_error(engine, data)
+        found["count"] = engines.step_error(engine, data)
         engine.set_train_batch_size(size)
-        return found, train(engine, batches(2)).returned[1], undisturbed.returned[1]
+        return found, engines.train(engine, engines.batches(2)).returned[1], undisturbed.returned[1]
 
 
 def _lines(error: tuple[str, str]) -> list[str]:
@@ -124,11 +119,11 @@ def test_peers_with_other_data_are_an_error_on_every_rank(grid: tuple[int, int, 
 
 
 def _planned_differently(different: list[int], grid: tuple[int, int, int]) -> str:
-    with engine_of(tp.layers(), section(), **parallel(grid)) as engine:
+    with engines.engine_of(tp.layers(), engines.section(), **parallel(grid)) as engine:
         assert isinstance(engine, TeraPipeEngine)
         if engine.global_rank in different:
             engine.use_slice_plan(SlicePlan((9, 14)))
-        kind, text = step_error(engine)
+        kind, text = engines.step_error(engine)
         assert kind == "BatchError"
         return text
 
@@ -151,12 +146,12 @@ def test_a_plan_that_only_some_ranks_set_is_an_error_on_all(different: list[int]
 
 def _in_multiples(terapipe: dict[str, Any], length: int, by_hand: list[int]) -> tuple[list[int], int, str, str]:
     """Return plan and granularity of slices in multiples of two, and the errors for odd sequences and slices."""
-    with engine_of(tp.layers(), terapipe, **parallel((2, 1, 2), tp.InMultiplesOfTwo)) as engine:
+    with engines.engine_of(tp.layers(), terapipe, **parallel((2, 1, 2), tp.InMultiplesOfTwo)) as engine:
         assert isinstance(engine, TeraPipeEngine)
-        train(engine, batches(1, length=length))
+        engines.train(engine, engines.batches(1, length=length))
         lengths = list(engine.slice_plan(length).lengths)
-        _, odd = step_error(engine, batches(1, length=length - 1)[0])
-        _, refused = raised_by(lambda: engine.use_slice_plan(SlicePlan(tuple(by_hand))))
+        _, odd = engines.step_error(engine, engines.batches(1, length=length - 1)[0])
+        _, refused = engines.raised_by(lambda: engine.use_slice_plan(SlicePlan(tuple(by_hand))))
         assert "slice_length_multiple" in refused
         return lengths, engine.terapipe_config.granularity_tokens, odd, refused
 
@@ -175,7 +170,7 @@ def _in_multiples(terapipe: dict[str, Any], length: int, by_hand: list[int]) -> 
 def test_slices_are_multiples_of_what_the_module_asks_for(
     changes: dict[str, Any], lengths: list[int] | None, granularity_tokens: int
 ) -> None:
-    results = rank_pool(4).run(_in_multiples, terapipe=section(**changes), length=22, by_hand=[7, 15])
+    results = rank_pool(4).run(_in_multiples, terapipe=engines.section(**changes), length=22, by_hand=[7, 15])
     assert len({tuple(found) for found, *_ in results}) == 1
     for found, granularity, odd, refused in results:
         assert granularity == granularity_tokens
@@ -187,10 +182,110 @@ def test_slices_are_multiples_of_what_the_module_asks_for(
 
 def _odd_slices_listed() -> tuple[str, str]:
     options = parallel((2, 1, 2), tp.InMultiplesOfTwo)
-    return raised_by(lambda: build(tp.layers(), section(slices=[8, 9, 5]), **options))
+    return engines.raised_by(lambda: engines.build(tp.layers(), engines.section(slices=[8, 9, 5]), **options))
 
 
 def test_listed_slices_that_are_no_multiples_are_refused_on_all_ranks() -> None:
     for kind, error in rank_pool(4).run(_odd_slices_listed):
         assert kind == "TeraPipeConfigError"
         assert "terapipe.slices = [8, 9, 5]: slices of 9, 5 tokens are no multiples of 2" in error
+
+
+# -- the gradient norm and the clipped update ------------------------------------------------------------------
+
+
+LEARNING_RATE = 0.5
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}}, "zero_allow_untested_optimizer": True}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+BF16, ZERO_1 = {"bf16": {"enabled": True}}, {"zero_optimization": {"stage": 1}}
+
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {  # dtype, config, limit; DeepSpeed's norms are fp32
+    "fp64": ("float64", {}, 1e-6),
+    "fp32": ("float32", {}, 1e-5),
+    "fp32-zero1": ("float32", ZERO_1, 1e-5),
+    "bf16": ("bfloat16", BF16, 2e-3),
+    "bf16-zero1": ("bfloat16", {**BF16, **ZERO_1}, 2e-3),
+    "fp16-unfused": ("float16", FP16, 2e-3),
+    "fp16-fused": ("float16", FP16, 2e-3),
+    "fp16-zero1": ("float16", {**FP16, **ZERO_1}, 2e-3),
+}
+
+
+def _whole_gradients(engine: PipelineEngine, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return every gradient of the model, once: shares joined, replicated and tied ones taken from one rank."""
+    grid = engine.mpu
+    place = grid.get_stage_id(), grid.get_slice_parallel_rank(), grid.get_data_parallel_rank()
+    dims = {n: getattr(p, "partition_dim", None) for n, p in engine.module.named_parameters()}
+    everyone: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyone, (place, {n: (g.double(), dims[n]) for n, g in mine.items()}))
+    found: dict[str, list[tuple[int, Tensor, int | None]]] = {}
+    for (_, rank, replica_id), gradients in sorted(everyone, key=lambda each: each[0]):
+        for name, (gradient, dim) in gradients.items():
+            places = found.setdefault(name, [])
+            if replica_id == 0 and rank not in [other for other, *_ in places]:
+                places.append((rank, gradient, dim))
+    return {
+        name: parts[0][1] if parts[0][2] is None else torch.cat([part for _, part, _ in parts], dim=parts[0][2])
+        for name, parts in found.items()
+    }
+
+
+def _weights(engine: PipelineEngine) -> dict[str, Tensor]:
+    """Return the weights as precisely as they are kept."""
+    return {n: trained_copy(engine, p).detach().clone() for n, p in engine.module.named_parameters()}
+
+
+@contextlib.contextmanager
+def _fused(wanted: bool) -> Iterator[None]:
+    """DeepSpeed takes its fused fp16 optimizer for its own Adam only, which would have to be compiled."""
+    import deepspeed.runtime.engine as stock
+
+    usual = stock.FusedAdam
+    stock.FusedAdam = torch.optim.SGD if wanted else usual
+    try:
+        yield
+    finally:
+        stock.FusedAdam = usual
+
+
+def _norm_and_update(grid: tuple[int, int, int], kind: str) -> tuple[float, float, float, str]:
+    """Return the relative errors of the norm and of the clipped update, the norm, and the optimizer's class."""
+    dtype, changes, _ = KINDS[kind]
+    options = {**parallel(grid), **SGD, **changes}
+    data = engines.batches(1)
+    with _fused(kind == "fp16-fused"):
+        with engines.engine_of(tp.layers(dtype), engines.section(), **options) as engine:
+            (mine,) = engines.train(engine, data).gradients
+            whole = _whole_gradients(engine, mine)
+        norm = float(torch.cat([gradient.flatten() for gradient in whole.values()]).norm())
+        limit = norm / 4
+        with engines.engine_of(tp.layers(dtype), engines.section(), **options, gradient_clipping=limit) as engine:
+            before = _weights(engine)
+            engines.train(engine, data)
+            after, found = _weights(engine), engine.get_global_grad_norm()
+            name = type(engine.optimizer).__name__
+            if found is not None and name == "FP16_UnfusedOptimizer":  # says the norm of the scaled gradients
+                found /= engine.optimizer.loss_scale_config.cur_scale
+    error = 0.0 if found is None else abs(float(found) / norm - 1)
+    steps = torch.cat([(after[n] - before[n]).double().flatten() for n in mine])
+    expected = torch.cat([-LEARNING_RATE * limit / norm * mine[n].double().flatten() for n in mine])
+    return error, engines.relative_error(steps, expected), norm, name
+
+
+CASES = {
+    **{("tp2-pp2", kind): (2, 1, 2) for kind in KINDS},
+    ("tp2-dp2", "fp32-zero1"): (1, 2, 2),
+    ("pp2-dp2", "fp16-unfused"): (2, 2, 1),
+    ("pp4", "bf16"): (4, 1, 1),
+}
+BY_DEFAULT = {("tp2-pp2", "fp64"), ("tp2-pp2", "bf16"), ("tp2-dp2", "fp32-zero1"), ("pp2-dp2", "fp16-unfused")}
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] * (case not in BY_DEFAULT)) for case in CASES], ids="-".join
+)
+def test_the_clipped_update_is_that_of_the_whole_gradient(case: tuple[str, str]) -> None:
+    limit = KINDS[case[1]][2]
+    for error, update, norm, name in rank_pool(4).run(_norm_and_update, grid=CASES[case], kind=case[1]):
+        assert error <= limit and update <= 10 * limit, (error, update, norm, name)

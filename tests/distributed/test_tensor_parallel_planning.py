@@ -1,7 +1,5 @@
 """Test planning under tensor parallelism: peers run the same slices equally often, for any clocks and caches."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from pathlib import Path

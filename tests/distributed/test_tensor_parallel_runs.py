@@ -1,7 +1,5 @@
 """Test what surrounds a step under tensor parallelism: evaluation, traces, and ranks that fail."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,20 +15,8 @@ from terapipe_ds.runtime.failures import trials, watchdog
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.timeline import Timeline
-from tests.distributed import harness
+from tests.distributed import engines, harness
 from tests.distributed import tensor_parallel as tp
-from tests.distributed.engines import (
-    EXACT,
-    FP32_SCALAR,
-    LENGTH,
-    Batch,
-    batches,
-    engine_of,
-    error_of,
-    relative_error,
-    section,
-    train,
-)
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.tensor_parallel import parallel
 
@@ -40,7 +26,7 @@ GRID = (2, 1, 2)
 # -- evaluation --------------------------------------------------------------------------------------------------
 
 
-def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
+def _evaluations(engine: PipelineEngine, data: engines.Batch) -> dict[str, Any]:
     outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None)
     loss, logits = engine.eval_batch(iter(data), return_logits=True)
     plain = engine.eval_batch(iter(data))
@@ -53,21 +39,21 @@ def _evaluations(engine: PipelineEngine, data: Batch) -> dict[str, Any]:
 
 def _evaluated() -> dict[str, Any]:
     """Return relative errors against the whole model on one rank; logits are this rank's part of the vocabulary."""
-    (data,) = batches(1)
-    with engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
+    (data,) = engines.batches(1)
+    with engines.engine_of(tp.layers(), None, **parallel((1, torch.distributed.get_world_size(), 1))) as engine:
         whole = _evaluations(engine, data)
-    with engine_of(tp.layers(), section(slices=[9, 13, 1]), **parallel(GRID)) as engine:
+    with engines.engine_of(tp.layers(), engines.section(slices=[9, 13, 1]), **parallel(GRID)) as engine:
         ours, rank, is_last = _evaluations(engine, data), engine.mpu.get_slice_parallel_rank(), engine.is_last_stage()
 
     def part(logits: torch.Tensor) -> torch.Tensor:
         return logits.chunk(2, dim=-1)[rank]
 
     pairs = zip(ours["losses"], whole["losses"], strict=True)
-    errors: dict[str, Any] = {"losses": max(relative_error(a, b) for a, b in pairs)}
+    errors: dict[str, Any] = {"losses": max(engines.relative_error(a, b) for a, b in pairs)}
     if is_last:
-        errors["exact"] = relative_error(ours["exact"], whole["exact"])
-        errors["logits"] = error_of(ours["logits"], part(whole["logits"]))
-        errors["outputs"] = error_of(ours["outputs"], [part(each) for each in whole["outputs"]])
+        errors["exact"] = engines.relative_error(ours["exact"], whole["exact"])
+        errors["logits"] = engines.error_of(ours["logits"], part(whole["logits"]))
+        errors["outputs"] = engines.error_of(ours["outputs"], [part(each) for each in whole["outputs"]])
     else:
         errors["elsewhere"] = [ours["logits"], ours["outputs"]]
     return errors
@@ -76,20 +62,20 @@ def _evaluated() -> dict[str, Any]:
 def test_evaluation_gives_every_rank_the_loss_and_the_last_stage_its_part_of_the_logits() -> None:
     """As with DeepSpeed's own engine, the logits are not sent to other stages."""
     first, peer, *last = rank_pool(4).run(_evaluated)
-    assert first["losses"] <= FP32_SCALAR and peer["losses"] <= FP32_SCALAR
+    assert first["losses"] <= engines.FP32_SCALAR and peer["losses"] <= engines.FP32_SCALAR
     assert first["elsewhere"] == peer["elsewhere"] == [None, None]
     for errors in last:
-        assert errors["losses"] <= FP32_SCALAR
-        assert max(errors[name] for name in ("exact", "logits", "outputs")) <= EXACT, errors
+        assert errors["losses"] <= engines.FP32_SCALAR
+        assert max(errors[name] for name in ("exact", "logits", "outputs")) <= engines.EXACT, errors
 
 
 # -- traces ------------------------------------------------------------------------------------------------------
 
 
 def _traced(folder: str) -> None:
-    terapipe = section(slices="auto", granularity_tokens=16, trace_dir=folder)
-    with engine_of(tp.layers(), terapipe, **parallel(GRID)) as engine:
-        train(engine, batches(2))
+    terapipe = engines.section(slices="auto", granularity_tokens=16, trace_dir=folder)
+    with engines.engine_of(tp.layers(), terapipe, **parallel(GRID)) as engine:
+        engines.train(engine, engines.batches(2))
 
 
 def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
@@ -99,7 +85,7 @@ def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
     files = {rank: tmp_path / f"timeline-step000002-rank{rank:04d}.json" for rank in range(4)}
     stages = {rank: {event.stage_id for event in Timeline.load(file).events} for rank, file in files.items()}
     assert stages == {0: {0}, 1: {0}, 2: {1}, 3: {1}}
-    predicted = tmp_path / f"predicted-{LENGTH}-tokens-2-micro-batches.json"
+    predicted = tmp_path / f"predicted-{engines.LENGTH}-tokens-2-micro-batches.json"
     assert main(["timeline", str(tmp_path), "--against", str(predicted)]) == 0
     said = capsys.readouterr()
     assert "F0.0" in said.out and "note: ranks 0, 2; others hold the same stages" in said.err
@@ -134,9 +120,11 @@ def _with_a_fault(kind: str, rank: int) -> None:
 
     if torch.distributed.get_rank() == rank:
         tp.DecoderLayer.forward = faulty  # type: ignore[method-assign]
-    with engine_of(tp.layers(), section(stall_timeout_s=2 if kind == "hangs" else 60), **parallel(GRID)) as engine:
+    with engines.engine_of(
+        tp.layers(), engines.section(stall_timeout_s=2 if kind == "hangs" else 60), **parallel(GRID)
+    ) as engine:
         assert isinstance(engine, TeraPipeEngine)
-        train(engine, batches(1))
+        engines.train(engine, engines.batches(1))
 
 
 @pytest.fixture
@@ -202,9 +190,9 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
             patch.setattr(tp.DecoderLayer, "forward", _broken if here else _forward)
         elif here:
             patch.setattr(SliceTimer, "layer_seconds", _layer_seconds_of_broken)
-        with engine_of(tp.layers(), section(**terapipe), **parallel(PEERS)) as engine:
+        with engines.engine_of(tp.layers(), engines.section(**terapipe), **parallel(PEERS)) as engine:
             assert isinstance(engine, TeraPipeEngine)
-            losses, planner = train(engine, batches(1)).returned, engine._plans._planner
+            losses, planner = engines.train(engine, engines.batches(1)).returned, engine._plans._planner
             profiles = () if planner is None else planner.profiles._known.values()
             return losses, any(profile.layers is not None for profile in profiles)
 

@@ -1,7 +1,5 @@
 """Test that Trainer over stages gives what Trainer gives in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Test that SFTTrainer over stages gives what SFTTrainer gives in one process."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Test the programs of the tutorials and the shortest examples, run as printed on two stages."""
 
-from __future__ import annotations
-
 import re
 import runpy
 import sys

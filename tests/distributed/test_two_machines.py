@@ -1,7 +1,5 @@
 """Test two machines, emulated by two groups of processes, each with a working folder of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

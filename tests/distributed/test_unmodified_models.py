@@ -1,12 +1,19 @@
 """Test that plain torch models train in slices as in the stock engine: the engine intercepts their attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 
-from tests.distributed.engines import batches, differences, engine_of, run_training, section, step_error, violations
+from tests.distributed.engines import (
+    batches,
+    differences,
+    engine_of,
+    of_rank_0,
+    run_training,
+    section,
+    step_error,
+    violations,
+)
 from tests.distributed.harness import rank_pool
 from tests.small_models.unmodified import layers_of
 
@@ -45,12 +52,13 @@ def job_refused(from_slice: bool, changes: dict[str, Any]) -> tuple[str, str, in
 
 
 def test_positions_from_zero_are_named_before_the_first_step() -> None:
-    for kind, text, steps in rank_pool(2).run(job_refused, from_slice=False, changes={}):
-        assert (kind, steps) == ("VerifyError", 0)
-        assert "\n  layer 1 (Positions): output of tokens 8.. differs" in text
-        assert "positions start at `active_slice().start`" in text and "layer 2" not in text
+    told = rank_pool(2).run(job_refused, from_slice=False, changes={})
+    _, text, _ = of_rank_0(told)
+    assert [steps for _, _, steps in told] == [0, 0]
+    assert "\n  layer 1 (Positions): output of tokens 8.. differs" in text
+    assert "positions start at `active_slice().start`" in text and "layer 2" not in text
 
 
 def test_explicit_refuses_the_call() -> None:
-    for kind, text, steps in rank_pool(2).run(job_refused, from_slice=True, changes={"attention": "explicit"}):
-        assert (kind, steps) == ("VerifyError", 0) and "layer 2 (Block): raised PlainAttentionError" in text
+    kind, text, steps = of_rank_0(rank_pool(2).run(job_refused, from_slice=True, changes={"attention": "explicit"}))
+    assert (kind, steps) == ("VerifyError", 0) and "layer 2 (Block): raised PlainAttentionError" in text

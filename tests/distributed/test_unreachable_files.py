@@ -1,7 +1,5 @@
 """Test saves and loads if one rank cannot stat, open or make a file: all ranks raise the same error, or all succeed."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from pathlib import Path

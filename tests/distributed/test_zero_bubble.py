@@ -1,7 +1,5 @@
 """Test split backwards in the engine, beyond the cases of `zb-h1` and `seq1f1b-zb` in `tests/test_transparency.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,21 +8,8 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
 from terapipe_ds.schedule.action import Kind
+from tests.distributed import engines
 from tests.distributed.cases import Case
-from tests.distributed.engines import (
-    EXACT,
-    batches,
-    both,
-    differences,
-    engine_of,
-    error_of,
-    gpt_layers,
-    logged,
-    run_training,
-    section,
-    train,
-    violations,
-)
 from tests.distributed.faults import train_broken
 from tests.distributed.harness import RankFailure, rank_pool
 
@@ -52,8 +37,11 @@ def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, messa
 
 def job_bits(schedules: tuple[str, str]) -> float:
     """Return how far the results of two schedules are from each other."""
-    first, second = (run_training(gpt_layers, section(schedule=name), batches(2, 3)) for name in schedules)
-    return error_of(vars(first), vars(second))
+    first, second = (
+        engines.run_training(engines.gpt_layers, engines.section(schedule=name), engines.batches(2, 3))
+        for name in schedules
+    )
+    return engines.error_of(vars(first), vars(second))
 
 
 @pytest.mark.parametrize("schedules", [("seq1f1b", "seq1f1b-zb"), ("1f1b", "zb-h1")], ids="-".join)
@@ -79,20 +67,22 @@ class Scale(torch.nn.Module):
 
 
 def job_nothing_deferred() -> tuple[dict[str, float], list[str]]:
-    with logged() as said:
-        stock, ours = both(lambda engine: train(engine, batches(2)), layers, section(schedule="zb-h1"))
-    return differences(ours, stock), [message for message in said if "leaves weight gradients" in message]
+    with engines.logged() as said:
+        stock, ours = engines.both(
+            lambda engine: engines.train(engine, engines.batches(2)), layers, engines.section(schedule="zb-h1")
+        )
+    return engines.differences(ours, stock), [message for message in said if "leaves weight gradients" in message]
 
 
 def layers() -> list[Any]:
     """The second of two stages has no plain linear layer: a tied head, and layers of the user's own."""
-    decoder = gpt_layers(num_layers=2, tied_embedding=True)
+    decoder = engines.gpt_layers(num_layers=2, tied_embedding=True)
     return [*decoder[:3], *(LayerSpec(Scale) for _ in range(3)), *decoder[3:]]
 
 
 def test_a_stage_that_defers_nothing_is_right_and_says_so_once() -> None:
     results = rank_pool(2).run(job_nothing_deferred)
-    assert not violations([errors for errors, _ in results], EXACT)
+    assert not engines.violations([errors for errors, _ in results], engines.EXACT)
     assert [len(said) for _, said in results] == [0, 1]
     assert results[1][1][0].startswith("stage 1, chunk 0: the schedule splits backwards, but no layer")
 
@@ -107,7 +97,7 @@ def keys(engine: Any) -> list[tuple[int, int, int]]:
 def job_memory() -> tuple[list[int], int, int]:
     """Return how many units wait for W when each W begins; the bytes that wait at the end; and the stage."""
     waiting: list[int] = []
-    with engine_of(gpt_layers(), section(schedule="seq1f1b-zb")) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.section(schedule="seq1f1b-zb")) as engine:
         weight = engine._ACTIONS[Kind.WEIGHT]
 
         def before_weight(self: Any, action: Any) -> None:
@@ -116,7 +106,7 @@ def job_memory() -> tuple[list[int], int, int]:
             weight(self, action)
 
         engine._ACTIONS = {**engine._ACTIONS, Kind.WEIGHT: before_weight}  # type: ignore[misc]
-        engine.train_batch(iter(batches(1)[0]))
+        engine.train_batch(iter(engines.batches(1)[0]))
         left = sum(map(engine.weight_gradients.kept_bytes, keys(engine)))
         return waiting, left, engine.stage_id
 

@@ -1,8 +1,6 @@
 """Test the zoo: small models and losses, each right in the stock engine. With the defaults each trains in slices as
 there, or every rank refuses it before the first step and names the problem."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from tests.distributed.engines import (
     Run,
     differences,
     engine_of,
+    of_rank_0,
     raised_by,
     run_training,
     section,
@@ -138,10 +137,12 @@ class TestTwoRanks:
         member = ZOO[name]
         seen = seen_of(member)
         assert [each.sliced for each in seen] == [{}, {}], "trained on"
-        for each in seen:
+        if member.error == "VerifyError":
+            of_rank_0([(each.error, each.text) for each in seen])
+        for each in seen[: 1 if member.error == "VerifyError" else None]:
             assert each.error == member.error, each.text
             assert [words for words in member.says if words not in each.text] == [], each.text
-            assert each.untouched
+        assert all(each.untouched for each in seen)
         assert member.stops or violations([each.unguarded for each in seen], WRONG) != {}, "nothing is wrong with it"
 
     @pytest.mark.sample(8)

@@ -1,7 +1,5 @@
 """Test a model of transformers in memory, changed by its owner: it trains as its own class, or is refused by name."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from typing import Any

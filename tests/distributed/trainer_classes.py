@@ -1,7 +1,5 @@
 """Trainers of others, over stages: some only delegate, others compute losses of their own. Used inside the ranks."""
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Train with transformers' Trainer in one process, and over stages; compare. Runs inside the ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -5,8 +5,6 @@ other, a backward for each micro-batch of each replica, torch's own clipping and
 DeepSpeed's stock engine or by ours, and runs inside the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import itertools

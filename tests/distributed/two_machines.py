@@ -5,8 +5,6 @@ torchrun --nnodes 2 --nproc-per-node 1 --node-rank 0 ... two_machines.py SHARED_
 writes the outcome to `result.json` in the working folder. The same job runs in the ranks of one machine.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """After a full run: how many inputs of each format were accepted and refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tests.fuzz.outcome import FULL, counts

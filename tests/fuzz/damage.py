@@ -1,7 +1,5 @@
 """Strategies that spoil valid documents and files: structure first, then bytes."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

@@ -1,7 +1,5 @@
 """What is asked of every input: it is accepted, or refused in words of our own."""
 
-from __future__ import annotations
-
 import collections
 import json
 import os

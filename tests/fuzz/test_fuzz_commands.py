@@ -1,7 +1,5 @@
 """Every command of ``terapipe`` with arguments that nobody meant: exit code 0, or 2 and one line of our own."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

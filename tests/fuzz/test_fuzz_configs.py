@@ -1,7 +1,5 @@
 """DeepSpeed configs, model files, device cards, results of benchmarks, caches of profiles."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Slice plans, profiles, schedules as CSV, timelines: the files of planning and simulation."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

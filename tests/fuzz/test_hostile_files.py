@@ -1,7 +1,5 @@
 """Files of a stranger: no code of theirs runs, and what is refused is refused in one line, soon, in little memory."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Run parts, each in a process of its own, merge what they found, and say what failed."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """Measure steps of one stage in more and more slices, beside the stock engine and beside what is predicted."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Compare attention in slices with fp64, values and gradients, by one call per slice and by calls on blocks."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

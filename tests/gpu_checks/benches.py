@@ -1,7 +1,5 @@
 """Run `terapipe bench` on a device: rows must run and agree."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

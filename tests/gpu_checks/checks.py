@@ -1,7 +1,5 @@
 """Define a check and its outcome, the parts' files, and the one result into which they are merged."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """Measure layers of large models: write a profile of each, as the planner takes it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

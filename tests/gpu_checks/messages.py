@@ -5,8 +5,6 @@ pipeline of two stages whose messages have that size, which shows hangs, wrong l
 the host. Then a receive waits while its device multiplies matrices, which shows how many multiprocessors it holds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

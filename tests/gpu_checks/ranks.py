@@ -4,8 +4,6 @@ With a device for each rank, messages go over NCCL. With fewer devices, all rank
 host.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Measure what slicing costs in attention: sliced against unsliced, by one kernel."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 

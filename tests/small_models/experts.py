@@ -1,7 +1,5 @@
 """Define experts with losses of their own: the code of docs/auxiliary_losses.md, run as printed, and plain formulas."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from pathlib import Path

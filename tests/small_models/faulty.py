@@ -1,7 +1,5 @@
 """Define layers that cannot be sliced, each with one fault, and the text that `verify` must report for it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Each takes (layer, width, heads) and maps [B, T, width] to the same. The attention has options.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Hashable

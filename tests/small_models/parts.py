@@ -4,8 +4,6 @@ Attention and MLP have biases and work in place, as the models of users do. Keys
 Adam would turn the rounding of that into a step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """Define tiny models whose layers hand tuples on, return their own loss, or report further losses. All use fp64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

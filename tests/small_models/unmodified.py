@@ -3,8 +3,6 @@
 Torch's attention has no biases here: the keys' bias has a gradient of zero, and Adam turns its rounding into a step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Builds of DeepSpeed's operators: none at the start on a CPU, and a killed one is named where others would wait."""
 
-from __future__ import annotations
-
 import logging
 import os
 import subprocess

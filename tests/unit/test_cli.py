@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import dataclasses
 import fcntl
 import io
@@ -292,10 +290,14 @@ def test_timeline_says_where_a_stage_is_missing(capsys: pytest.CaptureFixture[st
 def test_simulate_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     """Two stages, one micro-batch of 5 and 3 of 8 tokens: forwards 5/8 and 3/8 s, backwards twice that."""
     lines = [line.split() for line in shown(capsys, "simulate", *UNIT).splitlines()]
-    assert lines[0] == ["seq1f1b:", "2", "stages,", "1", "micro-batch,", "slices", "5,3"]
+    assert lines[0] == ["seq1f1b:", "2", "stages,", "1", "micro-batch,", "slices", "5,", "3", "tokens"]
     assert lines[1] == ["makespan", "4.875", "s,", "bubble", "38.5", "%"]
     assert lines[4:6] == [["0", "3", "38.5", "2"], ["1", "3", "38.5", "2"]]
     assert lines[-1][:6] == ["critical", "path:", "6", "steps", "on", "2"]
+    eight = shown(
+        capsys, "simulate", *UNIT[: UNIT.index("--slices")], "--slices", "8", "--sequence-length", "1024", "--unit"
+    )
+    assert eight.startswith("seq1f1b: 2 stages, 1 micro-batch, slices 8 x 128 tokens\n")
     data = json.loads(shown(capsys, "simulate", *UNIT, "--json"))
     assert (data["makespan_s"], data["plans"], data["num_stages"]) == (4.875, [[5, 3]], 2)
     times = {"busy_s": 3, "bubble_fraction": pytest.approx(1 - 3 / 4.875)}

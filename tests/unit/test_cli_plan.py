@@ -1,7 +1,5 @@
 """`terapipe plan`: what it prints and writes, what it takes from files, and what it refuses in one line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os
@@ -59,7 +57,7 @@ def test_what_a_person_reads(capsys: pytest.CaptureFixture[str]) -> None:
         "best equal slices",
         "bubble",
         "memory",
-        "the limit is 14.40 GiB",
+        "limit 14.40 GiB, 0.9 of the card's 16\n",
     ):
         assert word in text
 

@@ -1,7 +1,5 @@
 """`terapipe strategy`: what it prints, writes and draws, what fixes a choice, and what is refused in one line."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -159,7 +157,7 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
         if what == "finalists":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Progress, "_show", interrupted)
+    monkeypatch.setattr(Progress, "callback", interrupted)
     assert main(["strategy", *SMALL, *LENGTH, "--json"]) == 0
     output = capsys.readouterr()
     assert "stopped; this is the best until then" in output.err
@@ -178,7 +176,7 @@ def test_a_time_limit_and_sigterm_end_a_search_with_the_best_so_far(
         if what == "finalists":
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Progress, "_show", terminated)
+    monkeypatch.setattr(Progress, "callback", terminated)
     assert main(["strategy", *SMALL, *LENGTH, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["strategy"]["is_complete"] is False
     assert signal.getsignal(signal.SIGTERM) is before

@@ -1,7 +1,5 @@
 """The files for containers, Kubeflow, Ray and GitHub: their forms, and names that exist. Nothing runs them here."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Versions, overridden names and optional packages, with stand-ins for what is not installed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -1,7 +1,5 @@
 """Every ready config loads, with DeepSpeed's own checks and with ours."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

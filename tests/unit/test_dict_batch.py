@@ -1,7 +1,5 @@
 """What a dict batch becomes, by rows small enough to be written out."""
 
-from __future__ import annotations
-
 from collections import UserDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The documents: commands run as printed or at least parse, and links, paths, keys and names exist."""
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib
@@ -285,6 +283,18 @@ def test_python_imports_what_exists(document: Path) -> None:
                 assert all(is_there(f"{node.module}.{alias.name}") for alias in node.names), ast.unparse(node)
             if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "terapipe_ds":
                 assert is_there(ast.unparse(node)), ast.unparse(node)
+
+
+def test_the_plan_of_the_readme_is_drawn_against_stock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = (ROOT / "README.md").read_text()
+    (command,) = re.findall(r"^terapipe (plan .*?--picture \S+)$", text, re.MULTILINE | re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(shlex.split(command.replace("\\\n", " "))) == 0
+    (picture,) = tmp_path.glob("*.svg")
+    assert f"](docs/pictures/{picture.name})" in text
+    shapes = [path.read_text().count("<path") for path in (picture, ROOT / "docs/pictures" / picture.name)]
+    assert shapes[0] == shapes[1] > 50
+    assert [title in picture.read_text() for title in ("<!-- makespan 7.172 s", "<!-- makespan 3.74 s")] == [True, True]
 
 
 def test_the_picture_of_the_readme_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

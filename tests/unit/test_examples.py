@@ -1,7 +1,5 @@
 """The examples: what they do to text, what they write, and that the scripts start."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import json

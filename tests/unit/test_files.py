@@ -1,7 +1,5 @@
 """Files are written whole or not at all, and nothing in the package writes in another way."""
 
-from __future__ import annotations
-
 import ast
 import errno
 import gzip

@@ -1,7 +1,5 @@
 """The GPT of `terapipe_ds.models` against a plain implementation written here: numbers, sizes, initial weights."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

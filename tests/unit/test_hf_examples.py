@@ -1,7 +1,5 @@
 """The Hugging Face examples: what they read, which tokens count, how rows are packed and shared out, refusals."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from pathlib import Path

@@ -3,8 +3,6 @@
 Every token of the corpus is another number, so that a sample says itself where it comes from.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterable, Iterator

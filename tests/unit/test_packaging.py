@@ -1,7 +1,5 @@
 """What a wheel of the package holds, what its metadata says, and that the version is written in one place."""
 
-from __future__ import annotations
-
 import email
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """SlicePlan: lengths, spans, equal cuts, JSON."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

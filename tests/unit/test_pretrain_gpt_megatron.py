@@ -1,7 +1,5 @@
 """examples/pretrain_gpt_megatron.py: what its options mean, and what it says where they are wrong."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

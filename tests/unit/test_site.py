@@ -1,7 +1,5 @@
 """The site: its navigation has every page, and the pages that are made of the source have all that the source has."""
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import importlib.util

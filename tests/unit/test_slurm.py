@@ -1,7 +1,5 @@
 """The script for SLURM, with stand-ins for SLURM's commands and for `torchrun`."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

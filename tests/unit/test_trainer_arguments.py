@@ -1,7 +1,5 @@
 """Arguments of Trainers over stages, in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from pathlib import Path

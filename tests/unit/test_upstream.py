@@ -1,7 +1,5 @@
 """The runner of DeepSpeed's own tests, on a small checkout of our own: ranks get our engine."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -7,8 +7,6 @@ Each config gets the section `{"enabled": true, "schedule": "1f1b", "slices": 1}
 DeepSpeed under them is the installed one. Further arguments go to pytest.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

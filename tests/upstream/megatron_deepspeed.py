@@ -11,8 +11,6 @@ there 3 more follow with slices, and 3 without. All losses, and the parameters a
 Exit codes: 0 all equal, 1 a difference, 2 it cannot be run here.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import io

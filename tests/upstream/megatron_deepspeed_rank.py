@@ -7,8 +7,6 @@ not compile `deepspeed_shm_comm`. Compiling takes about a minute on a CPU, and b
 while it compiled.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

@@ -4,8 +4,6 @@ The tests start their ranks by `torch.multiprocessing`, under the name `mp` in `
 module there that prepares each process first.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Define attention by hand, which sees the keys of the call, and positions that count from 0 in every call."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec

@@ -1,7 +1,5 @@
 """Define layers whose backward or memory of earlier calls does not work per slice; experts that look at all tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Define models that can be trained in slices: no check may refuse them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Define further inputs beside the tokens, inputs without tokens, and losses that are means or declare their kind."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec

@@ -3,8 +3,6 @@
 With the defaults each model trains as its own class does in one process, or is refused before the first step.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Repeat some members with longer texts; the check looks at a window of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

@@ -1,7 +1,5 @@
 """Define losses with another denominator than the section's default, or with none."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

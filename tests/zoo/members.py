@@ -1,7 +1,5 @@
 """Define the members of the zoo: a small model with its loss and data, and the required outcome with the defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any

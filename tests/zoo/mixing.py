@@ -1,7 +1,5 @@
 """Define layers that mix tokens without attention: convolutions, shifts, norms, products, and running states."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Define masks, pooled states, flat rows and other shapes, and layers that hand tuples on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

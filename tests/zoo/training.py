@@ -1,7 +1,5 @@
 """Define layers that behave differently in training than in evaluation, or that keep something from call to call."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import random

@@ -18,11 +18,10 @@ import logging
 import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
-from terapipe_ds.attention.backends.cudnn import Cudnn
 from terapipe_ds.attention.backends.first_use import fastest
 from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from terapipe_ds.attention.backends.flex import Flex
-from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
+from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 
 __all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "passed_over", "set_backend"]

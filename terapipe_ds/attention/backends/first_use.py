@@ -69,7 +69,7 @@ def wrong_result(
     for shape in (_WITH_DROPOUT,) if need.dropout else shapes:
         try:
             with _as_outside(device):
-                error = compare(forward, backward, *_call(shape, head_dim, device, dtype, need))
+                error = compare(forward, backward, *random_queries(shape, head_dim, device, dtype, need))
         except Exception as raised:  # compilers of kernels raise errors of many kinds
             return f"it raised: {raised}".split("\n")[0]
         if not error <= _MOST_ERROR:  # NaN compares false with everything
@@ -89,7 +89,13 @@ def _as_outside(device: torch.device) -> Iterator[None]:
         yield
 
 
-def random_queries(shape: Shape, head_dim: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Queries]:
+def random_queries(
+    shape: Shape,
+    head_dim: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    need: Need = Need(),  # noqa: B008
+) -> tuple[Tensor, Queries]:
     """Return a gradient and random queries of (batch, query heads, key heads, queries, keys before them)."""
     batch, heads, kv_heads, tokens, start = shape
     generator = torch.Generator().manual_seed(0)  # a generator of its own, which leaves all other random numbers alone
@@ -97,26 +103,20 @@ def random_queries(shape: Shape, head_dim: int, device: torch.device, dtype: tor
     grad, q, k, v = (
         torch.randn(size, generator=generator).to(device, dtype) for size in (q_shape, q_shape, k_shape, k_shape)
     )
-    return grad, Queries(q, k, v, start, head_dim**-0.5)
-
-
-def _call(shape: Shape, head_dim: int, device: torch.device, dtype: torch.dtype, need: Need) -> tuple[Tensor, Queries]:
-    grad, queries = random_queries(shape, head_dim, device, dtype)
-    return grad, queries._replace(
+    # two documents of each row: the second one begins in the slice, or just before it
+    middle, stop = start + tokens // 2 - 10, start + tokens
+    edges = ((0, start, middle), (middle, max(start, middle), stop)) if need.documents else ()
+    return grad, Queries(
+        q,
+        k,
+        v,
+        start,
+        head_dim**-0.5,
         dropout_p=_DROPOUT_P if need.dropout else 0.0,
         window=_WINDOW if need.window else None,
         softcap=_SOFTCAP if need.softcap else None,
-        spans=_documents(queries) if need.documents else (),
+        spans=tuple(Span(slice(0, batch), *edge) for edge in edges if edge[1] < edge[2]),
     )
-
-
-def _documents(queries: Queries) -> tuple[Span, ...]:
-    """Return two documents of each row; the second one begins in the slice, or just before it."""
-    batch, _, tokens, _ = queries.q.shape
-    start, stop = queries.start, queries.start + tokens
-    middle = start + tokens // 2 - 10
-    edges = ((0, start, middle), (middle, max(start, middle), stop))
-    return tuple(Span(slice(0, batch), *edge) for edge in edges if edge[1] < edge[2])
 
 
 def _error(forward: Forward, backward: Backward, grad: Tensor, queries: Queries) -> float:

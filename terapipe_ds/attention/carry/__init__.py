@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.attention.active_slice import ActiveSlice, CarriedStore, SliceStoreError, active_slice
-from terapipe_ds.attention.carry.states import CarriedEntry
+from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, active_slice
+from terapipe_ds.attention.carry.states import CarriedEntry, CarriedStates
 
 __all__ = ["read", "write"]
 
@@ -74,7 +74,7 @@ def write(layer: Hashable, name: str, state: Tensor, output: Tensor) -> Tensor:
     return tied
 
 
-def _states(active: ActiveSlice, layer: Hashable, name: str) -> CarriedStore:
+def _states(active: ActiveSlice, layer: Hashable, name: str) -> CarriedStates:
     if active.exchange is not None:
         raise SliceStoreError(
             f"layer {layer!r}, state {name!r}: carried states cannot be combined with a 'sequence' axis of the "
@@ -86,7 +86,8 @@ def _states(active: ActiveSlice, layer: Hashable, name: str) -> CarriedStore:
             f"layer {layer!r}, state {name!r}: slice [{active.start}, {active.stop}) of {active.sequence_length} "
             "tokens needs a slice store; push an ActiveSlice with store=SliceStore()"
         )
-    return active.store.carried
+    carried: CarriedStates = active.store.carried
+    return carried
 
 
 class _Tie(torch.autograd.Function):

@@ -12,8 +12,8 @@ split weight gradient, may hold them longer than the store does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -243,20 +243,20 @@ _SECOND_TIME = (
 
 
 class CarriedStates:
-    """Hold the carried states of one engine.
+    """Read and write the carried states of one engine, whose entries are in the slice store with those of attention.
 
     The store calls `count` with the bytes that come and go. It calls `on_gradient`, if set, for each gradient that a
     slice's backward has left for the state at a token.
     """
 
-    def __init__(self, count: Callable[[int], None]) -> None:
+    def __init__(self, entries: dict[tuple[int, int], dict[Hashable, Any]], count: Callable[[int], None]) -> None:
         self.count = count
         self.on_gradient: Callable[[CarriedEntry, int, Tensor], None] | None = None
-        self._entries: dict[tuple[int, int], dict[tuple[Hashable, str], CarriedEntry]] = {}
+        self._entries = entries
 
     def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None:
         """Return the state that the slice reads; see `carry.read`."""
-        entry = self._entries.get((active.part_id, active.micro_batch_id), {}).get((layer, name))
+        entry: CarriedEntry | None = self._of(active.part_id, active.micro_batch_id).get((CarriedEntry, layer, name))
         if entry is not None:
             return entry.read(active)
         if active.start == 0 or active.mode == "probe":
@@ -269,32 +269,17 @@ class CarriedStates:
 
     def write(self, active: ActiveSlice, layer: Hashable, name: str, state: Tensor) -> CarriedEntry:
         """Keep the state that the slice writes; see `carry.write`."""
-        of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
-        entry = of_micro_batch.get((layer, name))
+        of_micro_batch, key = self._of(active.part_id, active.micro_batch_id), (CarriedEntry, layer, name)
+        entry: CarriedEntry | None = of_micro_batch.get(key)
         if entry is None:
-            entry = of_micro_batch[layer, name] = CarriedEntry(active, layer, name, self)
+            entry = of_micro_batch[key] = CarriedEntry(active, layer, name, self)
         entry.write(active, state)
         return entry
 
-    def check_drained(self, part_id: int, micro_batch_id: int) -> None:
-        """Raise SliceStoreError if a state of the micro-batch is only partly drained."""
-        for entry in self._entries.get((part_id, micro_batch_id), {}).values():
-            entry.check_drained()
-
-    def release(self, part_id: int, micro_batch_id: int) -> None:
-        """Drop the states of a micro-batch."""
-        for entry in self._entries.pop((part_id, micro_batch_id), {}).values():
-            entry.close()
-
-    def reset(self) -> None:
-        """Drop all states, whatever they wait for."""
-        for part_id, micro_batch_id in list(self._entries):
-            self.release(part_id, micro_batch_id)
-
     def bytes_of(self, part_id: int, micro_batch_id: int) -> int:
         """Return the bytes of the states that a micro-batch keeps now on all layers of a part."""
-        return sum(entry.num_bytes for entry in self._entries.get((part_id, micro_batch_id), {}).values())
+        entries = self._of(part_id, micro_batch_id).values()
+        return sum(entry.num_bytes for entry in entries if isinstance(entry, CarriedEntry))
 
-    def __iter__(self) -> Iterator[CarriedEntry]:
-        for of_micro_batch in self._entries.values():
-            yield from of_micro_batch.values()
+    def _of(self, part_id: int, micro_batch_id: int) -> dict[Hashable, Any]:
+        return self._entries.setdefault((part_id, micro_batch_id), {})

@@ -79,7 +79,7 @@ class TeraPipeDriver(_EngineDriver):
         return build(self._schedule, self._work.stages, accumulation, counts, **options)
 
     def forget(self) -> None:
-        self._engine.slice_store.drop_free()
+        self._engine.slice_store.pool.drop_free()
 
 
 def of_dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:

@@ -8,26 +8,39 @@ the places where the loop touches the model: forwards, the optimizer's parameter
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import send_to_device
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
-from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
-from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, as_replica, count_replicas
+from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
-from terapipe_ds.models.hugging_face import HuggingFaceModule, save_pretrained, skeleton
-from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
+from terapipe_ds.models.hugging_face import save_pretrained, skeleton
+from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
 from terapipe_ds.runtime.checkpoints.save import replaced
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def over_stages(method: _Method) -> _Method:
+    """Let a method of the mixin replace its parent's in Trainers that have stages."""
+
+    @functools.wraps(method)
+    def choose(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
+        if self._stages is None:
+            return getattr(super(PipelineTrainerMixin, self), method.__name__)(*args, **kwargs)
+        return method(self, *args, **kwargs)
+
+    return cast(_Method, choose)
 
 
 class PipelineTrainerMixin(Trainer):
@@ -41,7 +54,7 @@ class PipelineTrainerMixin(Trainer):
         ModelRefusedError: on all ranks, for arguments and classes that stages cannot serve.
     """
 
-    _stages: Stages | None = None
+    _stages: Stages = cast(Any, None)  # None without an enabled section
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,12 +86,10 @@ class PipelineTrainerMixin(Trainer):
                 given["processing_class"] = AutoTokenizer.from_pretrained(getattr(model, SOURCE))
         return given | {"model": model}
 
+    @over_stages
     def create_accelerator_and_postprocess(self) -> None:
         """Build the stages of the model that Trainer has by now, and an accelerator that counts replicas."""
         stages = self._stages
-        if stages is None:
-            super().create_accelerator_and_postprocess()
-            return
         # keys of the section that follow from the arguments
         wants_recompute = getattr(self.args, "activation_checkpointing", None) or self.args.gradient_checkpointing
         if wants_recompute and "strategy" not in stages.section:  # a strategy sets `recompute` itself
@@ -99,16 +110,14 @@ class PipelineTrainerMixin(Trainer):
 
     def _renew_config(self) -> None:
         """Give DeepSpeed's config its open values again: each training run fills them anew."""
-        assert self._stages is not None
         plugin, filled = self.args.deepspeed_plugin, self._stages.new_config(self.args)
         self.args.hf_deepspeed_config = plugin.hf_ds_config = filled
         plugin.deepspeed_config = filled.config
 
     # -- the engine, its optimizer and schedulers ---------------------------------------------------------------------
 
-    def _start_engine(self, optimizer: Any = None) -> None:
-        """Build the engine if there is none yet, with `optimizer` or the one that the arguments name."""
-        assert self._stages is not None
+    def _start_engine(self) -> None:
+        """Build the engine if there is none yet, with the optimizer of the JSON or the one that the arguments name."""
         if self._stages.engine is not None:
             return
         accepts_counts = self.model_accepts_loss_kwargs
@@ -116,62 +125,51 @@ class PipelineTrainerMixin(Trainer):
         # the number of steps only matters to a scheduler, which is made later
         filled = self._stages.new_config(self.args)
         filled.trainer_config_finalize(self.args, self.model, 1)
-        if "optimizer" in filled.config:
-            optimizer = None
-        elif not isinstance(optimizer, torch.optim.Optimizer):
-            optimizer = self.create_optimizer()
-        self._stages.start(filled.config, optimizer)
+        self._stages.start(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
 
+    @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stages is not None:
-            self._renew_config()
-            self._waiting.clear()
-            self._stages.own_sums()  # of a step that raised
+        self._renew_config()
+        self._waiting.clear()
+        self._stages.own_sums()  # of a step that raised
         return super()._inner_training_loop(*args, **kwargs)
 
+    @over_stages
     def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return the model itself: the accelerator then prepares it, which gives the engine."""
-        return super()._wrap_model(model, *args, **kwargs) if self._stages is None else self.model
+        return self.model
 
+    @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
-        stages = self._stages
-        if stages is None:
-            return super().create_optimizer(*args, **kwargs)
-        if stages.engine is not None:  # another training run goes on with its state
-            self.optimizer = DeepSpeedOptimizerWrapper(stages.engine.optimizer)
-            return self.optimizer
-        stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
-        with replaced(self, "model", _OfStage(stages.module, self.model)):
+        self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        module, prefix = self._stages.module, "" if base_of(self.model) is self.model else IN_PEFT
+        names = module.checkpoint_names()
+        trained = [(prefix + names.get(name, name), each) for name, each in module.named_parameters()]
+        with replaced(self.model, "named_parameters", lambda: trained), replaced(self.model, "modules", module.modules):
             return super().create_optimizer()
-
-    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Return the names in the whole model."""
-        names = super().get_decay_parameter_names(model.whole if isinstance(model, _OfStage) else model)
-        return [name.removeprefix(IN_PEFT) for name in names] if isinstance(model, _OfStage) else names
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
+    @over_stages
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        if self._stages is None:
-            return super()._get_dataloader(*args, **kwargs)
-        with as_replica(self.args, self._stages):
+        with replaced(self.args, "_replica", self._stages.replica):  # for samplers and workers
             return super()._get_dataloader(*args, **kwargs)
 
+    @over_stages
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
         """Count the operations of a batch once per replica, on its first stage."""
-        if self._stages is None or not self._stages.is_first:
-            return super().floating_point_ops(inputs) if self._stages is None else 0
+        if not self._stages.is_first:
+            return 0
         # transformers would take weights in 4 bits for packed, and these have no values
-        with replaced(getattr(self.model, "get_base_model", lambda: self.model)(), "is_loaded_in_4bit", False):
+        with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
+    @over_stages
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
-        if self._stages is None:
-            return super().training_step(model, inputs, num_items_in_batch)
         self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
@@ -199,10 +197,9 @@ class PipelineTrainerMixin(Trainer):
             self._total_train_tokens += int(self.accelerator.gather(tokens).sum())
         self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
 
+    @over_stages
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        if self._stages is None:
-            return super().evaluation_loop(*args, **kwargs)
         if self._stages.engine is None:
             start = time.time()
             self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
@@ -211,12 +208,11 @@ class PipelineTrainerMixin(Trainer):
         with replaced(self, "preprocess_logits_for_metrics", None):
             return super().evaluation_loop(*args, **kwargs)
 
+    @over_stages
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
-        if self._stages is None:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         inputs = self._prepare_inputs(inputs)
         labels = inputs.get("labels")
 
@@ -234,7 +230,6 @@ class PipelineTrainerMixin(Trainer):
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
         """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
-        assert self._stages is not None
         if not self.model_accepts_loss_kwargs:
             return None
         counts_of_all = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
@@ -245,56 +240,34 @@ class PipelineTrainerMixin(Trainer):
 
     # -- files --------------------------------------------------------------------------------------------------------
 
+    @over_stages
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the weights of all stages, the config, the tokenizer and the arguments. All ranks call it."""
-        if self._stages is None:
-            super().save_model(output_dir, _internal_call)
-            return
         self._start_engine()
         engine, module = self._stages.engine, self._stages.module
         assert engine is not None
         # Trainer may have changed both configs since the module was built
-        model = getattr(self.model, "get_base_model", lambda: self.model)()
+        model = base_of(self.model)
         module.config = model.config
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(engine, folder)
-        if self.args.should_save:
-            processing = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-            if processing is not None:
-                processing.save_pretrained(folder)
-            with as_rank(self.args):  # a pickle names the class that the user made
-                write_atomically(
-                    os.path.join(folder, "training_args.bin"), lambda temporary: torch.save(self.args, temporary)
-                )
+        # Trainer adds its files beside the weights; as a rank, for a pickle names the class that the user made
+        with replaced(self.model, "save_pretrained", lambda *_, **__: None), as_rank(self.args):
+            self._save(folder, state_dict={})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    @over_stages
     def _save_rng_state(self, output_dir: str) -> None:
-        if self._stages is None:
-            super()._save_rng_state(output_dir)
-            return
         with as_rank(self.args):
             super()._save_rng_state(output_dir)
 
+    @over_stages
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if self._stages is None:
-            super()._load_rng_state(checkpoint)
-            return
         with as_rank(self.args):
             super()._load_rng_state(checkpoint)
 
 
 class PipelineTrainer(PipelineTrainerMixin, Trainer):
     """Be `transformers.Trainer` over pipeline stages."""
-
-
-class _OfStage:
-    """Show Trainer the parameters of a stage under their names in the whole model."""
-
-    def __init__(self, module: HuggingFaceModule, whole: nn.Module) -> None:
-        self._module, self.whole = module, whole
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        names = self._module.checkpoint_names()
-        return ((names.get(name, name), parameter) for name, parameter in self._module.named_parameters())

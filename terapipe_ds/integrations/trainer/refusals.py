@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
+from terapipe_ds.runtime.checkpoints.save import replaced
 
 _WHOLE = "needs the whole model on one rank"
 # Attributes of the arguments that are set, and why stages cannot serve them.
@@ -39,13 +39,6 @@ _REFUSED_GIVEN = {
     "terapipe_ds.from_pretrained and train without Trainer",
     "model_init": "stages are cut once: pass model=",
 }
-_NEW = (
-    "_with_skeleton",
-    "_start_engine",
-    "_renew_config",
-    "_note_metrics",
-    "_labels_of",
-)  # methods of the mixin that no Trainer has
 _WHOLE_SEQUENCES = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
 # The mixin replaces these methods: a class below it may only call its parent's method.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
@@ -92,8 +85,10 @@ def _of_class(kind: type, mixin: type) -> list[str]:
         for base in kind.__mro__
         if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
     ]
-    overrides = [name for name, value in vars(mixin).items() if inspect.isfunction(value) and name not in _NEW]
-    missing = [name for name in overrides if not hasattr(Trainer, name)]
+    # the mixin wraps the methods that replace those of Trainer
+    missing = [
+        name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__") and not hasattr(Trainer, name)
+    ]
     if missing:
         problems.append(
             f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
@@ -145,16 +140,15 @@ def _of_given(given: Mapping[str, Any]) -> list[str]:
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
-    problems = [_problem_of_method(trainer, mixin, name) for name in _REPLACED]
+    problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name))]
     if getattr(trainer, "aux_loss_enabled", False):
         problems.append(
             "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
         )
     if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
         problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
-    told = [problem for problem in problems if problem]
-    if told:
-        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(told)}")
+    if problems:
+        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(problems)}")
 
 
 def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
@@ -170,20 +164,20 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     ids = torch.tensor([[1, 2]])
     inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     seen: list[Mapping[str, Any]] = []
-    result = torch.zeros(()) if name != "prediction_step" else (torch.zeros(()), torch.zeros(()), torch.zeros(()))
+    loss, is_prediction = torch.zeros(()), name == "prediction_step"
+    result: Any = (loss, loss, loss) if is_prediction else loss
 
     def last(_: Trainer, model: Any, given: Mapping[str, Any], *__: Any, **___: Any) -> Any:
         seen.append(given)
         return result
 
-    further: tuple[Any, ...] = (True,) if name == "prediction_step" else ()
     try:
-        call = functools.partial(getattr(own[0], name), trainer, trainer.model, inputs, *further)
-        returned = _with_method(stock, name, last, call)
+        with replaced(stock, name, last):
+            returned = getattr(own[0], name)(trainer, trainer.model, inputs, *[True] * is_prediction)
     except Exception as error:
         return f"{own[0].__name__}.{name} is its own ({type(error).__name__}: {error})"
-    handed_on = len(seen) == 1 and seen[0].get("input_ids") is ids and _first(returned) is _first(result)
-    if handed_on:
+    first = returned[0] if isinstance(returned, tuple) else returned
+    if len(seen) == 1 and seen[0].get("input_ids") is ids and first is loss:
         return None
     return (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
@@ -194,16 +188,3 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
 def is_sft_itself(kind: type) -> bool:
     """Return whether the class is TRL's SFTTrainer, and not made of it."""
     return (kind.__module__, kind.__name__) == ("trl.trainer.sft_trainer", "SFTTrainer")
-
-
-def _first(result: Any) -> Any:
-    return result[0] if isinstance(result, tuple) else result
-
-
-def _with_method(kind: type, name: str, method: Callable[..., Any], act: Callable[[], Any]) -> Any:
-    original = vars(kind)[name]
-    setattr(kind, name, method)
-    try:
-        return act()
-    finally:
-        setattr(kind, name, original)

@@ -22,11 +22,11 @@ class PipelineAccelerator(Accelerator):
     """Shard data over replicas, gather from them, and prepare the pipeline's engine in place of a model."""
 
     stages: Stages
-    start: Callable[[Any], None]
+    start: Callable[[], None]
 
     @classmethod
-    def adopt(cls, accelerator: Accelerator, stages: Stages, start: Callable[[Any], None]) -> None:
-        """Turn Trainer's accelerator into one of a pipeline. `start` builds the engine, given the optimizer."""
+    def adopt(cls, accelerator: Accelerator, stages: Stages, start: Callable[[], None]) -> None:
+        """Turn Trainer's accelerator into one of a pipeline. `start` builds the engine."""
         accelerator.__class__ = cls
         accelerator.stages, accelerator.start = stages, start
         if accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
@@ -53,14 +53,13 @@ class PipelineAccelerator(Accelerator):
 
     def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
         """Prepare loaders as Accelerate does; return the engine for a model, and its optimizer and scheduler."""
-        optimizers = [each for each in args if isinstance(each, Optimizer | DummyOptim)]
-        return tuple(self._prepared(each, next(iter(optimizers), None)) for each in args)
+        return tuple(map(self._prepared, args))
 
-    def _prepared(self, item: Any, optimizer: Any) -> Any:
+    def _prepared(self, item: Any) -> Any:
         if isinstance(item, DataLoader):
             return self._prepare_one(item, first_pass=True)
         if isinstance(item, nn.Module):
-            self.start(optimizer)
+            self.start()
             self.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(self.stages.engine)
             self._models.append(self.stages.engine)
             return self.stages.engine
@@ -80,7 +79,7 @@ class PipelineAccelerator(Accelerator):
 def count_replicas(args: TrainingArguments, stages: Stages) -> None:
     """Let `args` count replicas as their processes.
 
-    `process_index` stays the rank, which decides who writes files; within `as_replica` it is the replica.
+    `process_index` stays the rank, which decides who writes files, unless `args` have a `_replica`.
     """
     base: Any = type(args)
     names = {
@@ -91,16 +90,6 @@ def count_replicas(args: TrainingArguments, stages: Stages) -> None:
         "counted_class": base,
     }
     args.__class__ = type(base.__name__, (base,), names)
-
-
-@contextlib.contextmanager
-def as_replica(args: TrainingArguments, stages: Stages) -> Iterator[None]:
-    """Let `args` give the replica as their process index, for samplers and loaders."""
-    vars(args)["_replica"] = stages.replica
-    try:
-        yield
-    finally:
-        del vars(args)["_replica"]
 
 
 @contextlib.contextmanager

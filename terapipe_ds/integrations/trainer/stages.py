@@ -115,10 +115,12 @@ class Stages:
         """Cut the model into stages; this rank keeps the weights of its own stage."""
         self._loss = loss
         with torch.random.fork_rng([]):  # samplers draw as if no module had been built
-            # recomputation is a key of the section
-            options: dict[str, Any] = {"activation_checkpoint_interval": 0}
             self.module: HuggingFaceModule = from_pretrained(
-                model, topology=self._topology, loss_fn=loss, seed=seed, **options
+                model,
+                topology=self._topology,
+                loss_fn=loss,
+                seed=seed,
+                activation_checkpoint_interval=0,  # recomputation is a key of the section
             )
 
     # -- DeepSpeed's config -------------------------------------------------------------------------------------------

@@ -67,8 +67,7 @@ class Blueprint:
 
         With tensor-parallel ranks it has this rank's share of the weights, unless `is_whole`.
         """
-        original = self.outline.module(name)
-        module = self.outline.copy_of(original)
+        module = self.outline.copy_of(self.outline.module(name))
         if torch.get_default_device().type == "meta":
             return module
         # parameters that modules share stay shared
@@ -77,7 +76,7 @@ class Blueprint:
             for key, old in part._parameters.items():
                 if old is not None:
                     part._parameters[key] = new.setdefault(id(old), without_values(old, part))
-        self.weights.fill(name, original, module)
+        self.weights.fill(name, module)
         module = module if self.adapters is None else self.adapters.put_into(name, module)
         return module if self.ranks is None or is_whole else self.ranks.divide(name, module)
 
@@ -125,7 +124,7 @@ class Piece(nn.Module):
         return outline
 
     @property
-    def runs(self) -> dict[str, Run]:
+    def runs(self) -> dict[str, nn.Module]:
         """Return the modules by their names in the model."""
         return dict(zip(self.names, self.held, strict=True))
 

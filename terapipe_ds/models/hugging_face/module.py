@@ -24,13 +24,13 @@ from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import is_share, partial_in
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import partial_in
 from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.quantized import refuse_tensor_ranks
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
-from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
+from terapipe_ds.models.rank_gradients import is_split, require_equal_gradients, sum_gradients
 
 _ADVICE = (
     "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
@@ -89,7 +89,8 @@ class HuggingFaceModule(PipelineModule):
         **options: Any,
     ) -> None:
         # all refusals come before the base class makes groups and layers
-        if blueprint.outline.tied is not None and _ties_over_sequence_ranks(topology):
+        axes = {} if topology is None else dict(zip(topology.axes, topology.dims, strict=True))
+        if blueprint.outline.tied is not None and min(axes.get("sequence", 1), axes.get("pipe", 1)) > 1:
             raise ModelRefusedError(
                 "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
                 "DeepSpeed (0.19.8) makes wrong groups of tied layers: give config.tie_word_embeddings = False, or a "
@@ -100,7 +101,7 @@ class HuggingFaceModule(PipelineModule):
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
                 "the layers are cut: give one of them"
             )
-        tensor_ranks = 1 if topology is None else max(1, topology.get_dim("model"))
+        tensor_ranks = axes.get("model", 1)
         if tensor_ranks > 1:
             refuse_tensor_ranks(blueprint.outline.model)
             adapters = blueprint.adapters
@@ -216,7 +217,7 @@ class HuggingFaceModule(PipelineModule):
         group, trained = self.blueprint.ranks.group, {n: p for n, p in self.named_parameters() if p.requires_grad}
         sum_gradients({n: trained[n] for n in partial_in(self) if n in trained}, engine.optimizer, group)
         if not self._replicas_compared:
-            whole = {n: p for n, p in trained.items() if not is_share(p)}
+            whole = {n: p for n, p in trained.items() if not is_split(p)}
             self._replicas_compared = require_equal_gradients(whole, engine.optimizer, group, _ADVICE)
 
     to_tuple = staticmethod(to_tuple)
@@ -277,8 +278,3 @@ def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
             "layers with embedding, norm and output matrix"
         )
     return bounds
-
-
-def _ties_over_sequence_ranks(topology: ProcessTopology | None) -> bool:
-    """Return whether DeepSpeed would wait forever while it makes groups of tied layers."""
-    return topology is not None and topology.get_dim("sequence") > 1 and topology.get_dim("pipe") > 1

@@ -95,9 +95,14 @@ def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) ->
     return dtype
 
 
+def base_of(model: nn.Module) -> Any:
+    """Return the model that peft has put adapters into, or the model itself."""
+    return getattr(model, "get_base_model", lambda: model)()
+
+
 def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
     """Return the causal language model of transformers that is `model`, or has its adapters; refuse any other."""
-    base = getattr(model, "get_base_model", lambda: model)()
+    base = base_of(model)
     if not isinstance(base, transformers.PreTrainedModel):
         raise ModelRefusedError(
             f"a {type(model).__name__} is no model of transformers: pass what AutoModelForCausalLM makes (without "
@@ -147,7 +152,7 @@ def check_config(config: Any) -> None:
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
     # a slice must have the same angles as the sequence
-    kinds = sorted(_rope_types(config))
+    kinds = sorted({_kind_of(rope) for rope in _ropes(config.get_text_config())})
     refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
     if refused:
         raise ModelRefusedError(
@@ -165,10 +170,6 @@ def end_of_scaled_angles(config: Any) -> int | None:
             original = most if kind == "linear" else rope.get("original_max_position_embeddings") or most
             ends.append(max(most, int(original * factor)))
     return min(ends, default=None)
-
-
-def _rope_types(config: Any) -> set[str]:
-    return {_kind_of(rope) for rope in _ropes(config.get_text_config())}
 
 
 def _ropes(config: Any) -> list[dict[str, Any]]:

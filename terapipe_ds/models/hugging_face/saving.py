@@ -112,8 +112,10 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
     """
     module, adapters = engine.module, engine.module.blueprint.adapters
     _check_merge(module, merge)
+    runs = [piece.runs for piece in module.modules() if isinstance(piece, Piece)]
+    pieces = {name: held for of_piece in runs for name, held in of_piece.items()}
     # one name for all ranks, drawn by the first
-    pieces, saving = _pieces(module), Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
+    saving = Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
             finish_saving(saving.parent)
@@ -200,12 +202,6 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
             if torch_dist.get_rank() == 0:
                 finish_saving(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
-
-
-def _pieces(module: HuggingFaceModule) -> dict[str, nn.Module]:
-    """Return the modules of this stage by their names in the model."""
-    pieces = [piece for piece in module.modules() if isinstance(piece, Piece)]
-    return {name: held for piece in pieces for name, held in zip(piece.names, piece.held, strict=True)}
 
 
 def _named_state(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,8 +7,7 @@ from typing import Any
 from megatron.core.transformer import TransformerConfig
 from torch import nn
 
-from terapipe_ds.models.megatron.weights import is_split
-from terapipe_ds.models.rank_gradients import require_equal_gradients, sum_gradients
+from terapipe_ds.models.rank_gradients import is_split, require_equal_gradients, sum_gradients
 
 _ADVICE = (
     "Where a rank's gradient counts only its own tokens or heads, set parameter.sequence_parallel = True, so that it "

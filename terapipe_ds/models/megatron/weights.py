@@ -13,7 +13,6 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-import torch.distributed as torch_dist
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
@@ -22,6 +21,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import nn
 
 from terapipe_ds.models.megatron.layers import Blueprint
+from terapipe_ds.models.rank_gradients import is_split, of_all_stages
 
 _GROUPED_REASON = (
     "the experts of one grouped weight lie between the parts of tensor-parallel ranks; build the experts one by one "
@@ -56,11 +56,6 @@ def mark_split_parameters(module: nn.Module) -> None:
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
 
 
-def is_split(parameter: nn.Parameter) -> bool:
-    """Return whether each tensor-parallel rank has a part of the parameter; otherwise each has a copy."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))
-
-
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:
     """Return DeepSpeed's description of the parameters of all stages. A collective over the pipeline.
 
@@ -68,10 +63,7 @@ def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: Pip
     """
     # a rank knows its own stage; the description covers the whole model
     here = {name: _kinds(name, p, blueprint.config) for name, p in module.named_parameters() if p.requires_grad}
-    stages: list[dict[str, list[str]]] = [here] * grid.get_pipe_parallel_world_size()
-    if len(stages) > 1:
-        torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())
-    kinds_of = {name: kinds for stage in stages for name, kinds in stage.items()}
+    kinds_of = of_all_stages(here, grid)
     sizes = {name: getattr(blueprint.config, name) for name in (*_SIZES, *_SIZES_OF_KIND)}
     if blueprint.config.multi_latent_attention:
         sizes |= {name: getattr(blueprint.config, name) for name in _SIZES_OF_ATTENTION}

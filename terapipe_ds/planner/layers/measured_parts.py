@@ -16,6 +16,7 @@ from typing import Any
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
+from terapipe_ds.planner.layers.cuts import balanced_bounds
 from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, memory_of_layers
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
@@ -146,23 +147,3 @@ def _step_s(layers: Sequence[Layer]) -> float | None:
     """Return the seconds of the optimizer's step of a part; None where nobody knows."""
     steps = [layer.step_s for layer in layers if layer.step_s is not None]
     return math.fsum(steps) if len(steps) == len(layers) else None
-
-
-def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
-    """Return the contiguous cut whose heaviest part is lightest, as DeepSpeed's "parameters"; None for too few."""
-    if len(weights) < num_parts:
-        return None
-    sums = list(itertools.accumulate(weights, initial=0.0))
-    best = [0.0] + [math.inf] * len(weights)  # heaviest of the parts so far, by where they end
-    starts: list[list[int]] = []
-    for _ in range(num_parts):
-        before, best, chosen = best, [math.inf] * len(best), [0] * len(best)
-        for stop in range(1, len(best)):
-            heaviest = [max(before[start], sums[stop] - sums[start]) for start in range(stop)]
-            best[stop] = min(heaviest)
-            chosen[stop] = heaviest.index(best[stop])
-        starts.append(chosen)
-    bounds = [len(weights)]
-    for chosen in reversed(starts):
-        bounds.append(chosen[bounds[-1]])
-    return bounds[::-1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.costs.devices import LinkCard
-from terapipe_ds.costs.interface import Costs, method_of
+from terapipe_ds.costs.interface import Costs, know_weights, method_of
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,8 @@ class PartCosts:
         self._layers, self._again = _counted(layers), _counted(again)
         self.vectorized = all(getattr(layer, "vectorized", False) for layer in (*layers, *again))
         # a part that cannot split, or has no link, must lack the method
-        can_split = all(method_of(layer, "weight_s") for layer, _ in self._layers)
         optional = {
-            "weight_s": self._weight_s if can_split else None,
+            "weight_s": self._weight_s if know_weights(layer for layer, _ in self._layers) else None,
             "send_s": send_s,
             "send_gradient_s": send_gradient_s,
             "step_s": step_s,

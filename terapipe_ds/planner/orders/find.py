@@ -98,7 +98,6 @@ def find_order(
     chunks_per_stage: int = 1,
     evaluations: int | None = None,
     budget: float = 1.0,
-    seed: int = 0,
     names: Sequence[str] = NAMED,
 ) -> FoundOrder:
     """Search valid schedules within a limit (see `Limit`), and return the fastest one.
@@ -118,7 +117,7 @@ def find_order(
     )
     evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
     # named orders first, then played ones, and the best of these changed bit by bit
-    search = _Search(nodes, limit, evaluations, random.Random(seed))
+    search = _Search(nodes, limit, evaluations, random.Random(0))
     named_s = search.start_from_named(names)
     search.play_policies()
     search.move_nodes()
@@ -153,8 +152,6 @@ class _Search:
         self.best_named: tuple[Orders, float] = [], STUCK
         self.bound_s = nodes.lower_bound() * (1 + 1e-12)
         self.used = 0
-        first = [sum(plan.num_slices for plan in nodes.plans[:m]) for m in range(len(nodes.plans))]
-        self.back = [first[m] + s for m, plan in enumerate(nodes.plans) for s in reversed(range(plan.num_slices))]
 
     def _offer(self, orders: Orders, seconds: float) -> None:
         if seconds < self.best_s:
@@ -226,10 +223,10 @@ class _Search:
 
     def _unit_orders(self) -> tuple[list[int], list[int]]:
         """Return the orders of the units' F and B: micro-batches in order; with few units, sometimes any order."""
-        ahead = list(range(self.nodes.num_units))
+        ahead, back, _ = self.nodes.order_of_kind
         if len(ahead) > _FEW_UNITS or self.chance.random() < 0.5:
-            return ahead, self.back
-        return self._merged(ahead), self._merged(self.back)
+            return ahead, back
+        return self._merged(ahead), self._merged(back)
 
     def _merged(self, units: Sequence[int]) -> list[int]:
         """Return units in a random order that keeps the order within each micro-batch."""

@@ -6,13 +6,12 @@ walk over an order yields its peak, as in `simulator.peak_memory`; with a memory
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.planner.orders.priced_nodes import PricedNodes
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
-from terapipe_ds.simulator.peak_memory import Memory
+from terapipe_ds.simulator.peak_memory import Memory, changes_of
 
 
 @dataclass(frozen=True)
@@ -86,28 +85,16 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
     Their number depends on the orders of other stages. Here it is always `OUTSTANDING_SENDS`, of the largest message.
     """
     gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
-    for part, (unit, (m, s)) in itertools.product(range(nodes.num_parts), enumerate(nodes.units)):
-        plan = nodes.plans[m]
-        span, length = (plan.lengths[s], plan.starts[s]), plan.sequence_length
-        forward, backward = nodes.node(0, part, unit), nodes.node(1, part, unit)
-        working[forward] = working[backward] = memory.working_bytes(part, *span)
-        # bytes that the slice keeps, and keys and values (or their gradients) that it is the first or last to need
-        kept = float(memory.slice_bytes(part, *span))
-        is_first, is_last = s == 0, s == plan.num_slices - 1
-        if plan.num_slices == 1:
-            store, gradients = memory.whole_bytes(part, length), 0
-        else:
-            store = memory.store_bytes(part, length)
-            gradients = memory.store_grad_bytes(part, length, max(plan.lengths))
-        gain[forward] = kept + store * is_first
-        gain[backward] = gradients * is_last
-        after[backward] = -kept - (store + gradients) * is_first
-        if nodes.is_split:
-            weight, left = nodes.node(2, part, unit), memory.weight_bytes(part, *span)
-            after[backward] += left
-            after[weight] -= left
-            working[weight] = memory.working_bytes(part, *span)
-    _add_joined(nodes, memory, after, working)
+    spans = [plan.spans() for plan in nodes.plans]
+    for part in range(nodes.num_parts):
+        # F and B of a part have one order in every schedule; W are counted in the order of their B
+        order = [nodes.node(kind, part, unit) for kind in range(nodes.num_kinds) for unit in nodes.order_of_kind[kind]]
+        actions = [nodes.action(node) for node in order]
+        gained, changed, late = changes_of(actions, False, spans, memory)
+        for index, (node, action) in enumerate(zip(order, actions, strict=True)):
+            start, stop = spans[action.micro_batch_id][action.slice_id]
+            gain[node], after[node] = gained[index], changed[index]
+            working[node] = memory.working_bytes(part, stop - start, start) + late[index]
     # parameters, and the messages of each link to another stage
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
@@ -118,22 +105,3 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
     limits = (limit_bytes,) * nodes.num_stages
     return Holdings(nodes, limits, tuple(base), gain, after, working, gradients_of)
-
-
-def _add_joined(nodes: PricedNodes, memory: Memory, after: list[float], working: list[float]) -> None:
-    """Add the bytes that wait for slices whose weight gradients are one product, the first of them in the sequence."""
-    first_units = itertools.accumulate((plan.num_slices for plan in nodes.plans), initial=0)
-    batches = list(zip(nodes.plans, first_units, strict=False))
-    for part, (plan, first_unit) in itertools.product(range(nodes.num_parts), batches):
-        spans = list(zip(plan.lengths, plan.starts, strict=True))
-        first = nodes.node(2 if nodes.is_split else 1, part, first_unit)
-        for *group, closing in memory.weight_groups(part, plan.lengths):
-            for s in group:
-                left = (
-                    memory.weight_bytes(part, *spans[s]) if nodes.is_split else memory.joined_bytes(part, spans[s][0])
-                )
-                after[first + s] += left
-                after[first + closing] -= left
-            if group and not nodes.is_split:  # at the end of its B
-                tokens = sum(plan.lengths[s] for s in (*group, closing))
-                working[first + closing] += memory.product_bytes(part, spans[closing], tokens)

@@ -11,21 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
-from terapipe_ds.schedule.clock import end_of_orders
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
-from terapipe_ds.simulator.costs import (
-    BACKWARD,
-    FORWARD,
-    SEND,
-    SEND_GRADIENT,
-    SPLIT_BACKWARD,
-    WEIGHT,
-    Span,
-    costs_per_part,
-    tabulate,
-)
+from terapipe_ds.simulator.costs import SEND, SEND_GRADIENT, SPLIT_BACKWARD, costs_per_part, spans_of_units, tabulate
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Orders = list[list[int]]
@@ -44,8 +35,10 @@ class PricedNodes:
         self.units = [(m, s) for m, plan in enumerate(plans) for s in range(plan.num_slices)]
         self.num_units = len(self.units)
         parts = costs_per_part(costs, self.num_parts)
-        self.is_split = all(hasattr(cost, "weight_s") for cost in parts)
+        self.is_split = know_weights(parts)
         self.num_kinds = 2 + self.is_split
+        back = sorted(range(self.num_units), key=lambda unit: (self.units[unit][0], -self.units[unit][1]))
+        self.order_of_kind = list(range(self.num_units)), back, back
         self._connect()
         self._price(parts)
 
@@ -59,15 +52,10 @@ class PricedNodes:
         return kind, part, unit
 
     def _price(self, parts: Sequence[Any]) -> None:
-        numbers: dict[Span, int] = {}
-        of_unit = [
-            numbers.setdefault((length, start), len(numbers))
-            for plan in self.plans
-            for length, start in zip(plan.lengths, plan.starts, strict=True)
-        ]
+        spans, of_unit = spans_of_units(self.plans)
         # seconds by kind, part and unit, in the order of the nodes' numbers
         rows = [FORWARD, SPLIT_BACKWARD, WEIGHT] if self.is_split else [FORWARD, BACKWARD]
-        table = tabulate(parts, [{*rows, SEND, SEND_GRADIENT}] * self.num_parts, list(numbers))[:, :, of_unit]
+        table = tabulate(parts, [{*rows, SEND, SEND_GRADIENT}] * self.num_parts, spans)[:, :, of_unit]
         self.seconds: list[float] = np.concatenate([table[:, row].ravel() for row in rows]).tolist()
         sends = [table[:, SEND], table[:, SEND_GRADIENT], np.zeros_like(table[:, SEND])][: self.num_kinds]
         self.sends: list[float] = np.where(np.array(self.links) < 0, 0.0, np.concatenate(sends).ravel()).tolist()
@@ -108,11 +96,11 @@ class PricedNodes:
     def to_schedule(self, orders: Orders) -> Schedule:
         """Return the schedule with these orders."""
         slices = tuple(plan.num_slices for plan in self.plans)
-        actions = tuple(tuple(map(self._action, order)) for order in orders)
+        actions = tuple(tuple(map(self.action, order)) for order in orders)
         chunks = self.num_parts // self.num_stages
         return Schedule("search", self.num_stages, len(slices), slices, chunks, False, actions, dict(self.placement))
 
-    def _action(self, node: int) -> Action:
+    def action(self, node: int) -> Action:
         kind, part, unit = self.split(node)
         return Action(KINDS[kind], *self.units[unit], part, self.place_of_part[part][1])
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from terapipe_ds.costs.interface import method_of
+from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search.cached_costs import cache_parts
-from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, best_order
+from terapipe_ds.planner.search.found_orders import SHARE_OF_ORDER, best_order, may_search
 from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.search.problem import BUDGET, Problem
-from terapipe_ds.schedule import SEARCH, build, placement_for
+from terapipe_ds.schedule import build
 from terapipe_ds.simulator.replay import Plans
 
 SecondsOf = Callable[[int], float | None]
@@ -73,25 +73,27 @@ def rank_schedules(
     """
     # the search takes one schedule after the other, and each profits from those before
     chosen: list[Lengths] = []  # a plan that is good under one schedule is a start for the others
-
-    def rank_layout(layout: _Layout) -> Ranking:
-        parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
-        shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, layout.chunks_per_stage
-        pipeline = Pipeline(parts, *shape, layout.memory, memory_limit_bytes)
-        problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
-        own_budget = budget if layout.chunks_per_stage == 1 else round(_OTHER_LAYOUTS * budget)
-        return problem.best_of_each(own_budget, with_order)
-
-    # the user's slices leave nothing to search: each schedule is replayed once
-    layouts = _layouts(costs_of, memory_of, num_stages, chunks_per_stage)
-    if plan is not None:
-        counts = num_stages, num_micro_batches, memory_limit_bytes
-
-        def replay_layout(layout: _Layout) -> Ranking:
-            return _replay_each(layout, plan, *counts, with_order=with_order)
-
-        return _over_layouts(layouts, num_stages, both_ways_s_of, replay_layout)
-    return _with_equivalents(_over_layouts(layouts, num_stages, both_ways_s_of, rank_layout), num_micro_batches)
+    results: list[PlanResult] = []
+    refused: list[Refusal] = []
+    for layout in _layouts(costs_of, memory_of, num_stages, chunks_per_stage):
+        chunks = layout.chunks_per_stage
+        if plan is not None:  # the user's slices leave nothing to search: each schedule is replayed once
+            counts = num_stages, num_micro_batches, memory_limit_bytes
+            ranking = _replay_each(layout, plan, *counts, with_order=with_order)
+        else:
+            parts = cache_parts(layout.costs, layout.num_parts, sequence_length, granularity_tokens)
+            shape = sequence_length, granularity_tokens, num_micro_batches, num_stages, chunks
+            pipeline = Pipeline(parts, *shape, layout.memory, memory_limit_bytes)
+            problem = Problem(pipeline, max_slices, chosen=chosen, progress=progress)
+            ranking = problem.best_of_each(budget if chunks == 1 else round(_OTHER_LAYOUTS * budget), with_order)
+        # parts with two places cost more seconds at the end of a batch
+        extra_s: float | None = 0.0
+        if ranking.results and layout.num_parts < chunks * num_stages:
+            extra_s = None if both_ways_s_of is None else both_ways_s_of(layout.num_parts)
+        results += [dataclasses.replace(result, extra_s=extra_s) for result in ranking.results]
+        refused += ranking.refused
+    ranking = Ranking.of(results, refused)
+    return ranking if plan is not None else _with_equivalents(ranking, num_micro_batches)
 
 
 def best_schedule(
@@ -142,18 +144,14 @@ def _replay_each(
     """Replay `plan`, or one for each micro-batch, under each schedule that can be compared."""
     costs, chunks = layout.costs, layout.chunks_per_stage
     parts = costs if isinstance(costs, list | tuple) else [costs]
-    knows_weights = all(method_of(part, "weight_s") for part in parts)
     # a schedule with W cannot be timed where the seconds of W are unknown
-    names = ranked_schedules(num_stages, chunks, layout.num_parts, knows_weights, placement)
+    names = ranked_schedules(num_stages, chunks, layout.num_parts, know_weights(parts), placement)
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
-    results, refused = [], []
+    num_slices, results, refused = [one.num_slices for one in plans], [], []
     for name in names:
-        sliced, unsliced = (
-            build(name, num_stages, num_micro_batches, count, chunks_per_stage=chunks)
-            for count in ([one.num_slices for one in plans], 1)
-        )
+        schedule = build(name, num_stages, num_micro_batches, num_slices, chunks_per_stage=chunks)
         result = PlanResult.of_replay(
-            sliced, unsliced, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
+            schedule, plans, costs, layout.memory, memory_limit_bytes, num_candidates=len(names)
         )
         # a schedule that does not fit is listed with its need
         peaks = result.peak_bytes
@@ -162,14 +160,10 @@ def _replay_each(
         else:
             results.append(result)
     # an order searched for the costs, where the search knows the placement and has time for it
-    where = None if chunks > 2 else placement_for(SEARCH, num_stages, chunks)
-    has_parts = where is not None and layout.num_parts == len(where) and placement in (None, where)
-    is_small = 3 * layout.num_parts * sum(one.num_slices for one in plans) <= MOST_COMPUTATIONS
-    if with_order and results and has_parts and is_small:
-        limits = {"memory": layout.memory, "memory_limit_bytes": memory_limit_bytes}
+    if with_order and results and may_search(num_stages, chunks, layout.num_parts, placement, num_slices):
+        limits = {"memory": layout.memory, "memory_limit_bytes": memory_limit_bytes, "chunks_per_stage": chunks}
         with contextlib.suppress(PlannerError):  # the named schedules fit, but no order that it met does
-            order = {"chunks_per_stage": chunks, "budget": SHARE_OF_ORDER, **limits}
-            results.append(best_order(costs, plans, num_stages, num_micro_batches, **order))
+            results.append(best_order(costs, plans, num_stages, num_micro_batches, budget=SHARE_OF_ORDER, **limits))
     return Ranking.of(results, refused)
 
 
@@ -209,22 +203,6 @@ def _layouts(
             "fewer chunks"
         )
     return layouts
-
-
-def _over_layouts(
-    layouts: list[_Layout], num_stages: int, both_ways_s_of: SecondsOf | None, rank_layout: Callable[[_Layout], Ranking]
-) -> Ranking:
-    """Return the results of every layout, with `extra_s` where parts have two places."""
-    results: list[PlanResult] = []
-    refused: list[Refusal] = []
-    for layout in layouts:
-        ranking = rank_layout(layout)
-        extra_s: float | None = 0.0
-        if ranking.results and layout.num_parts < layout.chunks_per_stage * num_stages:
-            extra_s = None if both_ways_s_of is None else both_ways_s_of(layout.num_parts)
-        results += [dataclasses.replace(result, extra_s=extra_s) for result in ranking.results]
-        refused += ranking.refused
-    return Ranking.of(results, refused)
 
 
 def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from terapipe_ds.planner.result import PlanResult, Ranking
 
 
-def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
-    """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory."""
+def describe(result: PlanResult, *, schedule_chosen: bool = False, card_bytes: float | None = None) -> list[str]:
+    """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory.
+
+    `card_bytes` is the memory of a device, if it is known: it stands beside the limit.
+    """
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
@@ -24,7 +27,7 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False) -> list[str]:
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),
         *_order_lines(result),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
-        *_memory_lines(result),
+        *_memory_lines(result, card_bytes),
         *_recompute_lines(result),
     ]
 
@@ -85,14 +88,16 @@ def _order_lines(result: PlanResult) -> list[str]:
     return [f"order     found by search; {above} {_time(result.order_bound_s)}, which no order of these slices beats"]
 
 
-def _memory_lines(result: PlanResult) -> list[str]:
+def _memory_lines(result: PlanResult, card_bytes: float | None) -> list[str]:
     peaks, limit = result.peak_bytes, result.memory_limit_bytes
     if peaks is None:
         return []
     most, least = max(peaks), min(peaks)
     text = f"memory    {_bytes(most)} on stage {peaks.index(most)}"
     text += f", {_bytes(least)} on stage {peaks.index(least)}" if least < most else ""
-    return [text + (f"; the limit is {_bytes(limit)}" if limit is not None else "")]
+    text += "" if limit is None else f"; limit {_bytes(limit)}"
+    share = f", {limit / card_bytes:.2g} of the card's {card_bytes / 2**30:.4g}" if limit and card_bytes else ""
+    return [text + share]
 
 
 def _recompute_lines(result: PlanResult) -> list[str]:

@@ -108,10 +108,9 @@ class RecomputeChoice:
     costs: tuple[Costs, ...]
     memory: MemoryModel
     again_s: tuple[float, ...]  # of each part, in a step
-    is_exact: bool  # all subsets were compared
 
     @classmethod
-    def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset], exact: bool) -> RecomputeChoice:
+    def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset]) -> RecomputeChoice:
         """Return the choice of one subset per part."""
         both = list(zip(parts, subsets, strict=True))
         return cls(
@@ -119,7 +118,6 @@ class RecomputeChoice:
             tuple(part.with_costs(part.ids_of(one)) for part, one in both),
             MemoryModel(tuple(part.with_subset(one) for part, one in both)),
             tuple(one.again_s for one in subsets),
-            exact,
         )
 
 
@@ -134,15 +132,13 @@ def choose_layers(
     """
     check_plain(schedule, len(parts))
     spans, outstanding = [plan.spans()] * schedule.num_micro_batches, budget_of_sends(schedule)
-    is_whole, chosen, exact = plan.num_slices == 1, [], True
+    is_whole, chosen = plan.num_slices == 1, []
     # stages share no memory, so the choice of one changes nothing for another
     for stage_id, part in enumerate(parts):
         again_s = part.again_s(plan, schedule.num_micro_batches)
-        subsets, is_exact = frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole)
-        exact &= is_exact
         needs = []
         # subsets come by rising time: the first that fits is the fastest
-        for subset in subsets:
+        for subset in frontier(part.layers, again_s, part.besides_bytes(is_whole), is_whole):
             of_parts = [part.with_subset(subset) if one is part else one.memory for one in parts]
             memory = MemoryModel(tuple(of_parts))
             need = max(bytes_of_stage(schedule, stage_id, spans, memory, outstanding))
@@ -152,7 +148,7 @@ def choose_layers(
             needs.append(need)
         else:
             raise _does_not_fit(schedule, plan, stage_id, min(needs), limit_bytes)
-    return RecomputeChoice.of(parts, chosen, exact)
+    return RecomputeChoice.of(parts, chosen)
 
 
 def costs_of(parts: Sequence[PartLayers], layers: Sequence[Collection[int]]) -> list[Costs]:
@@ -164,15 +160,15 @@ def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro
     """Return the choice in which every layer recomputes that keeps less when it does."""
     is_whole = plan.num_slices == 1
     lists = [
-        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)[0]
+        frontier(part.layers, part.again_s(plan, num_micro_batches), part.besides_bytes(is_whole), is_whole)
         for part in parts
     ]
-    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists], True)
+    return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists])
 
 
 def recompute_nothing(parts: Sequence[PartLayers]) -> RecomputeChoice:
     """Return the choice in which no layer recomputes."""
-    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts), True)
+    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts))
 
 
 def check_plain(schedule: Schedule, num_parts: int) -> None:

@@ -56,10 +56,8 @@ class Subset(NamedTuple):
         return self.moment / _BYTES
 
 
-def frontier(
-    layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool
-) -> tuple[list[Subset], bool]:
-    """Return the subsets worth a look, by rising time, and whether the list is complete.
+def frontier(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> list[Subset]:
+    """Return the subsets worth a look, by rising time.
 
     The first recomputes nothing, and the last recomputes every layer that keeps less then.
 
@@ -68,22 +66,18 @@ def frontier(
         besides_bytes: the bytes that a live slice keeps in addition to these layers' share.
         is_whole: a sequence is one slice, which keeps its keys and values itself.
     """
-    subsets, is_exact = [Subset(0, round(besides_bytes * _BYTES), 0, ())], True
+    subsets = [Subset(0, round(besides_bytes * _BYTES), 0, ())]
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
         # a layer doubles the subsets, and most of them are no better than another one
         without = [one.without(layer, is_whole) for one in subsets]
-        again = [one.extended(index, layer, seconds, is_whole) for one in subsets if _saves(layer, is_whole)]
-        subsets = _undominated([*without, *again])
+        again = [one.extended(index, layer, seconds, is_whole) for one in subsets]
+        is_smaller = layer.input_bytes < layer.kept_bytes(is_whole)  # where it recomputes
+        subsets = _undominated([*without, *again] if is_smaller else without)
         # both ends stay: nothing recomputed, and everything
         if len(subsets) > MOST_SUBSETS:  # evenly over the range, with both ends
             step = (len(subsets) - 1) / (MOST_SUBSETS - 1)
-            subsets, is_exact = [subsets[round(step * number)] for number in range(MOST_SUBSETS)], False
-    return subsets, is_exact
-
-
-def _saves(layer: Layer, is_whole: bool) -> bool:
-    """Return whether a layer keeps less where it recomputes."""
-    return layer.input_bytes < layer.kept_bytes(is_whole)
+            subsets = [subsets[round(step * number)] for number in range(MOST_SUBSETS)]
+    return subsets
 
 
 def _undominated(subsets: Sequence[Subset]) -> list[Subset]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from terapipe_ds.costs.interface import method_of
+from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
@@ -58,7 +58,7 @@ def plan_with_recompute(
         PlannerError: as `plan_slices`, or a schedule with several parts per stage.
     """
     # schedules that split backwards need the seconds of W
-    knows_weights = all(method_of(part.costs, "weight_s") for part in parts)
+    knows_weights = know_weights(part.costs for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
     question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
     results, refused = [], []
@@ -126,14 +126,13 @@ class _Question:
 
     def result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
         """Return the prediction of one plan; `more` has fields of `PlanResult`."""
-        schedules = self._schedule(name, plan.num_slices), self._schedule(name, 1)
-        plans = (plan,) * self.num_micro_batches
         return PlanResult.of_replay(
-            *schedules,
-            plans,
+            self._schedule(name, plan.num_slices),
+            (plan,) * self.num_micro_batches,
             list(choice.costs),
             choice.memory,
             self.limit_bytes,
+            self.options,
             recompute=choice.layers,
             recompute_s=choice.again_s,
             **more,

@@ -84,11 +84,17 @@ class CachedCosts:
         return seconds[0] if np.ndim(tokens) == 0 else np.array(seconds).reshape(np.shape(tokens))
 
 
-def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
-    """Return an object per part; equal parts share one. Where tables would be too large only the slowest has one."""
+def costs_of_parts(costs: Any, num_parts: int) -> list[Any]:
+    """Return an object per part. Raises PlannerError where a list has another length."""
     parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
     if len(parts) != num_parts:
         raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
+    return parts
+
+
+def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
+    """Return an object per part; equal parts share one. Where tables would be too large only the slowest has one."""
+    parts = costs_of_parts(costs, num_parts)
     kinds = {id(cost): cost for cost in parts}
     num_granules = count_granules(sequence_length, granularity_tokens, PlannerError)
     with_tables = len(kinds) * num_granules**2 <= MAX_TABLE_ELEMENTS

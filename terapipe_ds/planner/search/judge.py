@@ -160,9 +160,6 @@ class Judge:
         limit = self.pipeline.memory_limit_bytes
         return limit is None or max(self.peak_bytes(lengths) or (0,)) <= limit
 
-    def _computations(self, lengths: Lengths, num_micro_batches: int) -> int:
-        return self._per_slice * num_micro_batches * len(lengths)
-
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
 
@@ -227,29 +224,25 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
 # --- unequal stages: the exact recursion of a permutation flow shop, with links as machines
 
 
-def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats | None, num_micro_batches: int) -> float:
+def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats, num_micro_batches: int) -> float:
     """Return the seconds from the first forward on the first stage to the last backward on it, exactly.
 
     All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage runs
     all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
     before the last one has run all forwards, so the time is the sum of two flow shops, one after the other.
     """
-    ahead = _makespan(forward_s, None if send_s is None else send_s[:-1], num_micro_batches)
-    back = _makespan(backward_s[::-1, ::-1], None if send_s is None else send_s[:0:-1, ::-1], num_micro_batches)
-    return ahead + back
+
+    def makespan(times_s: Floats, links_s: Floats) -> float:
+        return float(ends_s(np.tile(times_s, num_micro_batches), np.tile(links_s, num_micro_batches))[-1])
+
+    return makespan(forward_s, send_s[:-1]) + makespan(backward_s[::-1, ::-1], send_s[:0:-1, ::-1])
 
 
-def _makespan(times_s: Floats, links_s: Floats | None, repeats: int = 1) -> float:
-    """Return the seconds until all jobs, `repeats` times over, have passed all machines in order; see `ends_s`."""
-    links_s = None if links_s is None else np.tile(links_s, repeats)
-    return float(ends_s(np.tile(times_s, repeats), links_s)[-1])
-
-
-def ends_s(times_s: Floats, links_s: Floats | None) -> Floats:
+def ends_s(times_s: Floats, links_s: Floats) -> Floats:
     """Return the time [K] when each machine has done all jobs.
 
-    `times_s` [K, s] of job i on machine k, `links_s` [K - 1, s] from machine k to k + 1 (None: no time). Machines and
-    links take the jobs in order, one at a time: end[k, i] = max(end[k, i - 1], end[k - 1, i]) + time[k, i].
+    `times_s` [K, s] of job i on machine k, `links_s` [K - 1, s] from machine k to k + 1. Machines and links take the
+    jobs in order, one at a time: end[k, i] = max(end[k, i - 1], end[k - 1, i]) + time[k, i].
 
     With the times of backwards the result is the mirror image: the seconds from the start of the last job on each
     machine until the first job leaves machine 0.
@@ -259,7 +252,7 @@ def ends_s(times_s: Floats, links_s: Floats | None) -> Floats:
     for k, row in enumerate(times_s):
         ready = _through(ready, row)
         ends.append(ready[-1])
-        if links_s is not None and k < len(links_s):
+        if k < len(links_s):
             ready = _through(ready, links_s[k])
     return np.array(ends)
 

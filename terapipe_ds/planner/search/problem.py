@@ -14,13 +14,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan, split_evenly
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
+from terapipe_ds.planner.orders.ramps import find_order_and_slices
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
 from terapipe_ds.planner.search import candidates
 from terapipe_ds.planner.search.bounds import MANY_GRANULES, MAX_WORK, least_works_s, searches
-from terapipe_ds.planner.search.found_orders import MOST_COMPUTATIONS, SHARE_OF_ORDER, OrderFinder
+from terapipe_ds.planner.search.found_orders import SHARE_OF_ORDER, may_search, searched_result
 from terapipe_ds.planner.search.judge import Judge, Progress, memory_limit_error, most_work_s
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
@@ -73,21 +75,18 @@ class Problem:
         progress: Progress | None = None,
     ) -> None:
         self.pipeline, self.placement, self.progress = pipeline, placement, progress
+        self.knows_weights = know_weights(pipeline.parts)
         self.num_granules = pipeline.num_granules
         most = self.num_granules if max_slices is None else check_count("max_slices", max_slices)
         self.max_slices = min(most, self.num_granules)
         self.chosen: list[Lengths] = [] if chosen is None else chosen
         self.has_starts = bool(chosen)
 
-    @property
-    def knows_weights(self) -> bool:
-        """Return whether all costs know the seconds of W."""
-        return all(hasattr(part, "weight_s") for part in self.pipeline.parts)
-
     def best_of_each(self, budget: int, with_order: bool = True) -> Ranking:
         """Return, for each schedule that "auto" tries, the best plan, or why none fits; then a searched order."""
         ranking = self._best_of_names(budget)
-        if not (with_order and ranking.results and self._may_find_order(ranking.best)):
+        shape = self.pipeline.num_stages, self.pipeline.chunks_per_stage, len(self.pipeline.parts), self.placement
+        if not (with_order and ranking.results and may_search(*shape, ranking.best.num_slices)):
             return ranking
         try:
             found = self._with_order(ranking.results, SHARE_OF_ORDER * min(1.0, budget / BUDGET))
@@ -104,15 +103,6 @@ class Problem:
             raise ranking.refused[0].error
         return self._with_order(ranking.results, min(1.0, budget / BUDGET))
 
-    def _may_find_order(self, best: PlanResult) -> bool:
-        """Return whether the placement suits the search for an order, and parts are few enough for "auto"."""
-        pipeline = self.pipeline
-        chunks, num_parts = pipeline.chunks_per_stage, len(pipeline.parts)
-        if chunks > 2 or num_parts != chunks * pipeline.num_stages:
-            return False
-        where = placement_for(SEARCH, pipeline.num_stages, chunks)
-        return self.placement in (None, where) and 3 * num_parts * sum(best.num_slices) <= MOST_COMPUTATIONS
-
     def _with_order(self, named: Sequence[PlanResult], share: float) -> PlanResult:
         pipeline = self.pipeline
         good = sorted(named, key=lambda result: result.predicted_s)[:_PLANS_OF_ORDERS]
@@ -120,15 +110,15 @@ class Problem:
         if not starts:  # no named schedule has these parts without W
             starts = {count: self._cut(count) for count in candidates.slice_counts(min(4, self.max_slices))}
         # no order takes less than the work of the busiest stage
-        finder = OrderFinder(pipeline, budget=share)
         works_s = least_works_s(pipeline.parts, pipeline.num_micro_batches, self.max_slices)
-        bound_s = most_work_s(works_s, placement_for(SEARCH, *self._stages_and_chunks), pipeline.num_stages)
-        found = finder.order_and_plans(dict(reversed(starts.items())), self._cut, self.max_slices)
-        return finder.result(found, bound_s)
+        placement = placement_for(SEARCH, pipeline.num_stages, pipeline.chunks_per_stage)
+        bound_s = most_work_s(works_s, placement, pipeline.num_stages)
 
-    @property
-    def _stages_and_chunks(self) -> tuple[int, int]:
-        return self.pipeline.num_stages, self.pipeline.chunks_per_stage
+        def cut(count: int) -> SlicePlan:
+            return starts.get(count) or self._cut(count)
+
+        find = functools.partial(find_order_and_slices, most_slices=self.max_slices)
+        return searched_result(pipeline, find, cut, list(reversed(starts)), budget=share, lower_bound_s=bound_s)
 
     def _cut(self, count: int) -> SlicePlan:
         """Return a plan with `count` slices: of equal time where the program for it is short, else of equal length."""

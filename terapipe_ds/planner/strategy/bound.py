@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.layers.cuts import Bounds, least_maximum, spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting
 from terapipe_ds.planner.strategy.candidate import Candidate
-from terapipe_ds.planner.strategy.cuts import Bounds, least_maximum, spans_matrix
 from terapipe_ds.planner.strategy.rates import layer_seconds, least_of, memory_matrices, whole_of
 
 
@@ -25,9 +26,7 @@ class Bounded:
     @property
     def can_split(self) -> bool:
         """Return whether the seconds of every layer's weight gradients are known."""
-        return all(
-            callable(getattr(cost, "weight_s", None)) for cost in {id(c): c for c in self._costs(False)}.values()
-        )
+        return know_weights(self._costs(False))
 
     def lower_bound_s(self, limit_bytes: float = np.inf) -> float:
         """Return a lower bound on the seconds of this candidate, whatever the cut, the schedule and the slices.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.layers.cuts import Bounds
 from terapipe_ds.planner.layers.parts import Again, Setting
-from terapipe_ds.planner.strategy.cuts import Bounds
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay, ScheduleShape
 from terapipe_ds.strategy import Grid
@@ -23,10 +23,6 @@ class Levers:
 
     offload_activations: bool = False
     offload_optimizer: bool = False
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        return tuple(field.name for field in fields(cls))
 
 
 NO_LEVERS = Levers()

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
 from terapipe_ds.planner.layers.parts import Again, Floats, Span, spans_of
 from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
-from terapipe_ds.planner.strategy.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import Replay, ScheduleShape, replay_few

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.layers.cuts import spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.planner.strategy.cuts import spans_matrix
 
 
 @functools.lru_cache(maxsize=512)

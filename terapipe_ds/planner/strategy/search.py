@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.layers.cuts import Bounds, all_cuts, moved_edges, num_cuts
 from terapipe_ds.planner.search.candidates import slice_counts
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, Score, owners_of
-from terapipe_ds.planner.strategy.cuts import Bounds, all_cuts, moved_edges, num_cuts
 from terapipe_ds.planner.strategy.priced import MOST_WHOLE, Priced
 from terapipe_ds.planner.strategy.rates import granule_of
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape, proposed, variants

@@ -78,12 +78,11 @@ class Space:
 
     def _levers(self) -> list[Levers]:
         """Return the levers that are known and allowed, those first that take no time."""
-        fixed = [getattr(self.choices, name) for name in Levers.names()]
-        known = [
-            (False,) if name not in self.layers.levers else (False, True) if value is None else (value,)
-            for name, value in zip(Levers.names(), fixed, strict=True)
-        ]
-        return [Levers(*values) for values in itertools.product(*known)]
+        allowed = []
+        for name in (field.name for field in dataclasses.fields(Levers)):
+            fixed = getattr(self.choices, name) if name in self.layers.levers else False
+            allowed.append((False, True) if fixed is None else (fixed,))
+        return [Levers(*values) for values in itertools.product(*allowed)]
 
     def least_need(self) -> tuple[float, Candidate | None]:
         """Return bytes that no device gets by with, whatever the strategy, and its candidate, without a search.

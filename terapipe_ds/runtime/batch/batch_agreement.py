@@ -215,7 +215,14 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
 
 
 def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
-    shapes = _sizes(report, place, header)
+    if header.is_uniform:
+        shapes: Shapes = (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
+    else:
+        sizes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
+        if place.control is not None:
+            torch_dist.broadcast(sizes, group=place.control, group_src=place.loss_stage)
+        shapes = tuple(MicroBatchShape(rows, length) for rows, length in sizes.tolist())
+    # one message more if some rows have several documents
     if not header.edges:
         return shapes
     numbers = torch.tensor(to_numbers(report.starts) if place.stage_id == place.first_stage else [0] * header.edges)
@@ -223,15 +230,6 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
         torch_dist.broadcast(numbers, group=place.control, group_src=place.first_stage)
     starts = from_numbers(numbers.tolist())
     return tuple(replace(shape, starts=each) for shape, each in zip(shapes, starts, strict=True))
-
-
-def _sizes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
-    if header.is_uniform:
-        return (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
-    shapes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
-    if place.control is not None:
-        torch_dist.broadcast(shapes, group=place.control, group_src=place.loss_stage)
-    return tuple(MicroBatchShape(rows, length) for rows, length in shapes.tolist())
 
 
 class _Message(NamedTuple):

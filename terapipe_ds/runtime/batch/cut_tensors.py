@@ -140,11 +140,8 @@ class SliceableTensors:
         return replace(self, tensors=tensors)
 
     def part(self, start: int, stop: int) -> Any:
-        """Return tokens [start, stop) for the user's code, which may call `view()`: contiguous, and packed."""
-        return self.packed(tuple([t.contiguous() for t in self.span(start, stop)]))
-
-    def packed(self, tensors: Tensors) -> Any:
-        """Return `tensors` in the form in which the user gave them: one tensor, or a tuple."""
+        """Return tokens [start, stop) in the form that the user gave, contiguous: the user's code may call `view()`."""
+        tensors = tuple([t.contiguous() for t in self.span(start, stop)])
         return tensors if self.is_tuple else tensors[0]
 
 

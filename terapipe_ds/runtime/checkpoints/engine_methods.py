@@ -50,6 +50,10 @@ class LoadOptions(NamedTuple):
     module_only: bool
     custom_load_fn: Any
 
+    @property
+    def with_optimizer(self) -> bool:
+        return self.optimizer_states and not self.module_only
+
     def loaded(self) -> list[str]:
         """Return names for all that a load sets."""
         more = ("optimizer states", self.optimizer_states), ("learning rates", self.lr_scheduler_states)
@@ -96,14 +100,14 @@ class SafeCheckpoints:
 
     def load(self, stock_load: Callable[..., Any], load_dir: str, tag: str | None, options: LoadOptions) -> Any:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
-        engine, with_optimizer = self._engine, options.optimizer_states and not options.module_only
+        engine, with_optimizer = self._engine, options.with_optimizer
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
                 stack.enter_context(strict_loading())
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
-            refuse_what_does_not_fit(engine, self._world, folder, options.optimizer_states, options.module_only)
+            refuse_what_does_not_fit(engine, self._world, folder, options)
             # States of another layout go to the stages that hold their parameters. ZeRO's fp32 copies are among them
             has_copies = engine.zero_optimization() and not options.module_only
             if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
@@ -138,9 +142,7 @@ class SafeCheckpoints:
 # -- checkpoints that do not fit ---------------------------------------------------------------------------------------
 
 
-def refuse_what_does_not_fit(
-    engine: PipelineEngine, world: Any, folder: Path | None, load_optimizer_states: bool, load_module_only: bool
-) -> None:
+def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | None, options: LoadOptions) -> None:
     """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
 
     Raises:
@@ -150,14 +152,14 @@ def refuse_what_does_not_fit(
 
     def look() -> str | None:
         # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
-        problem = None if load_module_only else _problem_of_masters(engine, load_optimizer_states)
+        problem = None if options.module_only else _problem_of_masters(engine, options.optimizer_states)
         path = None if folder is None else folder / "mp_rank_00_model_states.pt"
         if problem is not None or path is None or not path.is_file():
             return problem
         saved = read_states(path)
         problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
         if problem is not None or not engine.load_universal_checkpoint():
-            return problem or _problem_of_sizes(engine, saved, load_optimizer_states and not load_module_only)
+            return problem or _problem_of_sizes(engine, saved, options.with_optimizer)
         if stage == 1:
             return None
         return (

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     Content,
-    Contents,
     Groups,
     Piece,
-    Received,
     Shapes,
     Shard,
     StateForm,
@@ -136,7 +134,10 @@ class OptimizerStates:
     def _reordered(
         self, state: Mapping[str, Any], before: Orders, after: Orders, owners: Mapping[str, int]
     ) -> dict[str, Any]:
-        """Bring `state` of this rank into another order, or refuse it on every rank. A collective over all ranks."""
+        """Bring `state` of this rank into another order, or refuse it on every rank. A collective over all ranks.
+
+        For parameters with copies, `owners` are the stages whose states count.
+        """
         assert self.form is not None
         # Without partitions all replicas hold the same states, and each replica moves its own
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
@@ -151,7 +152,17 @@ class OptimizerStates:
         def rank_of(holder: Holder) -> int:
             return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
 
-        received = moved(contents, sources, targets, owners, here, rank_of, self.world)
+        # All ranks go through the routes in one order, so that no two wait for one another
+        received: dict[str, list[tuple[Piece, Content]]] = {}
+        for (source, target), pieces in sorted(routes_between(sources, targets, owners).items()):
+            sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
+            if here == source != target:
+                sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
+                torch_dist.send_object_list(sent, dst=rank_of(target), group=self.world)
+            elif here == target != source:
+                torch_dist.recv_object_list(sent, src=rank_of(source), group=self.world)
+            for piece, content in sent[0] if here == target else ():
+                received.setdefault(piece.name, []).append((piece, content))
         return targets[here].put(state, received)
 
     def _read_saved(self, path: Path) -> _Saved | None:
@@ -285,33 +296,6 @@ def shards_of(form: StateForm, orders: Orders, shapes: Shapes) -> Shards:
         for stage_id, groups in enumerate(orders)
         for partition in range(form.num_partitions)
     }
-
-
-def moved(
-    contents: Contents,
-    before: Shards,
-    after: Shards,
-    owners: Mapping[str, int],
-    here: Holder,
-    rank_of: Callable[[Holder], int],
-    group: Any,
-) -> Received:
-    """Send the pieces that this rank has and others need, and return the pieces that it needs. A collective.
-
-    For parameters with copies, `owners` are the stages whose states count. `group` is on the CPU.
-    """
-    # All ranks go through the routes in one order, so that no two wait for one another
-    received: dict[str, list[tuple[Piece, Content]]] = {}
-    for (source, target), pieces in sorted(routes_between(before, after, owners).items()):
-        sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
-        if here == source != target:
-            sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
-            torch_dist.send_object_list(sent, dst=rank_of(target), group=group)
-        elif here == target != source:
-            torch_dist.recv_object_list(sent, src=rank_of(source), group=group)
-        for piece, content in sent[0] if here == target else ():
-            received.setdefault(piece.name, []).append((piece, content))
-    return received
 
 
 def routes_between(

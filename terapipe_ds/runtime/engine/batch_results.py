@@ -17,7 +17,6 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.batch.loss import weighted_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
-_ALONE = SequenceRanks()
 _WIDE = (torch.float32, torch.float64)
 
 
@@ -37,11 +36,7 @@ class BatchResults:
     """
 
     def __init__(
-        self,
-        engine: PipelineEngine,
-        sequence_dim: int,
-        sequence: SequenceRanks = _ALONE,
-        sums_outputs: bool = False,
+        self, engine: PipelineEngine, sequence_dim: int, sequence: SequenceRanks, sums_outputs: bool = False
     ) -> None:
         self._engine, self._sequence_dim, self._sequence = engine, sequence_dim, sequence
         self._sums_outputs = sums_outputs

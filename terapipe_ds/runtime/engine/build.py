@@ -104,11 +104,7 @@ class EngineSetup:
         multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
-
-        def fill() -> Any:
-            return never_none_at_all(module, chosen)  # this consumes an iterator of the program
-
-        parameters = everywhere(fill)
+        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)
         optimizer = remembering(optimizer, trained)

@@ -17,12 +17,12 @@ from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.forward_backward import Stage
-from terapipe_ds.runtime.engine.trace import Tracer
+from terapipe_ds.runtime.engine.trace import Tracer, event_of
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule import Schedule
-from terapipe_ds.schedule.action import Kind
+from terapipe_ds.schedule.action import COMPUTE_KINDS
 from terapipe_ds.timeline import Timeline, TimelineEvent
 from terapipe_ds.timeline.waits import exposed_comm_s
 
@@ -32,7 +32,6 @@ T = TypeVar("T")
 PREFIX = "Train/TeraPipe/"
 _STEPS = 20  # after this many steps the log reports their speed; the first one, which warms up, does not count
 _FAR = 0.15  # if a prediction is off by more, the measured costs no longer hold
-_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class StepReport:
         All stages know the orders of all, so the start and the end of each computation are enough.
         """
         # a row for each computation of the longest order, and one for the model's operations and allocator retries
-        orders = [[action for action in order if action.kind in _COMPUTATIONS] for order in ran.schedule.orders]
+        orders = [[action for action in order if action.kind in COMPUTE_KINDS] for order in ran.schedule.orders]
         table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
         flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
         table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
@@ -164,10 +163,7 @@ class StepReport:
             times = one[1 : 1 + len(order)].tolist()
             if any(start_s != start_s for start_s, _ in times):  # NaN: nothing was recorded there
                 return None, model_flops, retries
-            events_of_all += [
-                TimelineEvent(stage_id, str(a), a.micro_batch_id, a.slice_id, a.kind.value, start_s, end_s, a.chunk_id)
-                for a, (start_s, end_s) in zip(order, times, strict=True)
-            ]
+            events_of_all += [event_of(action, stage_id, *both) for action, both in zip(order, times, strict=True)]
         return Timeline(len(orders), tuple(events_of_all)), model_flops, retries
 
 

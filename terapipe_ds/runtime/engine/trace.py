@@ -20,10 +20,8 @@ from deepspeed.accelerator import get_accelerator
 from torch.autograd.profiler import record_function
 
 from terapipe_ds.runtime.log import Diagnostic
-from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.schedule.action import COMPUTE_KINDS, Action
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
-
-_COMPUTATIONS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 
 
 def is_traced(step: int) -> bool:
@@ -135,7 +133,7 @@ class Tracer:
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Record one action, if it computes and its step is recorded."""
-        if self._clock is None or action.kind not in _COMPUTATIONS:
+        if self._clock is None or action.kind not in COMPUTE_KINDS:
             yield
             return
         self._start = self._clock.now()
@@ -154,8 +152,8 @@ class Tracer:
             return
         if isinstance(clock, DeviceClock):
             clock.end()
-        seconds: Callable[[Any], float] = clock.seconds
-        self.last = tuple(self._event(action, seconds(start), seconds(end)) for action, start, end in self._marks)
+        times = ((action, clock.seconds(start), clock.seconds(end)) for action, start, end in self._marks)
+        self.last = tuple(event_of(action, self._stage_id, *both) for action, *both in times)
         self._marks = []
         if not self._is_written or self._dir is None:
             return
@@ -164,17 +162,11 @@ class Tracer:
             timeline = Timeline(num_stages=self._num_stages, events=self.last)
             timeline.save(self._dir / timeline_file_name(step, self._rank))
 
-    def _event(self, action: Action, start_s: float, end_s: float) -> TimelineEvent:
-        return TimelineEvent(
-            stage_id=self._stage_id,
-            action=str(action),
-            micro_batch_id=action.micro_batch_id,
-            slice_id=action.slice_id,
-            kind=action.kind.value,
-            start_s=start_s,
-            end_s=max(start_s, end_s),
-            chunk_id=action.chunk_id,
-        )
+
+def event_of(action: Action, stage_id: int, start_s: float, end_s: float) -> TimelineEvent:
+    """Return the event of an action that ran from `start_s` to `end_s`."""
+    unit, times = (action.micro_batch_id, action.slice_id), (start_s, max(start_s, end_s))
+    return TimelineEvent(stage_id, str(action), *unit, action.kind.value, *times, action.chunk_id)
 
 
 @contextmanager

@@ -209,8 +209,7 @@ class RankRecord:
 
     def note(self, action: object) -> None:
         """Note an action that the main thread begins."""
-        self.doing = doing = Doing(action)
-        self._recent.append(doing)
+        self.now(Doing(action))
 
     def now(self, doing: Doing) -> None:
         """Note the action of the main thread from now on."""

@@ -23,7 +23,7 @@ import re
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -73,6 +73,7 @@ class Watchdog:
         self._asynchronous = asynchronous
         self._record = RankRecord(rank, stage_id)
         self.note = self._record.note  # notes an action of this rank; cheap, since it is called for each
+        self.waits = self._record.now_waits  # remembers that the action waits, until it is noted again; cheap, too
         self.claim = self._record.claim
         self._words = LastWords(self._record, trace_dir)
         self._stop = threading.Event()
@@ -155,10 +156,6 @@ class Watchdog:
         action = self._record.now_waits(what if isinstance(what, Wait) else Wait(what))
         yield
         self.note(action)
-
-    def waits(self, what: Callable[[], Wait]) -> None:
-        """Remember that the current action waits, until it is noted again; cheap, called for each message."""
-        self._record.now_waits(what)
 
     def close(self) -> None:
         """Stop the thread: the engine is done. Another call, as late as the interpreter's end, does nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,8 +55,9 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     is_full = len(recomputing) == module.num_stages
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
         if interval and not (interval == 1 and is_full):
+            shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
             raise TeraPipeConfigError(
-                f"terapipe.recompute = {_shown(config)}: {where} has activation_checkpoint_interval = {interval}, "
+                f"terapipe.recompute = {shown!r}: {where} has activation_checkpoint_interval = {interval}, "
                 "which says otherwise; leave one of the two out"
             )
     if config.recompute == "auto" and module.checkpointable_layers is not None:
@@ -119,8 +120,16 @@ def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
         module.held_parts[module.active_chunk].checkpointable = module.is_checkpointable_results
 
 
-def _shown(config: TeraPipeConfig) -> str:
-    return str(list(config.recompute)) if isinstance(config.recompute, tuple) else repr(config.recompute)
+def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
+    """Let all layers recompute that any length in a batch needs: recomputing more layers takes less memory.
+
+    `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
+    everything recomputes.
+    """
+    wanted: set[int] = set()
+    for layers in choices:
+        wanted |= set(range(len(module._layer_specs))) if layers is None else layers
+    recompute_layers(module, wanted)
 
 
 @contextmanager

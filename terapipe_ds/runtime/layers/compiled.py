@@ -42,8 +42,8 @@ def layers_as_they_are() -> Iterator[None]:
         _as_they_are -= 1
 
 
-def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[str]:
-    """Compile the layers that `module` runs, of all parts that the stage holds; return their kinds."""
+def compile_layers(module: nn.Module) -> None:
+    """Compile the layers that `module` runs, of all parts that the stage holds."""
     kinds: set[str] = set()
     others: set[str] = set()
     for chunk_id, part in enumerate(getattr(module, "held_parts", (module,))):
@@ -52,7 +52,7 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
                 parts = compiled_parts(layer)
                 (kinds if parts else others).add(type(layer).__name__)
                 for number, piece in enumerate(parts):
-                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}", backend)
+                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}")
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
@@ -60,7 +60,6 @@ def compile_layers(module: nn.Module, backend: Backend | None = None) -> list[st
             "for the slice in other ways than sliced_attention (docs/compile.md)",
             ", ".join(sorted(others)),
         )
-    return sorted(kinds)
 
 
 def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ranks: bool) -> str | None:

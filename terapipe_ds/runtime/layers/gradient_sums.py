@@ -11,7 +11,7 @@ Without such sums, gradients stay in `.grad`: fp16, and ZeRO-1 that accumulates 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,12 +44,7 @@ def _reduces_at_the_end(optimizer: Any) -> bool:
     """Return whether it is ZeRO-1, whose hooks do nothing but add gradients to `grad_accum`, if it has that."""
     if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.zenflow or optimizer.cpu_offload:
         return False
-    return not (optimizer.partition_gradients or optimizer.overlap_comm or _corrects_gradients(optimizer))
-
-
-def _corrects_gradients(optimizer: Any) -> bool:
-    """Return whether DeepSpeed corrects each gradient by itself (expert folding)."""
-    return getattr(optimizer, "autoep_folding_tp_group", None) is not None
+    return not (optimizer.partition_gradients or optimizer.overlap_comm)
 
 
 class GradientSums:
@@ -62,13 +57,9 @@ class GradientSums:
 
     @staticmethod
     def of(optimizer: Any) -> GradientSums | None:
-        """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call.
-
-        None for any other optimizer, and if DeepSpeed corrects each gradient by itself.
-        """
+        """Return the sums of an optimizer that has them, and have it collect all gradients in `.grad` in one call."""
         if isinstance(optimizer, BF16_Optimizer):
-            has_sums = optimizer.using_real_optimizer and not _corrects_gradients(optimizer)
-            return _SumsOfBf16(optimizer) if has_sums else None
+            return _SumsOfBf16(optimizer) if optimizer.using_real_optimizer else None
         has_sums = _reduces_at_the_end(optimizer) and optimizer.use_grad_accum_attribute
         return _SumsOfZero1(optimizer) if has_sums else None
 
@@ -197,41 +188,37 @@ class _SumsOfBf16(GradientSums):
         return place
 
 
-class _SumsOfZero1(GradientSums):
+class _SumsAtParameters(GradientSums):
     """Add to `grad_accum` of a parameter, which exists from its first gradient in a step to the reduction."""
 
-    def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        super().__init__([(p, p) for group in optimizer.bit16_groups for p in group], has_hooks=True)
-        self._optimizer = optimizer
-        optimizer.fill_grad_accum_attribute = self.collect
-        # its hooks call this for each gradient, and would add that
-        optimizer.process_gradients = lambda parameter, group: optimizer.setup_buckets()
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, has_hooks: bool) -> None:
+        super().__init__([(parameter, parameter) for parameter in parameters], has_hooks)
+        self._dtype = dtype
 
     def _sum(self, place: _Place) -> Tensor:
-        if place.grad_accum is None:
-            place.grad_accum = torch.zeros_like(place, dtype=self._optimizer.gradient_accumulation_dtype)
-        total: Tensor = place.grad_accum
+        total = self._present(place)
+        if total is None:
+            total = place.grad_accum = torch.zeros_like(place, dtype=self._dtype)
         return total
 
     def _present(self, place: _Place) -> Tensor | None:
-        total: Tensor | None = place.grad_accum
-        return total
+        return getattr(place, "grad_accum", None)
 
     def _clear(self, place: _Place) -> None:
         place.grad_accum = None
 
 
-class OwnSums(GradientSums):
+class _SumsOfZero1(_SumsAtParameters):
+    def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
+        parameters = (parameter for group in optimizer.bit16_groups for parameter in group)
+        super().__init__(parameters, optimizer.gradient_accumulation_dtype, has_hooks=True)
+        optimizer.fill_grad_accum_attribute = self.collect
+        # its hooks call this for each gradient, and would add that
+        optimizer.process_gradients = lambda parameter, group: optimizer.setup_buckets()
+
+
+class OwnSums(_SumsAtParameters):
     """Stand in for the fp32 sums of an optimizer, for measurements without one."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__([(p, p) for p in module.parameters() if p.requires_grad], has_hooks=False)
-        self._totals: dict[int, Tensor] = {}
-
-    def _sum(self, place: _Place) -> Tensor:
-        if id(place) not in self._totals:
-            self._totals[id(place)] = torch.zeros_like(place, dtype=torch.float32)
-        return self._totals[id(place)]
-
-    def _clear(self, place: _Place) -> None:
-        self._totals.pop(id(place), None)
+        super().__init__((p for p in module.parameters() if p.requires_grad), torch.float32, has_hooks=False)

@@ -146,12 +146,8 @@ class ActivationOffload:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module, self._lane = module, Lane(device)
+        self.buffers = self._lane.buffers  # of the host
         self.open_batch(None)
-
-    @property
-    def buffers(self) -> HostBuffers:
-        """Return the host's buffers."""
-        return self._lane.buffers
 
     def open_batch(self, batch: BatchInFlight | None) -> None:
         """Begin a batch; keep nothing of another one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ def layer_of_parameter(name: str) -> LayerName | None:
 
 def part_of(bounds: Sequence[int], layer_id: int) -> int:
     """Return the part that has a layer; part k has the layers from `bounds[k]` up to `bounds[k + 1]`."""
-    return next(part for part in range(len(bounds) - 1) if bounds[part] <= layer_id < bounds[part + 1])
+    return bisect_right(bounds, layer_id) - 1
 
 
 def module_of(layer: Any) -> nn.Module | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name
+from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
+from terapipe_ds.runtime.layout.sequence_axis import group_of
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
@@ -212,7 +212,7 @@ def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerNam
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
     module.held_parts, here = [], set()
-    for place in module.own_places():
+    for place in module.terapipe_layout.places(module.stage_id):
         start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
@@ -233,15 +233,12 @@ def _move_layers(
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id, name in enumerate(names):
         layer_ids[name].append(layer_id)
-    group = None  # on the CPU: DeepSpeed has not chosen this rank's device yet
-    # every rank makes every group, or the others would wait for it
-    for ranks in grid.topology().get_axis_comm_lists("pipe"):
-        made = torch_dist.new_group(ranks, backend="gloo")
-        group = made if module.global_rank in ranks else group
+    # on the CPU: DeepSpeed has not chosen this rank's device yet
+    group = group_of(module.global_rank, grid.topology().get_axis_comm_lists("pipe"), backend="gloo")
     for name, ids in layer_ids.items():
         # a tied layer may have been built on several stages: the first one sends
-        sources = {bisect_right(bounds_before, i) - 1 for i in ids}  # DeepSpeed had built one part on each stage
-        targets = {stage for i in ids for stage, _ in layout.homes(bisect_right(module.parts, i) - 1)} - sources
+        sources = {part_of(bounds_before, i) for i in ids}  # DeepSpeed had built one part on each stage
+        targets = {stage for i in ids for stage, _ in layout.homes(part_of(module.parts, i))} - sources
         for target in sorted(targets):
             if module.stage_id == min(sources):
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]

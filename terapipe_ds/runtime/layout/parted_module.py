@@ -14,7 +14,7 @@ from torch import nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.layout.layer_names import LayerName, layers_by_name, module_of, part_of
-from terapipe_ds.runtime.layout.layout import Layout, Place
+from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_gradients
 
 
@@ -63,10 +63,6 @@ class PartedModule(PipelineModule):
                 yield chunk_id
         finally:
             self.activate(before)
-
-    def own_places(self) -> tuple[Place, ...]:
-        """Return the places of this stage, by chunk."""
-        return self.terapipe_layout.places(self.stage_id)
 
     def held_layers(self) -> dict[LayerName, Any]:
         """Return the layers of all parts on this stage."""

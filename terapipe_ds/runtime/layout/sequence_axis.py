@@ -47,22 +47,17 @@ def slice_length_multiple(module: Any) -> int:
     return multiple
 
 
-def shortest_slice(module: Any) -> int:
-    """Return the fewest tokens of a slice: the module's attribute of this name, by default 1.
-
-    A module sets it if its layers take a single token for a step of generation.
-    """
-    return int(getattr(module, "shortest_slice", 1))
-
-
 def token_multiple(module: PipelineModule) -> int:
     """Return the number that must divide every slice length, so that each sequence rank's share fits its layers."""
     return slice_length_multiple(module) * sequence_size(module)
 
 
 def shortest_slice_on(module: PipelineModule) -> int:
-    """Return the fewest tokens of a slice that give each sequence rank as many as the layers need."""
-    shortest = shortest_slice(module)
+    """Return the fewest tokens of a slice that give each sequence rank as many as the layers need.
+
+    A module sets `shortest_slice` if its layers take a single token for a step of generation.
+    """
+    shortest = int(getattr(module, "shortest_slice", 1))
     return shortest * sequence_size(module) if shortest > 1 else shortest
 
 
@@ -115,9 +110,9 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
         return sequence_ranks_of(grid)
     # ranks of one stage that share the tokens of its slices
-    grid.sequence_group = _group_of(rank, topology.get_axis_comm_lists(AXIS))
+    grid.sequence_group = group_of(rank, topology.get_axis_comm_lists(AXIS))
     stages = [sorted(topology.filter_match(pipe=stage_id)) for stage_id in range(grid.pipe_parallel_size)]
-    replicas = _group_of(rank, stages)
+    replicas = group_of(rank, stages)
     # ranks of one stage whose gradients add up, over data and sequence
     grid.replicas_group = replicas
     grid.get_sequence_data_parallel_group = lambda: replicas
@@ -151,10 +146,11 @@ def peers_of(grid: PipelineParallelGrid) -> tuple[int, ...] | None:
     return ranks if len(ranks) > 1 else None
 
 
-def _group_of(rank: int, lists: list[list[int]]) -> Any:
+def group_of(rank: int, lists: list[list[int]], backend: str | None = None) -> Any:
+    """Make a group of each list; return the one with `rank`. Every rank makes every group: torch requires it."""
     own = None
     for ranks in lists:
-        group = torch_dist.new_group(ranks)
+        group = torch_dist.new_group(ranks, backend=backend)
         own = group if rank in ranks else own
     return own
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import random
 from collections.abc import Iterator
@@ -28,28 +29,15 @@ def guessed_method(module: Any) -> str | None:
 
 def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
     """Return the first layer of every part, and the number of layers. DeepSpeed builds layers to count parameters."""
-    with _restored(module), random_states_kept():
-        module.num_stages = num_parts
-        module._partition_layers(method=method)
-        return [int(bound) for bound in module.parts]  # NumPy's integers are no seeds, with `seed_layers`
-
-
-@contextlib.contextmanager
-def _restored(module: Any) -> Iterator[None]:
-    """Restore the module's own cut at the end, and silence DeepSpeed until then."""
-    names = ("parts", "num_stages", "_local_start", "_local_stop", PARTITION_METHOD)
-    before = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    cut = copy.copy(module)  # the module keeps its own cut
+    cut.num_stages = num_parts
     disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        with contextlib.redirect_stdout(io.StringIO()), random_states_kept():
+            cut._partition_layers(method=method)
     finally:
         deepspeed_logger.disabled = disabled
-        # remove attributes that the module did not have before
-        for name in names:
-            vars(module).pop(name, None)
-        for name, value in before.items():
-            setattr(module, name, value)
+    return [int(bound) for bound in cut.parts]  # NumPy's integers are no seeds, with `seed_layers`
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ slice length); from then on both sides know the form of a slice of that signatur
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +23,6 @@ import torch
 import torch.distributed as torch_dist
 
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.links.buffers import MessageBuffers
 from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, to_host
@@ -36,6 +36,43 @@ NCCL_DTYPES = frozenset({
 """What NCCL and every other backend can send. Other dtypes travel as bytes: NCCL lacks bool, int16 and complex ones."""
 
 _TAGS_BY_HOST = 1 << 16  # added to a link's tag for messages in the control group, which also carries announcements
+
+
+class MessageBuffers:
+    """Hand out memory for the messages of one end of a wire, so that no message over NCCL needs the allocator.
+
+    torch records the stream of each point-to-point message on its tensor. Freed memory must then wait for an event of
+    that stream. An allocator that runs out waits for all of them, even for receives that wait for this very rank.
+
+    Memory is free again when nothing else holds its storage: no tensor, no view and no graph. The current stream orders
+    its next use behind all work that the host has launched before.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._storages: list[torch.UntypedStorage] = []
+        self.num_allocated = 0  # in all, for tests
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Return a contiguous tensor with any content."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        free = [storage for storage in self._storages if is_unused(storage)]
+        fitting = min(
+            (each for each in free if each.nbytes() >= num_bytes), key=torch.UntypedStorage.nbytes, default=None
+        )
+        if fitting is None:
+            # lengths have grown: free buffers are too small for them, so drop these before taking more
+            self._storages = [each for each in self._storages if not any(each is small for small in free)]
+            fitting = torch.empty(max(num_bytes, 1), dtype=torch.uint8, device=self._device).untyped_storage()
+            self._storages.append(fitting)
+            self.num_allocated += 1
+        taken = torch.empty(0, dtype=dtype, device=self._device)
+        return taken.set_(fitting, 0, shape)  # type: ignore[call-overload, no-any-return]
+
+
+def is_unused(storage: torch.UntypedStorage) -> bool:
+    """Return whether nothing but this one object holds the storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) == 1
 
 
 @dataclass(frozen=True)

@@ -39,13 +39,12 @@ class Wires:
         self._by_ends = by_ends
         self.num_queues = num_queues  # hardware queues of the device with fewest; None without streamed wires
 
-    def activations(self, ends: WireEnds) -> Wire:
-        """Return the wire from the first of the ends to the other."""
-        return self._both(ends)[0]
-
-    def gradients(self, ends: WireEnds) -> Wire:
-        """Return the wire back from the second of the ends."""
-        return self._both(ends)[1]
+    def between(self, ends: WireEnds) -> tuple[Wire, Wire]:
+        """Return the wire of activations, from the first of the ends to the other, and the wire of gradients back."""
+        if ends in self._by_ends:
+            return self._by_ends[ends]
+        what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
+        raise LinkError(f"there is {what} here; connected are {sorted(self._by_ends)}")
 
     def packed(self, forward: str | None, backward: str | None, exact: Collection[WireEnds]) -> Wires:
         """Return the same wires with the formats of activations and gradients, except those that stay `exact`."""
@@ -63,12 +62,6 @@ class Wires:
     def post_on_device(self) -> bool:
         """Tell whether a receive that is posted ahead occupies the device while it waits for its message."""
         return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
-
-    def _both(self, ends: WireEnds) -> tuple[Wire, Wire]:
-        if ends in self._by_ends:
-            return self._by_ends[ends]
-        what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
-        raise LinkError(f"there is {what} here; connected are {sorted(self._by_ends)}")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.failures.report import Wait
-from terapipe_ds.runtime.layout.layout import Layout, WireEnds
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature
+from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature, Wire
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
@@ -76,26 +76,25 @@ class StageLinks:
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id == source:
-                self._add_next(self._channels[source_chunk], wires, ends)
+                self._add_next(self._channels[source_chunk], *wires.between(ends))
             elif stage_id == target:
-                self._add_previous(self._channels[target_chunk], wires, ends)
+                self._add_previous(self._channels[target_chunk], *wires.between(ends))
 
-    def _add_next(self, part: _PartChannels, wires: Wires, ends: WireEnds) -> None:
-        sending = part.activations_out = SendChannel(wires.activations(ends))
+    def _add_next(self, part: _PartChannels, activations: Wire, gradients: Wire) -> None:
+        sending = part.activations_out = SendChannel(activations)
 
         def gradient_spec(unit: SliceKey) -> MessageSpec | None:
             sent = sending.announced.get(self._signature(unit))
             return None if sent is None else sent.gradient
 
-        part.gradients_in = ReceiveChannel(wires.gradients(ends), gradient_spec, _never_learned)
+        part.gradients_in = ReceiveChannel(gradients, gradient_spec, _never_learned)
         self._receiving.append(part.gradients_in)
         self._sending.append(sending)
 
-    def _add_previous(self, part: _PartChannels, wires: Wires, ends: WireEnds) -> None:
-        wire = wires.activations(ends)
-        announced = part.announced_in = AnnouncedSpecs(wire, self._signature)
-        part.activations_in = ReceiveChannel(wire, announced.spec_of, announced.learn)
-        part.gradients_out = SendChannel(wires.gradients(ends))
+    def _add_previous(self, part: _PartChannels, activations: Wire, gradients: Wire) -> None:
+        announced = part.announced_in = AnnouncedSpecs(activations, self._signature)
+        part.activations_in = ReceiveChannel(activations, announced.spec_of, announced.learn)
+        part.gradients_out = SendChannel(gradients)
         self._receiving.append(part.activations_in)
         self._sending.append(part.gradients_out)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile
@@ -16,16 +16,14 @@ from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
-from terapipe_ds.runtime.planning.apply_recompute import best_with_recompute
-from terapipe_ds.runtime.planning.choice import Choice
-from terapipe_ds.runtime.planning.schedule_choice import WORTH_CHANGING, best_without_moving
+from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
+from terapipe_ds.runtime.planning.schedule_choice import WORTH_CHANGING, best_with_recompute, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 
-K = TypeVar("K", bound=Hashable)
 logger = logging.getLogger("terapipe_ds")
 
 
@@ -44,7 +42,7 @@ class AutoPlanner:
         # the stages of a pipeline know the same lengths
         return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
 
-    def misjudged(self, choices: Mapping[K, Choice]) -> list[K]:
+    def misjudged(self, choices: Mapping[ChoiceKey, Choice]) -> list[ChoiceKey]:
         """Return the choices to make again, once the engine's own time is known. A collective.
 
         These are the choices whose slices are so short that this time adds 1 % to the prediction.

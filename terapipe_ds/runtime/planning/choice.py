@@ -10,6 +10,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult
 from terapipe_ds.planner.result import Prediction
 
+ChoiceKey = tuple[int, int, int]
+"""A sequence length, and the number and the size of the micro-batches."""
+
 
 @dataclass(frozen=True)
 class Choice:

@@ -13,13 +13,13 @@ from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_for
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.planning.apply_recompute import recompute_for
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
-from terapipe_ds.runtime.planning.choice import Choice
+from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
@@ -27,14 +27,13 @@ from terapipe_ds.version import __version__
 logger = logging.getLogger("terapipe_ds")
 
 _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
-_BY_HAND = (0, 0)  # in the key of a choice: it holds for micro-batches of any number and size
 
 
 class Plans:
     """Choose the plans and the schedule of each batch of one engine; `note` gets a text about each measurement.
 
     A choice holds for a length and for micro-batches of one number and size, which a program may change between
-    batches. Slices that were set by hand hold for all of these.
+    batches. Slices that were set by hand hold for micro-batches of any number and size.
     """
 
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
@@ -42,7 +41,8 @@ class Plans:
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
-        self._choices: dict[tuple[int, int, int], Choice] = {}  # by length, number and size of micro-batches
+        self._choices: dict[ChoiceKey, Choice] = {}
+        self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
         self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
@@ -60,22 +60,19 @@ class Plans:
 
     def cuts(self, length: int) -> bool:
         """Return whether sequences of `length` tokens will be cut, as far as this is known before they have come."""
-        by_hand = self._choices.get((length, *_BY_HAND))
+        by_hand = self._by_hand.get(length)
         return not self._config.is_one_slice if by_hand is None else by_hand.cuts
 
     @property
     def cut_by_hand(self) -> bool:
         """Return whether sequences of any length are cut into slices that were set by hand."""
-        return any(choice.cuts for choice in self._by_hand().values())
+        return any(choice.cuts for choice in self._by_hand.values())
 
-    def _by_hand(self) -> dict[int, Choice]:
-        return {length: choice for (length, *rest), choice in self._choices.items() if tuple(rest) == _BY_HAND}
-
-    def _key(self, length: int) -> tuple[int, int, int]:
+    def _key(self, length: int) -> ChoiceKey:
         return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()
 
     def _known(self, length: int) -> Choice | None:
-        return self._choices.get((length, *_BY_HAND)) or self._choices.get(self._key(length))
+        return self._by_hand.get(length) or self._choices.get(self._key(length))
 
     def _choice(self, length: int) -> Choice:
         """Return the choice for sequences of `length` tokens; raise like `plan`."""
@@ -123,8 +120,8 @@ class Plans:
                 "terapipe.schedule and chunks_per_stage before the engine is built"
             )
         choice = Choice(plans, schedule)
-        self._choices[(choice.sequence_length, *_BY_HAND)] = choice
-        return repr(sorted((length, str(one.described())) for length, one in self._by_hand().items()))
+        self._by_hand[choice.sequence_length] = choice
+        return repr(sorted((length, str(one.described())) for length, one in self._by_hand.items()))
 
     def _check_count(self, plans: Sequence[SlicePlan]) -> None:
         count, lengths = self._engine.micro_batches, {plan.sequence_length for plan in plans}
@@ -141,7 +138,7 @@ class Plans:
         lengths.
         """
         problem = self._config.problem_of_count(len(lengths)) if training else None
-        if problem is not None and not self._by_hand().keys() >= set(lengths):
+        if problem is not None and not self._by_hand.keys() >= set(lengths):
             raise TeraPipeConfigError(problem)
         if self._planner is None:
             plans = [self.plan(length, m) for m, length in enumerate(lengths)]

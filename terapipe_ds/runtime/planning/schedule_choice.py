@@ -21,6 +21,7 @@ from terapipe_ds.planner import (
     rank_schedules,
 )
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+from terapipe_ds.planner.recompute import costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -59,6 +60,31 @@ def best_without_moving(
     notes = [NOT_TIMED] if not cuts.has_layers else []
     advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(possible, result, layout, cuts)]
     return result, ["", *describe_ranking(ranking), *notes, *advice]
+
+
+def best_with_recompute(
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
+) -> tuple[PlanResult, list[Any]]:
+    """Return the plan, the schedule and the recomputing layers, and the costs of the parts with these.
+
+    Raises:
+        MemoryLimitError: nothing fits, even if everything is recomputed.
+        PlannerError: layers or their memory could not be measured.
+    """
+    config, bounds = stage.config, stage.layout.bounds or stage.engine.module.parts
+    assert limit_bytes is not None, "refused by the config"
+    parts = recomputable_parts(cuts, [int(bound) for bound in bounds])
+    result = plan_with_recompute(
+        parts,
+        length,
+        stage.engine.micro_batches,
+        config.granularity_for(length),
+        config.schedule,
+        limit_bytes,
+        plan=None if config.slices == "auto" else config.plan_for(length),
+        schedule_options=config.schedule_options,
+    )
+    return result, costs_of(parts, result.recompute or ())
 
 
 def _with_other_layout(

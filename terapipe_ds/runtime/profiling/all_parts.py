@@ -153,7 +153,6 @@ def _timer(
         inputs=inputs,
         labels=labels,
         is_last=place.is_last,
-        loss_fn=engine.module.loss_fn,
         autocast=autocast,
         weights=engine.weight_gradients,
         clock=engine.slice_clock,
@@ -232,8 +231,7 @@ def _measure_links(
             if stage_id not in (source, target):
                 continue
             sends = stage_id == source
-            both = wires.activations(ends), wires.gradients(ends)
-            outgoing, incoming = both if sends else both[::-1]
+            outgoing, incoming = wires.between(ends) if sends else wires.between(ends)[::-1]
             for tokens in chosen:
                 spec = specs[part_id][tokens]
                 # the first trip connects the two ends

@@ -34,6 +34,7 @@ from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 logger = logging.getLogger("terapipe_ds")
 
 _Sample = TypeVar("_Sample", CostSample, LinkSample)
+_Times = TypeVar("_Times", CostSample, Overhead)
 
 
 def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | None = None) -> Profile:
@@ -121,17 +122,17 @@ def _overheads(ranks: Sequence[PartMeasured]) -> tuple[Overhead, ...]:
 
 def with_own_time(profile: Profile, own_s: Mapping[int, tuple[float, float]]) -> Profile:
     """Add the engine's own time in an F and in a B, by part, to the slices of a profile and to its overheads."""
-    return dataclasses.replace(
-        profile, parts=tuple(_longer(part, *own_s.get(part.part_id, (0.0, 0.0))) for part in profile.parts)
-    )
+    parts = []
+    for part in profile.parts:
+        both = own_s.get(part.part_id, (0.0, 0.0))
+        samples = tuple(_longer(sample, *both) for sample in part.samples)
+        overheads = tuple(_longer(overhead, *both) for overhead in part.overheads)
+        parts.append(dataclasses.replace(part, samples=samples, overheads=overheads))
+    return dataclasses.replace(profile, parts=tuple(parts))
 
 
-def _longer(part: PartProfile, forward_s: float, backward_s: float) -> PartProfile:
-    def longer(one: Any) -> Any:
-        return dataclasses.replace(one, forward_s=one.forward_s + forward_s, backward_s=one.backward_s + backward_s)
-
-    samples, overheads = tuple(map(longer, part.samples)), tuple(map(longer, part.overheads))
-    return dataclasses.replace(part, samples=samples, overheads=overheads)
+def _longer(one: _Times, forward_s: float, backward_s: float) -> _Times:
+    return dataclasses.replace(one, forward_s=one.forward_s + forward_s, backward_s=one.backward_s + backward_s)
 
 
 def memory_of(profile: Profile) -> MemoryModel | None:
@@ -144,12 +145,8 @@ def memory_of(profile: Profile) -> MemoryModel | None:
 def _with_messages(costs: PartMeasured) -> list[CostSample]:
     """Add to each sample the own time of the stage for its messages; F and B have equally many."""
     tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
-    samples = []
-    for sample in costs.times.samples:
-        own_s = float(np.interp(sample.tokens, tokens, seconds))
-        forward_s, backward_s = sample.forward_s + own_s, sample.backward_s + own_s
-        samples.append(dataclasses.replace(sample, forward_s=forward_s, backward_s=backward_s))
-    return samples
+    own_s = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.times.samples]
+    return [_longer(sample, each, each) for sample, each in zip(costs.times.samples, own_s, strict=True)]
 
 
 def _merged(replicas: Iterable[Sequence[Sequence[_Sample]]]) -> list[_Sample]:

@@ -86,7 +86,7 @@ def profile_key(
     layers = [layer for part in parts for layer in part.one_by_one]
     return ProfileKey(
         model_fingerprint=_hash([*(part.together for part in parts), *notes]),
-        model=", ".join([*_counted(names), *notes]),
+        model=", ".join([*(f"{names.count(name)} {name}" for name in dict.fromkeys(names)), *notes]),
         device=device_name(device),
         dtype=_name(parameter.dtype) if autocast is None else f"{_name(parameter.dtype)} (autocast {_name(autocast)})",
         micro_batch=rows,
@@ -113,10 +113,6 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or "unknown processor"
-
-
-def _counted(names: Sequence[str]) -> list[str]:
-    return [f"{names.count(name)} {name}" for name in dict.fromkeys(names)]
 
 
 def _describe(layer: Any) -> list[Any]:

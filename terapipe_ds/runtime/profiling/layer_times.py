@@ -11,22 +11,16 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import LARGEST
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
+from terapipe_ds.runtime.profiling.rounds import Point
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
 
 logger = logging.getLogger("terapipe_ds")
-
-Point = tuple[int, int]
-"""(tokens, prefix)."""
-
-Both = tuple[float, float]
-"""Seconds of F and of B."""
 
 _RUNS = 2  # of each point; the shorter one counts
 _LEAST_S = 1e-9  # a layer that does nothing
@@ -62,8 +56,7 @@ def measure_layers(
         TrialError: this rank failed, and peers wait for it inside of a layer.
     """
     # twice, because other programs disturb some of the clock readings
-    functions: Any = timer.module.forward_funcs
-    runs = []
+    functions, runs = timer.module.forward_funcs, []
     for _ in range(_RUNS):
         seconds, failure = _run(timer, [(s.tokens, s.prefix) for s in of_part], trials or Trials())
         if failure is not None:
@@ -94,7 +87,7 @@ def measure_layers(
 class _Taken:
     """Hold the times of each layer at one point: F and B, and W, which no prefix changes."""
 
-    both: list[Both]
+    both: list[tuple[float, float]]
     weights: list[float]
 
 

@@ -141,7 +141,6 @@ def _timer(job: OfflineJob, module: Any, part_id: int) -> SliceTimer:
         inputs=SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1) if part_id == 0 else None,
         labels=labels if is_last else None,
         is_last=is_last,
-        loss_fn=job.loss_fn,
         weights=weights,
         rows=int(job.inputs.shape[0]),
         of_hidden=LossOfHidden.of(module, weights) if is_last else None,

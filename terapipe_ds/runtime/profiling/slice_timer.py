@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import nn
+from deepspeed.pipe import PipelineModule
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
@@ -84,7 +84,7 @@ class _KeptSeconds:
 class SliceTimer:
     """Time slices of `sequence_length` tokens on the layers of one part. Use it inside `untouched(module)`."""
 
-    module: nn.Module  # runs the part: inputs, a tensor or a tuple, to outputs
+    module: PipelineModule  # runs the part: inputs, a tensor or a tuple, to outputs, or losses without `loss_fn`
     sequence_length: int
     device: torch.device
     store: SliceStore
@@ -92,7 +92,6 @@ class SliceTimer:
     inputs: SliceableTensors | None = None  # of one micro-batch, on the first part; `receive` sets those of others
     labels: SliceableTensors | None = None  # of one micro-batch, on the last part
     is_last: bool = False
-    loss_fn: Callable[[Any, Any], Any] | None = None  # None if the model computes the loss itself
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs the layers
     weights: WeightGradients = field(default_factory=WeightGradients)
     clock: Callable[[], float] | None = None  # in place of the wall clock: processor time if stages share a core
@@ -139,7 +138,7 @@ class SliceTimer:
     def forward(self, tokens: int, prefix: int) -> tuple[float, LiveSlice]:
         """Return the seconds of F of the slice of `tokens` tokens after `prefix` tokens, and the state for its B."""
         begin_s = self.now_s()
-        live = self.issue_forward(tokens, prefix)
+        live = self._forward(self._active(tokens, prefix))
         return self.now_s() - begin_s, live
 
     def backward(self, live: LiveSlice) -> float:
@@ -162,10 +161,9 @@ class SliceTimer:
         checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.
         """
         active = self._active(tokens, prefix)
-        functions: Any = self.module.forward_funcs
         kernels = _KeptSeconds(self.now_s)
         # each layer has a graph of its own, so that its backward can be timed alone
-        layers = LayerByLayer([kernels.of(function) for function in functions], self.now_s)
+        layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
         live = self._forward(active.replace(kept=kernels) if active.keeps_attention else active, layers)
         begin_s = self.now_s()
         self.issue_backward(live)
@@ -179,8 +177,7 @@ class SliceTimer:
 
     def layer_weights(self, tokens: int) -> list[float]:
         """Return the seconds of W of every layer of a slice of `tokens` tokens, each after its own B."""
-        functions: Any = self.module.forward_funcs
-        layers, seconds = LayerByLayer(functions), []
+        layers, seconds = LayerByLayer(self.module.forward_funcs), []
 
         def compute(key: Key) -> None:
             begin_s = self.now_s()
@@ -239,8 +236,7 @@ class SliceTimer:
             found.append(LayerKept(kept, keys_values, sent, tuple(one.window for one in stored)))
             return outputs
 
-        functions: Any = self.module.forward_funcs
-        layers = LayerByLayer([partial(watched, function) for function in functions])
+        layers = LayerByLayer([partial(watched, function) for function in self.module.forward_funcs])
         active = self._active(tokens, 0)
         self.issue_backward(self._forward(active, layers))
         with push_slice(active):
@@ -248,10 +244,6 @@ class SliceTimer:
         return found
 
     # -- runs --------------------------------------------------------------------------------------------------------
-
-    def issue_forward(self, tokens: int, prefix: int) -> LiveSlice:
-        """Run F without a clock; a device may still be busy afterwards."""
-        return self._forward(self._active(tokens, prefix))
 
     def issue_backward(self, live: LiveSlice, keeps_weights: bool = False) -> None:
         """Run the engine's B, without its bookkeeping and without a clock; with `keeps_weights` a W follows."""
@@ -269,7 +261,7 @@ class SliceTimer:
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
-        live = self.issue_forward(tokens, self.sequence_length - tokens)
+        _, live = self.forward(tokens, self.sequence_length - tokens)
         tensors = self._outputs(live)
         spec = MessageSpec(tuple(TensorSpec.of(t) for t in tensors), is_tuple=not torch.is_tensor(live.outputs))
         self._gradients[tokens] = tuple(torch.randn_like(t) * 1e-3 for t in tensors if t.requires_grad)
@@ -310,7 +302,7 @@ class SliceTimer:
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
             if self.of_hidden is not None:
                 return LiveSlice(active, None, self.of_hidden(outputs, labels, _HALF))
-            loss = weighted_loss(outputs, labels, _HALF, self.loss_fn)
+            loss = weighted_loss(outputs, labels, _HALF, self.module.loss_fn)
             return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:

@@ -50,6 +50,7 @@ _UNWEIGHTED = (
     'terapipe.loss_reduction that it is "mean_valid" (over labels of the first tensor other than ignore_index), "mean" '
     'or "sum"'
 )
+_ELSEWHERE = "verify: slices do not give what the whole sequence gives; the error of rank 0 names the layers"
 
 
 class FirstBatchCheck:
@@ -81,7 +82,7 @@ class FirstBatchCheck:
 
         Raises:
             TeraPipeConfigError: on every rank, if it is unknown how tuples of labels weigh the losses of slices.
-            VerifyError: on every rank, if slices give another result than whole sequences on any of them.
+            VerifyError: on every rank, if slices give another result than whole sequences on any; rank 0 names layers.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
         micro_batches, training = batch.micro_batches, batch.training
@@ -108,7 +109,7 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise RaisedEverywhere(VerifyError(text))
+            raise RaisedEverywhere(VerifyError(text if is_first_rank else _ELSEWHERE))
         self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
@@ -121,7 +122,11 @@ class FirstBatchCheck:
         """
         if self._shares == 1:
             return micro_batches
-        return [replace(one, plan=in_shares(one.plan, self._shares)) for one in micro_batches]
+        divided = []
+        for one in micro_batches:
+            lengths = (length // self._shares for length in one.plan.lengths for _ in range(self._shares))
+            divided.append(replace(one, plan=SlicePlan(tuple(lengths))))
+        return divided
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
@@ -161,13 +166,15 @@ class FirstBatchCheck:
     ) -> Findings:
         """Return the findings of all ranks on a cut; on all tokens with `ends`, or if anything cannot run on a cut."""
         # layers may support the slices of one plan but not of another
-        same_plans = same_plan(sliced)
+        one_of_each = one_per_plan(sliced)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
-            found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in same_plans]
+            found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in one_of_each]
             copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
             everyone = gather(found or [Findings(with_layers)], self._groups.world)
-            result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in transposed(everyone)])
+            # plan by plan: other replicas may have fewer plans
+            by_plan = ([one for one in ranks if one is not None] for ranks in itertools.zip_longest(*everyone))
+            result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in by_plan])
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
@@ -176,13 +183,13 @@ class FirstBatchCheck:
         return result
 
     def _check_plan(
-        self, sliced: Sequence[MicroBatchInFlight], num_micro_batches: int, with_layers: bool, is_whole: bool
+        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, with_layers: bool, is_whole: bool
     ) -> Findings:
-        """Return this rank's findings on a cut of one of the micro-batches, which all have one plan."""
+        """Return this rank's findings on a cut of the micro-batch."""
         result = Findings(with_layers)
-        result.cut, result.findings = self._choose_cut(sliced[0], num_micro_batches, is_whole)
+        result.cut, result.findings = self._choose_cut(micro_batch, num_micro_batches, is_whole)
         if not result.findings:
-            self._check_parts(sliced[0], result, result.cut)
+            self._check_parts(micro_batch, result, result.cut)
         return result
 
     def _choose_cut(
@@ -290,7 +297,8 @@ class FirstBatchCheck:
             if probe is not None and not check.check_labels(probe, everyone, layer_id):
                 return
             if check.check_loss(loss, layer_id, everyone):
-                self._probe = None if probe is None or probe.has_peers else probe
+                # tensor-parallel ranks, which draw later batches by themselves, must call together
+                self._probe = None if self._tensor_ranks.size > 1 else probe
 
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages."""
@@ -309,25 +317,14 @@ class FirstBatchCheck:
         return None if message[0] is None else message[0].to(self._device)
 
 
-def in_shares(plan: SlicePlan, ranks: int) -> SlicePlan:
-    """Return the plan with each slice cut into as many equal slices as there are sequence ranks."""
-    return SlicePlan(tuple(length // ranks for length in plan.lengths for _ in range(ranks)))
-
-
-def same_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[list[MicroBatchInFlight]]:
-    """Group micro-batches with sequences of one length by their lists of slices; other lengths join one group.
+def one_per_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
+    """Return the first micro-batch of each list of slices, of those with sequences as long as the first one's.
 
     Layers may support the slices of one list but not of another. Sequences of other lengths have dozens of plans, all
     of the same kind.
     """
-    by_plan: dict[tuple[int, ...], list[MicroBatchInFlight]] = {}
+    by_plan: dict[tuple[int, ...], MicroBatchInFlight] = {}
     for one in micro_batches:
-        first = next(iter(by_plan), one.plan.lengths)
-        by_plan.setdefault(one.plan.lengths if sum(first) == one.plan.sequence_length else first, []).append(one)
+        if one.plan.sequence_length == micro_batches[0].plan.sequence_length:
+            by_plan.setdefault(one.plan.lengths, one)
     return list(by_plan.values())
-
-
-def transposed(everyone: Sequence[Sequence[Findings]]) -> list[list[Findings]]:
-    """Return the findings of all ranks plan by plan. Other replicas may have fewer plans."""
-    plans = itertools.zip_longest(*everyone)
-    return [[found for found in ranks if found is not None] for ranks in plans]

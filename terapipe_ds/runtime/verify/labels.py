@@ -54,11 +54,6 @@ class LabelProbe:
         can_ask = tokens >= 4 and bool(layouts) and all(layout.shared_by == 1 for layout in layouts)
         return cls(check, tokens) if is_told and can_ask else None
 
-    @property
-    def has_peers(self) -> bool:
-        """Return whether tensor-parallel ranks, which draw later batches by themselves, must call together."""
-        return self._check.slicing.ranks.size > 1
-
     def look(self, labels: SliceableTensors, is_later: bool = False) -> str | None:
         """Return the problem of kinds of labels that were not tried yet; of later batches try only frequent ones."""
         kinds = _kinds(labels)

@@ -20,9 +20,8 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
-from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward
+from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
-from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -93,7 +92,7 @@ class _Joined(nn.Module):
         return self._run(values)
 
 
-class _LossOfHiddenCheck(PreciseLayerCheck):
+class _LossOfHiddenCheck(LayerCheck):
     """Check a layer whose only output is its loss, which has a value when its backward has run."""
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:
@@ -108,10 +107,6 @@ class _LossOfHiddenCheck(PreciseLayerCheck):
         gradients = super()._backwards(slicing, runs, of_outputs)
         # scaled as gradients are, because these are divided by the scale
         return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
-
-
-def _nothing() -> None:
-    return None
 
 
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
@@ -140,7 +135,7 @@ class LossCheck:
     outputs: Activations
     slicing: Slicing
     config: TeraPipeConfig
-    get_additional_losses: Callable[[], Mapping[str, Any] | None] = _nothing
+    get_additional_losses: Callable[[], Mapping[str, Any] | None] = lambda: None
     at_start: Mapping[str, float] | None = None
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare

@@ -26,7 +26,6 @@ from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
 from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
 from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
-from terapipe_ds.runtime.verify.precision import PreciseLayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 
 _T = TypeVar("_T")
@@ -172,7 +171,7 @@ class StageCheck:
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
         # detect plain attention by its call, whatever it adds to the output
-        check = PreciseLayerCheck(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
+        check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():

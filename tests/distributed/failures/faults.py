@@ -1,7 +1,5 @@
 """Define faults that may strike one rank, and the places of a job: before a batch, in it, in a checkpoint."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

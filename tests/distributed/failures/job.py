@@ -14,23 +14,20 @@ from typing import Any
 from unittest import mock
 
 import torch
-from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils.data import DataLoader
 
 import terapipe_ds
-from terapipe_ds.models import gpt
 from terapipe_ds.runtime.failures import watchdog
+from tests.distributed import engines
 from tests.distributed.failures import faults
 from tests.distributed.failures.faults import Fault
 
 SEQUENCE_LENGTH = 16
 PLAN = [4, 4, 4, 4]
 MICRO_BATCHES = 2
-VOCAB_SIZE = 17
 ENVIRONMENT = "TERAPIPE_TEST_JOB"
-
-Batch = tuple[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -95,18 +92,17 @@ def _train(engine: PipelineEngine, job: Job) -> Iterator[float]:
             engine.save_checkpoint(job.folder)
 
 
-def _loader(workers: int) -> Iterator[Batch]:
+def _loader(workers: int) -> Iterator[engines.MicroBatch]:
     """Return an iterator whose workers are forked from this rank, and hold everything that it holds."""
     with mock.patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
         sequences = [sequence for step in range(1, 50) for sequence in batches(step)]
         return iter(DataLoader(sequences, batch_size=None, num_workers=workers, multiprocessing_context="fork"))
 
 
-def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[Batch]:
-    """Return the micro-batches of one step: token ids and labels, both [B, L]."""
-    generator = torch.Generator().manual_seed(100 * step + pipeline_id)
-    tokens = torch.randint(VOCAB_SIZE, (MICRO_BATCHES, 2, length + 1), generator=generator)
-    return iter([(sequence[:, :-1].contiguous(), sequence[:, 1:].contiguous()) for sequence in tokens])
+def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[engines.MicroBatch]:
+    """Return the micro-batches of one step."""
+    (batch,) = engines.batches(1, MICRO_BATCHES, 100 * step + 10 * pipeline_id, length=length, masked=False)
+    return iter(batch)
 
 
 # -- the engine ----------------------------------------------------------------------------------------------
@@ -125,31 +121,13 @@ def build_engine(job: Job, changes: dict[str, Any] | None = None) -> PipelineEng
 
 def build_model(job: Job) -> PipelineModule:
     """Build the model. This makes process groups: a collective over all ranks."""
-    config = gpt.GPTConfig(vocab_size=VOCAB_SIZE, hidden_size=16, num_layers=job.stages, num_heads=2, ffn_size=16)
-    return PipelineModule(
-        layers=[
-            LayerSpec(gpt.TokenEmbedding, config),
-            *[LayerSpec(gpt.DecoderLayer, config, index) for index in range(job.stages)],
-            LayerSpec(gpt.FinalNorm, config),
-            LayerSpec(gpt.LMHead, config),
-        ],
-        num_stages=job.stages,
-        loss_fn=gpt.gpt_loss,
-        partition_method="type:DecoderLayer",
-    )
+    layers = engines.fp32_layers(num_layers=job.stages)
+    return engines.pipeline_module(layers, job.stages, partition_method="type:DecoderLayer")
 
 
 def deepspeed_config(job: Job) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": MICRO_BATCHES,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        "steps_per_print": 10**9,
-        "terapipe": {"enabled": True, "slices": PLAN, "stall_timeout_s": job.stall_timeout_s, **job.section},
-    }
-    if job.recompute:
-        config["pipeline"] = {"activation_checkpoint_interval": 1, "use_reentrant": False}
-    return config
+    section = {"enabled": True, "slices": PLAN, "stall_timeout_s": job.stall_timeout_s, **job.section}
+    return engines.config(terapipe=section, **engines.CHECKPOINTING["non_reentrant" if job.recompute else "off"])
 
 
 def main() -> None:

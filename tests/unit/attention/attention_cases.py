@@ -1,7 +1,5 @@
 """What the attention tests share: plain causal attention written out, and a run over slices as an engine does it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """What the tests of carried states share: a layer run over slices as an engine does it, and on each document alone."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -68,7 +66,7 @@ def run_sliced(
             outs.pop().backward(grad[:, active.start : active.stop])
     store.release(0, 0)
     store.assert_drained()
-    assert store.live_bytes() == 0
+    assert store.pool.live_bytes == 0
     return [whole, torch.cat([leaf.grad for leaf in leaves if leaf.grad is not None], 1), *gradients_of(layer)]
 
 

@@ -1,7 +1,5 @@
 """Stand-ins for kernels that need a device: torch's operators, flash-attn 2, 3 and 4, flex_attention uncompiled."""
 
-from __future__ import annotations
-
 import math
 import sys
 import types

@@ -1,7 +1,5 @@
 """What the tests of windows, caps, sinks, documents and head dims share: the formula, and a run over slices."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator
@@ -9,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from attention_cases import forced, slices_of
+from attention_cases import forced, run_sliced, slices_of
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
@@ -104,26 +102,17 @@ def run_formula(case: Case, keep: Tensor | None = None) -> list[Tensor]:
 
 def run_in_slices(case: Case, store: SliceStore | None = None) -> list[Tensor]:
     """The same by sliced attention: forwards in order, backwards in reverse, layers recomputed if the case says so."""
-    store = store or SliceStore()
-    q, k, v, grad, *sinks = case.inputs()
-    sink = sinks[0].requires_grad_() if sinks else None
-    parts, outs = [], []
-    for active in case.slices(store):
-        leaves = [x[:, :, active.start : active.stop].clone().requires_grad_() for x in (q, k, v)]
-        parts.append(leaves)
-        with push_slice(active):
-            if case.recompute:
-                outs.append(checkpoint(case.attend, *leaves, sink, use_reentrant=case.reentrant))
-            else:
-                outs.append(case.attend(*leaves, sink))
-    for active, out in reversed(list(zip(case.slices(store), outs, strict=True))):
-        with push_slice(active.replace(mode="recompute")):
-            out.backward(grad[:, :, active.start : active.stop])
-    store.release(0, 0)
-    store.assert_drained()
-    grads = [torch.cat([x.grad for x in column if x.grad is not None], 2) for column in zip(*parts, strict=True)]
-    of_sinks = [] if sink is None or sink.grad is None else [sink.grad]
-    return [torch.cat([out.detach() for out in outs], dim=2), *grads, *of_sinks]
+    *inputs, sink = case.inputs() if case.with_sinks else (*case.inputs(), None)
+    if sink is not None:
+        sink.requires_grad_()
+
+    def attend(*leaves: Tensor) -> Tensor:
+        if case.recompute:
+            return checkpoint(case.attend, *leaves, sink, use_reentrant=case.reentrant)  # type: ignore[no-any-return]
+        return case.attend(*leaves, sink)
+
+    found = run_sliced(inputs, case.lengths, store, attend=attend, starts=case.starts)
+    return [*found, *([] if sink is None or sink.grad is None else [sink.grad])]
 
 
 def run_whole(case: Case, active: ActiveSlice | None) -> list[Tensor]:

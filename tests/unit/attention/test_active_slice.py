@@ -1,7 +1,5 @@
 """The stack of active slices: immutable values, seen by every thread, put back as they were."""
 
-from __future__ import annotations
-
 import dataclasses
 import threading
 

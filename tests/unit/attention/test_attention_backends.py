@@ -1,7 +1,5 @@
 """Which backend runs, what each refuses, and attention dropout."""
 
-from __future__ import annotations
-
 import logging
 import math
 import types
@@ -12,7 +10,7 @@ import torch
 from attention_cases import Tensor, forced, largest_error, random_inputs, run_sliced
 
 from terapipe_ds.attention import backends, set_backend, sliced_attention
-from terapipe_ds.attention.backends import backend_name, choose_backend, cudnn, first_use, flash_attn, flex, fused
+from terapipe_ds.attention.backends import backend_name, choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.flash_attn import FlashAttn
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash
@@ -47,7 +45,7 @@ def test_what_a_forced_backend_refuses(options: dict[str, float], reason: str) -
 
 def pass_all_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every kernel be right at its first use, without a call."""
-    for module in (fused, cudnn, first_use):
+    for module in (fused, first_use):
         monkeypatch.setattr(module, "wrong_result", lambda *key: None)
     fused._takes_slices.cache_clear()
 
@@ -160,6 +158,7 @@ def test_what_is_chosen_on_a_device(
     for module in (fused, flash_attn, flex):
         monkeypatch.setattr(module, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: installed)
+    monkeypatch.setattr(fused.Cudnn, "is_available", lambda self: False)
     pass_all_checks(monkeypatch)
     monkeypatch.setattr(backends, "fastest", lambda kernels, q, need: {"flash_attn": 1.0, "cuda_flash": 2.0})
     q: Any = types.SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 4, 2, 192))

@@ -1,7 +1,5 @@
 """The balance loss and the z-loss of docs/auxiliary_losses.md on slices of packed rows, as of each document alone."""
 
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -40,7 +38,7 @@ def by_slices(layer: ExpertsLayer, x: Tensor, cuts: list[int], starts: Starts | 
     for active, loss in reversed(runs):
         with push_slice(active.replace(mode="recompute")):
             loss.backward(retain_graph=True)
-    store.carried.check_drained(0, 0)
+    store.release(0, 0)
     return [total]
 
 

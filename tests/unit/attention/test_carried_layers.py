@@ -1,7 +1,5 @@
 """Layers with carried states: on slices they give what they give on each document alone, to 1e-10 in fp64."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Carried states: what each mode reads and writes, wrong orders, memory and the end of life."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -74,7 +72,7 @@ def test_a_state_is_a_leaf_with_memory_of_its_own() -> None:
     state = sums.states[1]
     assert state is not None and state.is_leaf and state.requires_grad and state.tolist() == [[3.0, 3.0]] * 2
     assert state.untyped_storage().nbytes() == state.nbytes  # the layer wrote a view of its whole output
-    assert sums.store.live_bytes() == 2 * state.nbytes
+    assert sums.store.pool.live_bytes == 2 * state.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
@@ -103,25 +101,25 @@ def test_in_evaluation_the_newest_state_alone_is_kept() -> None:
     sums = Sums()
     with torch.no_grad():
         sums.forward(0, "eval")
-        live = sums.store.live_bytes()
+        live = sums.store.pool.live_bytes
         sums.forward(1, "eval")
-        assert sums.store.live_bytes() == sums.store.peak_bytes() == live == 2 * 2 * 4
+        assert sums.store.pool.live_bytes == sums.store.pool.peak_bytes == live == 2 * 2 * 4
         sums.forward(2, "eval")
     assert sums.outs[2][0, :, 0].tolist() == [5.0, 6.0, 7.0, 8.0]
     sums.store.release(0, 0)
     sums.store.assert_drained()
-    assert sums.store.live_bytes() == 0
+    assert sums.store.pool.live_bytes == 0
 
 
 @pytest.mark.parametrize("mode", ["recompute", "weight"])
 def test_a_forward_that_runs_again_reads_the_same_and_writes_nothing(mode: str) -> None:
     sums = Sums()
     sums.forward_all()
-    live = sums.store.live_bytes()
+    live = sums.store.pool.live_bytes
     for i in (1, 0, 2):
         sums.forward(i, mode, lambda x: sums(7 * x))
         assert sums.states[-1] is sums.states[i]
-    assert sums.store.live_bytes() == live
+    assert sums.store.pool.live_bytes == live
     for i in (2, 1, 0):
         sums.backward(i)
     assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [8.0, 5.0, 4.0]
@@ -143,7 +141,7 @@ def test_a_probe_may_run_any_slice_at_any_time() -> None:
         with push_slice(ActiveSlice(start, start + 2, 8, store=store, mode="probe")):
             out = sums(leaf)
             out.sum().backward()
-        assert store.live_bytes() == store.peak_bytes() == 2 * 2 * 4
+        assert store.pool.live_bytes == store.pool.peak_bytes == 2 * 2 * 4
     assert [state is None for state in sums.states] == [True, False, True, False, False]
     assert all(state.requires_grad for state in sums.states if state is not None)
     assert store.carried.bytes_of(0, 0) == 16
@@ -169,7 +167,7 @@ def test_a_document_that_begins_in_all_rows_reads_none() -> None:
     sums = Sums(starts=((0, 3), (0, 3)))
     sums.forward_all()
     assert sums.states[1] is None and sums.states[2] is not None
-    assert sums.store.live_bytes() == sums.states[2].nbytes
+    assert sums.store.pool.live_bytes == sums.states[2].nbytes
     for i in (2, 1, 0):
         sums.backward(i)
     sums.store.release(0, 0)
@@ -380,14 +378,14 @@ def test_release_of_a_state_that_some_slices_wrote(mode: str) -> None:
 def test_memory_comes_and_goes_with_the_slices() -> None:
     sums, one = Sums(), 2 * 2 * 4
     sums.forward_all()
-    assert sums.store.live_bytes() == sums.store.reserved_bytes() == sums.store.carried.bytes_of(0, 0) == 2 * one
+    assert sums.store.pool.live_bytes == sums.store.pool.reserved_bytes == sums.store.carried.bytes_of(0, 0) == 2 * one
     live = []
     for i in (2, 1, 0):
         sums.backward(i)
-        live.append(sums.store.live_bytes())
+        live.append(sums.store.pool.live_bytes)
     assert live == [2 * one, one, 0]
     sums.store.release(0, 0)
-    assert sums.store.peak_bytes() == 2 * one and sums.store.reserved_bytes() == 0
+    assert sums.store.pool.peak_bytes == 2 * one and sums.store.pool.reserved_bytes == 0
 
 
 def test_the_end_of_a_batch_names_what_is_left() -> None:
@@ -404,7 +402,7 @@ def test_reset_after_an_exception() -> None:
     sums.backward(2)
     sums.store.reset()
     sums.store.assert_drained()
-    assert sums.store.live_bytes() == 0
+    assert sums.store.pool.live_bytes == 0
     with pytest.raises(SliceStoreError, match="after the micro-batch was released"):
         sums.backward(1)
 

@@ -1,7 +1,5 @@
 """Activation checkpointing runs a slice's forward again inside its backward: same result, nothing appended twice."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -58,7 +56,7 @@ def test_same_result_and_same_memory(kind: str, backend: str) -> None:
         result = run(kind, inputs, attend, store)
     assert attend.runs == 2 * len(PLAN)
     assert largest_error(result, run_plain(inputs)) <= 1e-12
-    assert store.peak_bytes() == 2 * (2 * 2 * 20 * 2 * 8) * 8
+    assert store.pool.peak_bytes == 2 * (2 * 2 * 20 * 2 * 8) * 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

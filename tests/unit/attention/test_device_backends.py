@@ -19,12 +19,11 @@ from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
 
 from terapipe_ds import compat
 from terapipe_ds.attention import backends
-from terapipe_ds.attention.backends import choose_backend, cudnn, first_use, flash_attn, flex, fused
+from terapipe_ds.attention.backends import choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
-from terapipe_ds.attention.backends.cudnn import Cudnn
 from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
 from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
-from terapipe_ds.attention.backends.fused import CudaFlash
+from terapipe_ds.attention.backends.fused import CudaFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
 
@@ -243,10 +242,9 @@ def _on_cpu(ops: TorchOps, kernel: type, checks: bool = False) -> Iterator[None]
     """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
     _forget()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fused, cudnn):
-            patch.setattr(module, "_aten", ops)
-            patch.setattr(module, "cuda_refusal", lambda q, need: None)
-            patch.setattr(module, "cuda_capability", lambda: (9, 0))
+        patch.setattr(fused, "_aten", ops)
+        patch.setattr(fused, "cuda_refusal", lambda q, need: None)
+        patch.setattr(fused, "cuda_capability", lambda: (9, 0))
         if not checks:  # one shape for each way, not many large ones
             for module in (first_use, fused):
                 patch.setattr(module, "CHECKED", ((1, 4, 2, 9, 0), (1, 4, 2, 5, 13)))

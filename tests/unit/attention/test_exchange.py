@@ -1,7 +1,5 @@
 """The exchange of tokens for heads: what each rank gets, its gradient, attention over slices, and what is refused."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Deliberate faults in windows, documents, caps, sinks and head dims: the comparison with the formula sees each."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

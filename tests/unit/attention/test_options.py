@@ -1,7 +1,5 @@
 """Windows, caps, sinks, documents and head dims of values, alone and together: slices equal the formula."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any
@@ -73,7 +71,7 @@ def test_a_whole_sequence_equals_the_formula(case: Case, backend: str | None, ou
         active = None
     with small_blocks(backend, 4):
         assert error(run_whole(case, active), run_formula(case)) <= BOUND
-    assert store.reserved_bytes() == 0
+    assert store.pool.reserved_bytes == 0
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])

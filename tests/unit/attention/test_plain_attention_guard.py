@@ -1,7 +1,5 @@
 """Plain self-attention on a part of a sequence is refused, or becomes sliced attention where it is plainly causal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The slice store: order, memory and the end of life of keys, values and their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -93,11 +91,11 @@ def test_keys_that_begin_to_need_gradients_in_the_middle() -> None:
     k = torch.zeros(1, 1, 5, 4)
     entry, _ = (store.write(active, 0, k, k) for active in slices)
     entry.record(kv_needs_grad=False)
-    store.begin_backward(entry, 5, 10)
-    assert store.end_backward(entry, 5, 10) is None
+    entry.begin_backward(5, 10)
+    assert entry.end_backward(5, 10) is None
     entry.record(kv_needs_grad=True)
     with pytest.raises(SliceStoreError, match="their share is lost"):
-        store.begin_backward(entry, 0, 5)
+        entry.begin_backward(0, 5)
 
 
 # -- end of life --------------------------------------------------------------------------------------------------
@@ -129,17 +127,17 @@ def test_reset_after_an_exception() -> None:
     old = three_slices(store)
     old.forward_all()
     old.backward(2)
-    reserved = store.reserved_bytes()
+    reserved = store.pool.reserved_bytes
     store.reset()
     store.assert_drained()
-    assert store.live_bytes() == 0
+    assert store.pool.live_bytes == 0
     new = three_slices(store)
     new.forward_all()
     with pytest.raises(SliceStoreError, match="after the micro-batch was released"):
         old.backward(1)
     new.backward_all()
     assert largest_error(new.result(), run_plain(random_inputs(SHAPE))) <= 1e-12
-    assert store.reserved_bytes() == reserved
+    assert store.pool.reserved_bytes == reserved
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -153,18 +151,18 @@ def test_memory_of_one_micro_batch(dtype: torch.dtype, itemsize: int) -> None:
     micro_batch = MicroBatch(random_inputs(SHAPE, dtype), (9, 10, 1), store)
     kv_bytes, grad_bytes = NUMEL * itemsize, NUMEL * max(4, itemsize)
     micro_batch.forward(0)
-    assert store.live_bytes() == kv_bytes
+    assert store.pool.live_bytes == kv_bytes
     micro_batch.forward(1)
     micro_batch.forward(2)
-    assert store.live_bytes() == store.peak_bytes() == kv_bytes
+    assert store.pool.live_bytes == store.pool.peak_bytes == kv_bytes
     micro_batch.backward(2)
-    assert store.live_bytes() == kv_bytes + grad_bytes
+    assert store.pool.live_bytes == kv_bytes + grad_bytes
     micro_batch.backward(1)
     micro_batch.backward(0)
-    assert store.live_bytes() == kv_bytes
+    assert store.pool.live_bytes == kv_bytes
     store.release(0, 0)
-    assert store.live_bytes() == 0
-    assert store.peak_bytes() == store.reserved_bytes() == kv_bytes + grad_bytes
+    assert store.pool.live_bytes == 0
+    assert store.pool.peak_bytes == store.pool.reserved_bytes == kv_bytes + grad_bytes
 
 
 def test_lengths_that_change_from_batch_to_batch() -> None:
@@ -174,7 +172,7 @@ def test_lengths_that_change_from_batch_to_batch() -> None:
         inputs = random_inputs((2, 4, 2, length, 8))
         result = run_sliced(inputs, (length // 2, length - length // 2), store)
         assert largest_error(result, run_plain(inputs)) <= 1e-12
-    assert store.reserved_bytes() == 2 * NUMEL * 8
+    assert store.pool.reserved_bytes == 2 * NUMEL * 8
 
 
 def test_a_probe_adds_to_the_gradients_of_the_prefix_as_training_does() -> None:

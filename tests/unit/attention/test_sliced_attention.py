@@ -1,7 +1,5 @@
 """Sliced attention equals plain causal attention: outputs and gradients, for every plan, backend and dtype."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -78,7 +76,7 @@ def test_plain_without_an_active_slice_and_with_a_whole_one() -> None:
         with push_slice(whole):
             torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
             torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
-    assert store.reserved_bytes() == 0
+    assert store.pool.reserved_bytes == 0
 
 
 def test_the_merged_log_sum_exp_survives_extreme_scores() -> None:
@@ -100,7 +98,7 @@ def test_gradients_of_some_inputs_only(needs: tuple[int, ...], backend: str | No
     for needed, got, want in zip((1, *needs), result, expected, strict=True):
         assert torch.allclose(got, want, atol=1e-12) if needed else not got.any()
     kv_bytes = 2 * 2 * 20 * 2 * 8 * 8
-    assert store.peak_bytes() == (2 if any(needs[1:]) else 1) * kv_bytes
+    assert store.pool.peak_bytes == (2 if any(needs[1:]) else 1) * kv_bytes
 
 
 @pytest.mark.parametrize("grad_mode", [torch.no_grad, torch.inference_mode])

@@ -1,7 +1,5 @@
 """What the slice store keeps where a window or documents limit the reach: memory, undefined contents, order."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -101,9 +99,9 @@ def test_evaluation_keeps_what_is_in_reach(lengths: tuple[int, ...], window: int
     starts = tuple((0, *range(row + 1, length, 7)) for row in range(2)) if documents else None
     case, store = Case(lengths=lengths, window=window, starts=starts), SliceStore()
     torch.testing.assert_close(evaluate(case, store), run_formula(case)[0])
-    assert store.peak_bytes() <= (window - 1 + max(lengths)) * BYTES_PER_TOKEN
+    assert store.pool.peak_bytes <= (window - 1 + max(lengths)) * BYTES_PER_TOKEN
     evaluate(case, store)
-    assert store.reserved_bytes() < 2 * (window + max(lengths)) * BYTES_PER_TOKEN
+    assert store.pool.reserved_bytes < 2 * (window + max(lengths)) * BYTES_PER_TOKEN
 
 
 def test_what_is_not_kept_cannot_be_read() -> None:
@@ -120,17 +118,17 @@ def test_training_keeps_gradients_of_what_is_in_reach(lengths: tuple[int, ...]) 
     case, store = Case(lengths=lengths, window=10), SliceStore()
     assert error(run_in_slices(case, store), run_formula(case)) <= 1e-10
     in_reach = max(min(stop, 9 + tokens) for tokens, stop in zip(lengths, itertools.accumulate(lengths), strict=True))
-    assert store.peak_bytes() == (64 + in_reach) * BYTES_PER_TOKEN
+    assert store.pool.peak_bytes == (64 + in_reach) * BYTES_PER_TOKEN
 
 
 def test_documents_are_dropped_where_all_rows_have_begun_later_ones() -> None:
     starts = ((0, 20, 40, 65, 80, 103), (0, 15, 41, 60, 79, 110))
     case, store = Case(lengths=(10,) * 12, starts=starts), SliceStore()
     torch.testing.assert_close(evaluate(case, store), run_formula(case)[0])
-    assert store.peak_bytes() <= 60 * BYTES_PER_TOKEN  # of 120: two buffers for a moment, of 20 tokens and of 40
+    assert store.pool.peak_bytes <= 60 * BYTES_PER_TOKEN  # of 120: two buffers for a moment, of 20 tokens and of 40
     store = SliceStore()
     assert error(run_in_slices(case, store), run_formula(case)) <= 1e-10
-    assert store.peak_bytes() < (120 + 70) * BYTES_PER_TOKEN  # and of the gradients as well
+    assert store.pool.peak_bytes < (120 + 70) * BYTES_PER_TOKEN  # and of the gradients as well
 
 
 def test_a_document_that_goes_on_is_not_copied_for_each_slice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Slices and whole sequences are measured by one kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Whose fault it was that ranks ended; the ranks are made up."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

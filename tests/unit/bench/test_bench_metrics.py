@@ -1,7 +1,5 @@
 """What the figures mean, on traces that are worked by hand."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

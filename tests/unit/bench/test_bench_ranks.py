@@ -1,7 +1,5 @@
 """Starting the ranks of a benchmark, and waiting for them."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

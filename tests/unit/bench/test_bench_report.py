@@ -1,8 +1,6 @@
 """The HTML report: what it says is worked out by hand, and the page needs nothing but itself."""
 
 # ruff: noqa: RUF001 - the signs are those of the report
-from __future__ import annotations
-
 import base64
 import html
 import json

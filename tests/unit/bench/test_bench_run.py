@@ -1,7 +1,5 @@
 """Rows, the form of the JSON, the table, and what the command refuses."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -128,6 +126,17 @@ def test_replayed_rows_say_so_and_take_the_replayed_times() -> None:
     assert stock["bubble"] == pytest.approx(1 - 12 / (2 * 12.5))  # of the replayed timeline
     text = render(replayed)
     assert "deepspeed 1f1b (replayed)" in text and "fewer cores than stages" in text
+
+
+def test_columns_are_as_wide_as_their_cells() -> None:
+    told = result(replayed=True)
+    stock, failed, _ = told["runs"]
+    stock["label"], stock["spread_s"] = "terapipe seq1f1b-interleaved-zb, 8 slices", (1000.0, 2000.0)
+    told["runs"][1] = failed | {"error": "no memory"}
+    _, head, row, error = render(told).splitlines()[:4]
+    for name, cell in {"spread": "1000.000-2000.000 s", "step": "13.000 s", "loss": f"{stock['loss']:.5f}"}.items():
+        assert head.index(f" {name}") + 1 + len(name) == row.index(f" {cell}") + 1 + len(cell), f"{head}\n{row}"
+    assert error.index("error: no memory") == row.index(" (replayed)") + len(" (replayed)  "), f"{row}\n{error}"
 
 
 def test_on_a_device_nothing_is_replayed() -> None:

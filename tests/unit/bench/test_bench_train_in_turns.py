@@ -1,7 +1,5 @@
 """What a rank times and records, with a driver and a device that are made up."""
 
-from __future__ import annotations
-
 from itertools import count
 from types import SimpleNamespace
 from typing import Any

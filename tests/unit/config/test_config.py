@@ -1,7 +1,5 @@
 """The `terapipe` section: what is taken, what is refused, and what the refusal says."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

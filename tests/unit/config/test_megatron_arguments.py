@@ -1,7 +1,5 @@
 """Megatron-LM's arguments as a DeepSpeed JSON: DeepSpeed and the section accept it, and it trains alike."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

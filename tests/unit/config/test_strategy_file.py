@@ -1,7 +1,5 @@
 """`terapipe.strategy`: what the section takes from the file, and what may stand beside it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

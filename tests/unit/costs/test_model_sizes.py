@@ -1,7 +1,5 @@
 """Model sizes against published numbers."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

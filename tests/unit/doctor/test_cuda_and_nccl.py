@@ -1,7 +1,5 @@
 """Variables that can make a pipeline hang or slow on GPUs."""
 
-from __future__ import annotations
-
 import pytest
 
 from terapipe_ds.doctor.cuda_and_nccl import variables

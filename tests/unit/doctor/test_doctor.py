@@ -1,7 +1,5 @@
 """`terapipe doctor`: in a broken world each check says what is wrong, and what to do."""
 
-from __future__ import annotations
-
 import importlib.util
 import io
 import json

@@ -1,7 +1,5 @@
 """Test the loss that keeps no logits against torch's own linear layer and cross entropy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Transformer Engine's linear layers, by stand-ins with its names and signatures: W, and products in fp8."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """megatron-core's linear layers with their weight gradients in W: against torch's autograd, in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any

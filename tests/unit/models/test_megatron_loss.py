@@ -1,7 +1,5 @@
 """Cross entropy over a split vocabulary, and the mean over a mask, against torch's own."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

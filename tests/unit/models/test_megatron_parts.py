@@ -1,7 +1,5 @@
 """The small parts of the Megatron layers: norms, gradients, names, specs, marks; each without process groups."""
 
-from __future__ import annotations
-
 import re
 import sys
 from types import SimpleNamespace
@@ -27,8 +25,8 @@ from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention, layer_specs
 from terapipe_ds.models.megatron.gradients import is_partial
 from terapipe_ds.models.megatron.kernels import TorchNorm
-from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns, is_split
-from terapipe_ds.models.rank_gradients import gradient_reader
+from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns
+from terapipe_ds.models.rank_gradients import gradient_reader, is_split
 from terapipe_ds.runtime.checkpoints.engine_methods import MODEL_SIZES
 
 SIZES: dict[str, Any] = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}

@@ -1,7 +1,5 @@
 """What cannot be trained in token slices is refused when the model is built, with the reason."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The helpers that upstream's inserted lines call, against plain formulas in upstream's layout [T, B, H, D]."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

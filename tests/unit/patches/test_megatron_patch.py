@@ -1,7 +1,5 @@
 """The patch for Megatron-DeepSpeed: its form, and what is told when a part of it is missing."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable, Iterator

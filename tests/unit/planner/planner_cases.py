@@ -1,7 +1,5 @@
 """Cost objects and slow, obvious answers to compare the planner with."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import Counter

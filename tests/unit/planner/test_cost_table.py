@@ -1,7 +1,5 @@
 """Every slice is asked once, with the right numbers, and what cannot be a time is refused by name."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """`plan_slices(..., schedule="search")`: orders with their plans, within limits, never slower than named schedules."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

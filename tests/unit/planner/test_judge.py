@@ -1,7 +1,5 @@
 """Scores and bounds of single plans, against replays of the whole schedule."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The memory model: against what torch saves for the backward, against the slice store, and worked by hand."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -146,11 +144,11 @@ def test_the_slice_store_holds_what_the_model_says(dtype: str) -> None:
                 y = layer(y)
             outputs.append(y)
     model = MemoryModel.of_model(size, num_stages=1, dtype=dtype, micro_batch=ROWS)
-    assert store.live_bytes() == model.store_bytes(0, LENGTH)
+    assert store.pool.live_bytes == model.store_bytes(0, LENGTH)
     for slice_id, (start, stop) in reversed(list(enumerate(plan.spans()))):
         with push_slice(ActiveSlice(start, stop, LENGTH, slice_id=slice_id, mode="recompute", store=store)):
             outputs[slice_id].sum().backward()
-    assert store.peak_bytes() == model.store_bytes(0, LENGTH) + model.store_grad_bytes(0, LENGTH, 60)
+    assert store.pool.peak_bytes == model.store_bytes(0, LENGTH) + model.store_grad_bytes(0, LENGTH, 60)
 
 
 @pytest.mark.parametrize("lengths", [(16,) * 9, (60, 48, 36), (30, 50, 64), (1, 100, 43)], ids=str)
@@ -171,7 +169,7 @@ def test_a_window_limits_what_the_store_keeps(windows: tuple[int | None, ...], l
                 outs.pop().sum().backward()
         rates[mode] = store_rates(store.layers_of(0, 0), LENGTH)
         store.release(0, 0)
-        measured[mode] = store.peak_bytes()
+        measured[mode] = store.pool.peak_bytes
     memory, largest = MemoryModel.measured([PartMemory(0, 0, **rates["train"])]), max(lengths)
     predicted = {
         "train": memory.store_bytes(0, LENGTH) + memory.store_grad_bytes(0, LENGTH, largest),

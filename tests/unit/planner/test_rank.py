@@ -1,7 +1,5 @@
 """All schedules over all cuts of the layers: against brute force over schedules and plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -191,7 +189,7 @@ def test_a_plan_in_words() -> None:
     assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text
     assert f"({planned.unsliced_s / planned.predicted_s:.3f}x)" in text
     assert f"bubble    {planned.bubble_fraction:.1%}" in text
-    assert "1.0 MiB on stage 0" in text and "the limit is 953.7 MiB" in text and "proof" in text
+    assert "1.0 MiB on stage 0" in text and "limit 953.7 MiB" in text and "proof" in text
     lines = describe(best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
     assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
     assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either

@@ -1,7 +1,5 @@
 """What is particular to schedules with several chunks per stage, with split backwards, and with options."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The search: against brute force over all plans with the simulator, its promises, and what it refuses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

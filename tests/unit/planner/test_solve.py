@@ -1,7 +1,5 @@
 """The plan is the best of all compositions: compared with every one of them, on thousands of tables."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

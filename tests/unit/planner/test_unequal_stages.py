@@ -1,7 +1,5 @@
 """Unequal stages: the time is exact, the bound holds, and the plan is close to the best of all compositions."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

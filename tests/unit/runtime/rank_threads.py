@@ -1,7 +1,5 @@
 """Ranks as threads, for what they tell one another: the few collectives that agreements are made of."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What ranks tell one another: values, results, and errors that reach every rank."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Ranks with different configs: the comparison, with ranks that are threads."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 from typing import Any

@@ -5,8 +5,6 @@ meets other ranks, a call that may raise OSError stands in what is handed to suc
 inside), in a block that tells all ranks of errors, or where the error is handled.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the package logs is seen, and a program that configures logging keeps the last word."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """What is bound to DeepSpeed's names while the plugin is registered, in one process and without an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any

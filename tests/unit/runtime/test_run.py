@@ -1,7 +1,5 @@
 """`python -m terapipe_ds.run`: which arguments are the script's, and how the script runs."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -109,3 +107,15 @@ def test_a_mistake_in_the_config_is_printed_once_without_a_traceback(
         main([str(script)])
     assert isinstance(ended.value.code, str), "Python prints such a text, and the exit code is 1"
     assert waits == waited
+
+
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_layer_that_differs_is_printed_without_a_traceback_and_without_a_wait(
+    script: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str
+) -> None:
+    """Ranks that stay behind would report the end of rank 0."""
+    script.write_text("from terapipe_ds.runtime.verify import VerifyError\nraise VerifyError('layer 1 differs')")
+    monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits for {seconds} s"))
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    with pytest.raises(SystemExit, match="^terapipe_ds.run: layer 1 differs$"):
+        main([str(script)])

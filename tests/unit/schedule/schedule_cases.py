@@ -1,7 +1,5 @@
 """What the schedule tests share: the published orders, strategies, and hand-made schedules of other kinds."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How many messages may be on their way: the proof against stages that are played action by action."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Schedules whose stages hold several chunks: on a loop, on a V, and in both directions."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from typing import Any

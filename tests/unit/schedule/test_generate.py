@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import inspect
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Split backwards on loops and Vs: idle times by hand, limits of live slices, and random costs."""
 
-from __future__ import annotations
-
 import itertools
 from fractions import Fraction
 from statistics import median

@@ -1,7 +1,5 @@
 """What the tests of the simulator share: costs, memory, random cases, and a second computation of the times."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The model of hardware queues: every schedule with 1, 8 and 32 queues, and faults that it must see."""
 
-from __future__ import annotations
-
 from time import process_time
 
 import pytest

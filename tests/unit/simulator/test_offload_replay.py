@@ -1,7 +1,5 @@
 """Offloaded activations in the replay: who is away when, the bytes that are left, and the time of copies."""
 
-from __future__ import annotations
-
 import pytest
 
 from terapipe_ds.plan import SlicePlan

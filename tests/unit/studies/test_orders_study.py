@@ -1,7 +1,5 @@
 """The study of orders found: its figures are those of the simulator, and no order is slower than the named ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from studies import orders

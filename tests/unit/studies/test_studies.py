@@ -1,7 +1,5 @@
 """The studies run, say what they did, and their output can be read by people and by programs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

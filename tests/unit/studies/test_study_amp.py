@@ -1,7 +1,5 @@
 """AMP's measured strategies: ranks of the predicted times, and which strategies need too much memory."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from itertools import pairwise

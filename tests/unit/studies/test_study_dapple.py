@@ -1,7 +1,5 @@
 """DAPPLE's own model: its recurrence against the simulator, its published plans, and the search under its costs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """The study of one accelerator, on a pretended device: rows, table, report, and what it refuses."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The levers of long context: each row keeps the levers above it, and the table compares neighbouring rows."""
 
-from __future__ import annotations
-
 from studies.levers import LEVERS, setups, table
 
 

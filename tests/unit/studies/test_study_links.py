@@ -1,7 +1,5 @@
 """Links below fp32: the study runs for a few steps, counts the bytes of the formats, and judges by the losses."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a step costs besides its layers: the arithmetic of the study, and, in the full run, its claim."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

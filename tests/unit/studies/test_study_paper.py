@@ -1,7 +1,5 @@
 """The study of the paper: its published numbers, and the costs that are fitted to them."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

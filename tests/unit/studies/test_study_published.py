@@ -1,7 +1,5 @@
 """Published runs: errors of the predictions, and the page that shows them."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rehearsal with layers that sleep: rows, tables, and a run of two ranks."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from pathlib import Path

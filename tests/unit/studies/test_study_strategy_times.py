@@ -1,7 +1,5 @@
 """How long searches for strategies take: these tests look at the clock and at the memory of a process."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

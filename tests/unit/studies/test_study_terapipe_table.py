@@ -1,7 +1,5 @@
 """TeraPipe's settings are ranked among the strategies, and what is found is no slower."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Strategies for two ranks: what the study concludes from its steps, and, in the full run, the study itself."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The texts of a matplotlib figure, and which of them a reader cannot read."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

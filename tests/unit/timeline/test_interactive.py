@@ -1,7 +1,5 @@
 """Timelines in a browser: what waits say, the bars, the page; and traces for Perfetto with several timelines."""
 
-from __future__ import annotations
-
 import base64
 import builtins
 import gzip

@@ -1,7 +1,5 @@
 """Replace torchvision for other projects where it is not installed: random images, the same in every process."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

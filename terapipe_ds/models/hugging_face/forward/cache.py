@@ -192,7 +192,7 @@ class _WithPrefix(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_keys: Tensor, d_values: Tensor) -> tuple[Tensor | None, ...]:
-        entry, active, store = ctx.entry, ctx.active, ctx.active.store
-        store.begin_backward(entry, active.start, active.stop)
+        entry, active = ctx.entry, ctx.active
+        entry.begin_backward(active.start, active.stop)
         entry.add_grads(0, d_keys, d_values)
-        return *(store.end_backward(entry, active.start, active.stop) or (None, None)), None, None
+        return *(entry.end_backward(active.start, active.stop) or (None, None)), None, None

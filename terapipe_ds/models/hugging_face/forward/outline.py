@@ -234,7 +234,7 @@ class Outline:
 
     def run_head(self, head: Run, hidden: Tensor, places: Tensor) -> Tensor:
         """Return the logits, for the input of the output matrix."""
-        runs: list[Run] = [self._skip_layer] * len(self.layers)
+        runs: list[Run] = [lambda skipped, *_, **__: self._form(skipped)] * len(self.layers)
         return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
 
     def scale_and_cap(self, dtype: torch.dtype) -> tuple[float, float | None] | str:
@@ -265,9 +265,6 @@ class Outline:
         is_wide = out.dtype == torch.float64
         agrees = out.shape == expected.shape and torch.allclose(out.double(), expected, 1e-12 if is_wide else 1e-6)
         return ((scale, cap) if agrees else None), is_wide
-
-    def _skip_layer(self, hidden: Tensor, *_: Any, **__: Any) -> Any:
-        return self._form(hidden)
 
     def _run(
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None

@@ -92,7 +92,11 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     outline.cache.states_written.clear()
     problem, before = "", _tensors_in_attributes(layer)
     try:
-        error = _error_of_slices(outline, index, layer, is_fast)
+        hidden, grad = _inputs(outline, index, layer)
+        # the same layer is its own reference: no formula of a family is needed
+        whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), hidden, grad)
+        sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
+        error = _error(sliced, whole, (hidden, grad))
     except Exception as raised:  # of the model's own code: it was made for other masks or caches
         problem = str(raised) if isinstance(raised, ModelRefusedError) else f"{type(raised).__name__}: {raised}"
     else:
@@ -103,15 +107,6 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     after = _tensors_in_attributes(layer)
     kept = [name for name in sorted(after) if name not in before or not torch.equal(before[name], after[name])]
     return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
-
-
-def _error_of_slices(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> float:
-    """Return the relative error of the slices' additions to the hidden states, and of their gradients."""
-    hidden, grad = _inputs(outline, index, layer)
-    # the same layer is its own reference: no formula of a family is needed
-    whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), hidden, grad)
-    sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
-    return _error(sliced, whole, (hidden, grad))
 
 
 def _inputs(outline: Outline, index: int, layer: nn.Module) -> tuple[Tensor, Tensor]:

@@ -120,11 +120,6 @@ def share_of(parameter: Tensor, whole: Tensor) -> Tensor:
     return layer.share(whole) if isinstance(layer, _Share) else whole
 
 
-def is_share(parameter: Tensor) -> bool:
-    """Return whether each rank has a share of the parameter; otherwise each has all of it."""
-    return bool(getattr(parameter, "tensor_model_parallel", False))  # DeepSpeed's mark, which its norm reads
-
-
 def partial_in(module: nn.Module) -> list[str]:
     """Name the parameters whose gradient is the sum over the ranks: each rank's counts its own heads."""
     return [

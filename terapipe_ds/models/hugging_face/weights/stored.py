@@ -45,8 +45,8 @@ class DrawnWeights:
         self._outline, self._seed = outline, seed
 
     @torch.no_grad()
-    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
-        """Draw all parameters of `module`, a copy of `original`, which has the name `name` in the model."""
+    def fill(self, name: str, module: nn.Module) -> None:
+        """Draw all parameters of `module`, a copy of the one with the name `name` in the model."""
         for parameter in module.parameters():
             parameter.fill_(torch.nan)
         # other random numbers of the process do not change
@@ -56,7 +56,7 @@ class DrawnWeights:
                 self._outline.initialize(part)
         for key, parameter in module.named_parameters():
             if parameter.isnan().any():
-                initial = getattr(original.get_parameter(key), "initial", None)
+                initial = getattr(self._outline.module(name).get_parameter(key), "initial", None)
                 if initial is None:
                     raise ModelRefusedError(f"its code does not say what {name}.{key} is before training")
                 parameter.copy_(initial)
@@ -107,7 +107,7 @@ class StoredWeights:
         if outline.tied is not None and torch_dist.get_rank() == 0:
             self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
 
-    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
+    def fill(self, name: str, module: nn.Module) -> None:
         """Defer reading parameters and saved buffers until they are needed."""
         leave_unread(module, functools.partial(self._read, name))
 
@@ -166,7 +166,7 @@ class HeldWeights:
         self._state, self._dtype = state, dtype
 
     @torch.no_grad()
-    def fill(self, name: str, original: nn.Module, module: nn.Module) -> None:
+    def fill(self, name: str, module: nn.Module) -> None:
         """Copy the parameters and saved buffers."""
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()

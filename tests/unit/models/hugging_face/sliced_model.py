@@ -1,7 +1,5 @@
 """Run the pieces of a model in token slices in one process, and compare with the model of transformers itself."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -143,10 +141,16 @@ def errors(
     """Return the relative errors of loss and gradients of a training in slices against the unsliced model."""
     pipeline = Pipeline(config, dtype)
     model = whole_model(config, pipeline.parameters, dtype)
-    batch = drawn_batch(config.get_text_config().vocab_size, sum(lengths))
+    change(pipeline)
+    return errors_of(pipeline, model, drawn_batch(config.get_text_config().vocab_size, sum(lengths)), lengths)
+
+
+def errors_of(pipeline: Pipeline, model: Any, batch: dict[str, Tensor], lengths: Sequence[int]) -> tuple[float, float]:
+    """Return the errors for one batch; gradients of earlier ones do not count."""
+    for parameter in (*pipeline.parameters.values(), *model.parameters()):
+        parameter.grad = None
     expected = loss_of(model, batch)
     expected.backward()
-    change(pipeline)
     tokens, labels = to_tuple(batch)
     assert torch.is_tensor(tokens)
     loss = pipeline.loss(tokens, labels, lengths)

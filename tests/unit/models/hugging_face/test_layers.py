@@ -1,13 +1,13 @@
 """Pieces of a model: weights, positions, documents, dropout, short slices; and broken ones, which are seen."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,37 +19,24 @@ from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face import ModelRefusedError, layers
 from terapipe_ds.models.hugging_face.forward import attention, cache
 from terapipe_ds.models.hugging_face.module import to_tuple
+from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, VOCAB_SIZE, WITH_STATES, config_of
 from tests.unit.models.hugging_face.sliced_model import (
     Pipeline,
     drawn_batch,
     errors,
+    errors_of,
     gradient_error,
     in_fp64,
     ways_of,
     whole_model,
 )
+from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
 MIXING = {*BY_CACHE, *WITH_STATES} & CONFIGS.keys()  # the documents of packed rows
 needs_states = pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
 
 # -- batches
-
-
-def test_labels_are_shifted_once() -> None:
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    inputs, labels = to_tuple({"input_ids": tokens, "labels": tokens})
-    assert inputs is tokens and labels.tolist() == [[6, 7, 8, -100]]
-    shifted = torch.tensor([[1, 2, 3, 4]])
-    assert to_tuple({"input_ids": tokens, "labels": tokens, "shift_labels": shifted})[1] is shifted
-
-
-def test_labels_do_not_cross_documents_nor_count_padding() -> None:
-    tokens, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
-    (_, given), labels = to_tuple({"input_ids": tokens, "labels": tokens, "position_ids": positions})
-    assert given is positions and labels.tolist() == [[6, -100, 8, -100]]
-    mask = torch.tensor([[1, 1, 1, 0]])
-    assert to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": mask})[1].tolist() == [[6, 7, -100, -100]]
 
 
 def test_documents_of_any_entry_are_told_by_position_ids() -> None:
@@ -60,12 +47,9 @@ def test_documents_of_any_entry_are_told_by_position_ids() -> None:
         assert given.tolist() == [[0, 1, 2, 0]] and labels.tolist() == [[6, 7, -100, -100]]
 
 
-def test_left_padding_and_missing_labels_are_refused_by_key() -> None:
-    tokens = torch.tensor([[5, 6, 7, 8]])
-    with pytest.raises(ValueError, match="attention_mask .*pad at the end of rows"):
-        to_tuple({"input_ids": tokens, "labels": tokens, "attention_mask": torch.tensor([[0, 1, 1, 1]])})
+def test_missing_labels_are_refused_by_key() -> None:
     with pytest.raises(ValueError, match="neither labels nor shift_labels"):
-        to_tuple({"input_ids": tokens})
+        to_tuple({"input_ids": torch.tensor([[5, 6, 7, 8]])})
 
 
 # -- weights
@@ -287,3 +271,45 @@ def test_a_broken_piece_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
                 errors(config, change=breaks)
         else:
             assert (max(errors(config, change=breaks)) > 1e-6) == bool(changes)
+
+
+# -- compiled layers -------------------------------------------------------------------------------------------
+
+
+# graphs of a layer that is one kind; where layers see through two windows there are two kinds; experts break graphs
+FAMILIES = [
+    ("llama", 1),
+    pytest.param("gemma2", 2, marks=pytest.mark.full),
+    pytest.param("gpt2", 1, marks=pytest.mark.full),
+    pytest.param("mixtral", 8, marks=pytest.mark.full),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(("family", "most"), FAMILIES)
+def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, most: int) -> None:
+    config, graphs = config_of(family), CountedGraphs()
+    if family == "llama":
+        config.num_hidden_layers = 3
+    with in_fp64():
+        pipeline = Pipeline(config)
+        for index, piece in enumerate(pipeline.pieces):
+            for part in compiled_parts(piece):
+                compile_layer(part, f"layer {index}", graphs)
+        model = whole_model(config, pipeline.parameters)
+        for lengths in ((3, 5, 2, 6), (7, 4), (12,)):
+            batch = drawn_batch(config.vocab_size, sum(lengths))
+            assert max(errors_of(pipeline, model, batch, lengths)) <= 1e-10
+    assert 1 <= graphs.count <= most
+
+
+@pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
+def test_a_layer_with_states_runs_as_it_is() -> None:
+    pipeline = Pipeline(config_of("mamba2"))
+    assert not [part for piece in pipeline.pieces for part in compiled_parts(piece)]

@@ -1,7 +1,5 @@
 """Long models and long sequences: work per layer that does not grow with their number, and the end of positions."""
 
-from __future__ import annotations
-
 import collections
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """What is refused in words: arguments, kinds of models, names that are no folders, and versions of transformers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Scales of 4-bit weights in folders and checkpoints: native code never gets wrong ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models with experts and latent attention against their own classes in transformers."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers from profiles: sums by hand of what was measured, and profiles that do not belong together."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from pathlib import Path

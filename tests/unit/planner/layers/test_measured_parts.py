@@ -1,7 +1,5 @@
 """Costs and memory of any cut of measured layers: against sums over single layers, written apart."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -22,8 +20,9 @@ from terapipe_ds.costs.profile import (
 )
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
+from terapipe_ds.planner.layers.cuts import balanced_bounds
 from terapipe_ds.planner.layers.layer import Layer
-from terapipe_ds.planner.layers.measured_parts import MeasuredParts, balanced_bounds
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.simulator import UnitCosts
 
 SLICES = [(64, 0), (128, 0), (64, 192), (64, 64)]  # of 256 tokens, as measured

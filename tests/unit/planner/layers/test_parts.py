@@ -1,7 +1,5 @@
 """What layers of all kinds have in common: bytes that replicas sum, W of rows, and sums over layers."""
 
-from __future__ import annotations
-
 import pytest
 
 from terapipe_ds.costs.model_sizes import model_size

@@ -1,7 +1,5 @@
 """Orders found are never slower than the named ones, keep the limit, and equal brute force on tiny cases."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from itertools import product

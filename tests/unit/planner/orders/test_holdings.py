@@ -1,7 +1,5 @@
 """What a stage holds is what the simulator and the schedule say, and orders found keep the limit."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

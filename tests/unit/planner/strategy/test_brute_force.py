@@ -1,7 +1,5 @@
 """The search against every strategy of 200 random small instances."""
 
-from __future__ import annotations
-
 import pytest
 from brute_force import LENGTH, Instance, least_s
 

@@ -1,7 +1,5 @@
 """Test strategies for long sequences: sequence ranks, offload, recomputation, bytes by kind, and the acceptance."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

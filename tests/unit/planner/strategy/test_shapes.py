@@ -1,7 +1,5 @@
 """Schedules with several parts per stage and with split backwards: times, memory, and the bound that none beats."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import random

@@ -1,7 +1,5 @@
 """Strategies: models by name and by `config.json`, the value, what is refused, and searches that are stopped."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -16,11 +14,11 @@ from terapipe_ds.costs import analytic_costs, model_size
 from terapipe_ds.planner import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
+from terapipe_ds.planner.layers.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
-from terapipe_ds.planner.strategy.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate

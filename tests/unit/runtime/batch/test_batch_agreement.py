@@ -1,7 +1,5 @@
 """What ranks agree on before a batch, with ranks that are threads."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The checksum by which ranks find out that they have drawn different data."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Micro-batches and their slices: what is cut, what goes whole, what cannot be cut."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

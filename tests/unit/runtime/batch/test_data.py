@@ -1,7 +1,5 @@
 """Drawing micro-batches on one stage; the other stages are not there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses of slices add up to the loss of the whole; slices without a label count nothing, and never give NaN."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

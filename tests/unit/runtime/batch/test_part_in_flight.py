@@ -1,7 +1,5 @@
 """The books of a stage: how long the memory of a slice lives (the table of `PartInFlight`), and what is left."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Checkpoints of saves that are killed, on disks that fail, and with damaged files. No layers."""
 
-from __future__ import annotations
-
 import collections
 import errno
 import io

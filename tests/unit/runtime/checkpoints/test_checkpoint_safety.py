@@ -1,7 +1,5 @@
 """What a resume finds in a folder, and who may save there. No rank, no engine: files alone."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """Optimizer states in one order, brought to another: compared with states made in that order from the start."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """An optimizer that trains what is not in the module is refused."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

@@ -1,7 +1,5 @@
 """How the engine puts together what the slices of a micro-batch gave, and the faults of DeepSpeed it mends."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +10,7 @@ import torch.nn.functional as F
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 
 from terapipe_ds.attention import SliceStore
+from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
@@ -46,7 +45,7 @@ def results_of(
     labels = SliceableTensors.of_labels(torch.tensor([[1, 2, 3, 4, 0, 0, 0]]), 1)
     module = SimpleNamespace(loss_fn=loss_fn, get_additional_losses=lambda: None)
     engine: Any = SimpleNamespace(module=module, eval_return_logits=False, _compute_loss=True, fwd_outputs=[])
-    results, store = BatchResults(engine, 1, sums_outputs=sums_outputs), SliceStore()
+    results, store = BatchResults(engine, 1, SequenceRanks(), sums_outputs), SliceStore()
     shape: Any = SimpleNamespace(rows=1)
     micro_batch = MicroBatchInFlight(PLAN, shape, None, labels, weights, weights)
     results.begin(SimpleNamespace(micro_batches=[micro_batch], training=training))  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """What monitors and the log are told of steps, worked out by hand."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """The recorder of measured timelines, in one process."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The allocator of a device in reports: retries, the memory of a rank that raises, and settings that split memory."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """Reports of stalls from states that are made up: who is at fault, and what is said of it. No process, no store."""
 
-from __future__ import annotations
-
 import queue
 import threading
 import time

@@ -1,7 +1,5 @@
 """What one rank's watch-dog makes of the store: values that no rank has written, and ranks that fall silent."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import threading

@@ -1,7 +1,5 @@
 """The watch-dog: who ends, with what text, and who is left alone. Several of them in one process, over a real store."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

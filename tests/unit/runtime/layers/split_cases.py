@@ -1,7 +1,5 @@
 """Layers whose backward is split in B and W, beside copies of their parameters that torch's autograd trains."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,7 +1,5 @@
 """Checkpointed ranges whose inputs need no gradient still train their parameters."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from types import SimpleNamespace

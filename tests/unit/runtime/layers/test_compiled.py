@@ -1,7 +1,5 @@
 """Compare compiled layers on slices with the same layers uncompiled on whole sequences, and count their graphs."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Which of several numbers that are not finite is the cause, and what is looked at."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

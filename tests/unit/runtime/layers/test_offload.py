@@ -1,7 +1,5 @@
 """Saved tensors on the host: the same bits, views and strides; what stays; what is an error."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import dataclass, field
 from typing import Any

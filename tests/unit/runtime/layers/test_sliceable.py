@@ -1,7 +1,5 @@
 """Layers that cannot be trained in slices, found where the model is built."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

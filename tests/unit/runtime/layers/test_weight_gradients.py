@@ -1,7 +1,5 @@
 """Weight gradients that are added to `.grad` by the matrix product: the same numbers, and nobody left out."""
 
-from __future__ import annotations
-
 import copy
 import operator
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Where parts are, and which wires follow from it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """Where a strategy that was planned by the size of a model cuts the layers of a module."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """When copies of a part may come to differ by rounding, and whose values count."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

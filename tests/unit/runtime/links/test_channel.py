@@ -1,7 +1,5 @@
 """Links between two stages in one process: a stand-in for torch.distributed carries the messages."""
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,8 +14,7 @@ from torch import Tensor
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
-from terapipe_ds.runtime.links.buffers import MessageBuffers
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Wire
+from terapipe_ds.runtime.links.channel import AnnouncedSpecs, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule.action import SliceKey
@@ -187,7 +184,7 @@ def test_a_wire_that_was_never_connected() -> None:
     made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
     wires = made.connect(Layout.plain(1), 0, torch.device("cpu"))  # which has no wires to connect
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
-        wires.activations((0, 0, 1, 0))  # known to the groups, and not connected
+        wires.between((0, 0, 1, 0))  # known to the groups, and not connected
 
 
 class TestStreams:

@@ -1,7 +1,5 @@
 """What packed messages keep, against bounds of the formats; and what travels as it is."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

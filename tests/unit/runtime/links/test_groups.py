@@ -1,7 +1,5 @@
 """Groups of pipelines: few collectives over the whole job, as many on each rank, and the options of wires over NCCL."""
 
-from __future__ import annotations
-
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any

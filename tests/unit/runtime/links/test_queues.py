@@ -1,7 +1,5 @@
 """Schedules that hang in the job's hardware queues are refused, or warned of."""
 
-from __future__ import annotations
-
 import functools
 import logging
 

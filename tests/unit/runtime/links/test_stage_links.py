@@ -1,7 +1,5 @@
 """Which batches go by way of the host, where CUDA may load kernels while receives wait on the device."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """The best schedule where layers stand, and what to write for a better one, on an engine made of names."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

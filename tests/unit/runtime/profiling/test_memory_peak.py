@@ -1,7 +1,5 @@
 """Tensor bytes on a CPU, counted by hand, and the line through measured working bytes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Profiles of the parts of a model, one after the other on one device."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """How what the ranks have measured becomes one profile."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import statistics

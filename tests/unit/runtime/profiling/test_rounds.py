@@ -1,7 +1,5 @@
 """Which slices are measured, in which order, how often, and what is made of the times."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Slices that are run for their time alone, whole and layer by layer, on small parts in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -102,7 +100,7 @@ class Part(nn.Module):
 
     def __init__(self, functions: list[Any]) -> None:
         super().__init__()
-        self.forward_funcs = functions
+        self.forward_funcs, self.loss_fn = functions, gpt_loss
         self.held = nn.ModuleList(each for each in functions if isinstance(each, nn.Module))
         self.seen: list[tuple[ActiveSlice | None, tuple[int, ...]]] = []
 
@@ -124,7 +122,6 @@ def timer_of(functions: list[Any], first: bool, last: bool) -> SliceTimer:
         inputs=SliceableTensors.of_inputs(tokens, LENGTH, 1) if first else None,
         labels=SliceableTensors.of_labels(tokens, 1) if last else None,
         is_last=last,
-        loss_fn=gpt_loss,
     )
     for length in (2, 4, LENGTH):
         if not first:
@@ -200,7 +197,9 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     linears = [nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 31)]
     layers = [lambda x, w=w, s=s: Slow.apply(w(x), clock, s, s) for w, s in zip(linears, (1.0, 1.0, 2.0), strict=True)]
     timer = timer_of(layers, False, True)
-    timer.loss_fn = lambda y, labels: Slow.apply(F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0)
+    timer.module.loss_fn = lambda y, labels: Slow.apply(
+        F.cross_entropy(y.flatten(0, 1), labels.flatten()), clock, 4.0, 12.0
+    )
     timer.clock = clock
     assert timer.forward(4, 0)[0] == 1 + 1 + 2 + 4
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3

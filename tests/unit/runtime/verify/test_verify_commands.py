@@ -1,7 +1,5 @@
 """`terapipe verify`, and `terapipe_ds.run --verify` around an unmodified script."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

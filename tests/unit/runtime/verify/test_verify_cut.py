@@ -1,7 +1,5 @@
 """What of a batch the check compares, whose layers, which tokens belong together, and what counts as equal."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

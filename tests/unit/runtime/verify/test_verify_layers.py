@@ -1,7 +1,5 @@
 """Every fault is found and told; healthy models pass; nothing is touched."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rounding that is measured is no fault, a fault beside it is one; what torch has no operator for is named."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

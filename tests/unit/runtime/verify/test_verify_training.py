@@ -1,7 +1,5 @@
 """A layer is compared as it trains: with batch statistics and hooks, without its dropout, and by what it keeps."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

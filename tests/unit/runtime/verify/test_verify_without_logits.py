@@ -1,7 +1,5 @@
 """The check compares the loss without logits, which training runs, with the loss of logits, and finds each fault."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -44,6 +44,13 @@ def least_maximum(costs: Sequence[Floats]) -> float:
     return _program(costs, np.maximum)[0]
 
 
+def balanced_bounds(weights: Sequence[float], num_parts: int) -> list[int] | None:
+    """Return the cut whose heaviest part is lightest, as DeepSpeed's "parameters"; None for too few layers."""
+    if len(weights) < num_parts:
+        return None
+    return list(_program([spans_matrix(np.array(weights))] * num_parts, np.maximum)[1])
+
+
 def best_cuts(
     times: Sequence[Floats], extras: Sequence[Floats], weight: float, share: float
 ) -> list[tuple[float, Bounds]]:

@@ -47,7 +47,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_split_arguments(arguments: list[str], script: str, rest: list[str]) -> None:
-    assert split_arguments(arguments) == (script, rest)
+    assert split_arguments(arguments) == (False, script, rest)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["--local_rank"], ["--steps", "3"]])

@@ -15,7 +15,7 @@ from terapipe_ds.commands import verify
 from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.run import take_verify
+from terapipe_ds.run import split_arguments
 from tests.processes import run_python
 
 SCRIPT = """
@@ -124,13 +124,12 @@ def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: t
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--verify", "train.py", "-x"], (True, ["train.py", "-x"])),
-        (["--local_rank=1", "--verify", "train.py"], (True, ["--local_rank=1", "train.py"])),
-        (["--local_rank", "1", "--verify", "train.py"], (True, ["--local_rank", "1", "train.py"])),
-        (["train.py", "--verify"], (False, ["train.py", "--verify"])),
-        (["--local_rank=1", "train.py", "--verify"], (False, ["--local_rank=1", "train.py", "--verify"])),
-        ([], (False, [])),
+        (["--verify", "train.py", "-x"], (True, "train.py", ["-x"])),
+        (["--local_rank=1", "--verify", "train.py"], (True, "train.py", ["--local_rank=1"])),
+        (["--local_rank", "1", "--verify", "train.py"], (True, "train.py", ["--local_rank", "1"])),
+        (["train.py", "--verify"], (False, "train.py", ["--verify"])),
+        (["--local_rank=1", "train.py", "--verify"], (False, "train.py", ["--local_rank=1", "--verify"])),
     ],
 )
-def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, list[str]]) -> None:
-    assert take_verify(given) == expected
+def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, str, list[str]]) -> None:
+    assert split_arguments(given) == expected

@@ -1,4 +1,4 @@
-# make venv | test | test-full | test-versions | upstream-tests | mutations | demo | gpu-checks | lint | clean
+# make venv | test | test-full | test-versions | test-transformers | upstream-tests | mutations | demo | gpu-checks | lint | clean
 #      dist | wheel-check | docs
 
 PYTHON ?= python3
@@ -22,7 +22,7 @@ TORCH_NEWEST ?= 2.15.0
 PINNED := constraints.txt
 UPGRADE :=
 
-.PHONY: venv test test-full test-versions test-oldest test-newest suite upstream-tests mutations demo gpu-checks lint clean \
+.PHONY: venv test test-full test-versions test-oldest test-newest test-transformers suite upstream-tests mutations demo gpu-checks lint clean \
 	dist wheel-check docs docs-venv
 
 venv: $(STAMP)
@@ -75,6 +75,20 @@ test "$$was" = "$$now" || { echo "$(1) has $$was, $(4) is $$now: remove $(1), or
 echo "$$now, torch $(3)"; \
 $(MAKE) suite VENV=$(1) PYTHON=$(2) TORCH=$(3) $(5) PYTEST='$(1)/bin/pytest -rs'
 endef
+
+# The oldest transformers that is claimed to work, with what it admits of its own packages: all that imports it.
+TRANSFORMERS_OLDEST ?= 4.57.6
+OLDER := .venv-transformers
+
+$(OLDER)/pinned.txt: constraints.txt Makefile
+	@mkdir -p $(OLDER)
+	@{ grep -vE '^(transformers|tokenizers|huggingface_hub|datasets|fsspec)==' constraints.txt; \
+		echo "transformers==$(TRANSFORMERS_OLDEST)"; } > $@
+
+test-transformers: $(OLDER)/pinned.txt
+	@$(MAKE) venv VENV=$(OLDER) PINNED=$(OLDER)/pinned.txt
+	$(OLDER)/bin/pytest -rs -n 2 --dist loadfile tests/unit/models/hugging_face tests/unit/test_hf_examples.py \
+		tests/unit/test_trainer_arguments.py tests/distributed/test_hugging_face*.py tests/distributed/test_trainer*.py
 
 test-full: lint
 	TERAPIPE_TEST_FULL=1 $(PYTEST) -n 2 --dist loadfile -m "not alone"

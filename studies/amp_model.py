@@ -209,16 +209,16 @@ class AmpModel:
     def seconds(self, run: AmpRun) -> float:
         """Return the seconds of a step: the replay of `1f1b`, and then reduction and optimizer of every stage."""
         priced, bounds = self._priced(run)
-        parts = priced.parts(bounds, (False,) * run.pipeline)
+        parts = priced.parts(bounds, (False,) * run.pipeline, range(run.pipeline))
         replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
-        ends = zip(replay.ends_of_stages(self._plan, parts), priced.ends_s(bounds), strict=True)
+        ends = zip(replay.ends_of_stages(self._plan, parts), priced.ends_s(bounds, range(run.pipeline)), strict=True)
         return max(done_s + end_s for done_s, end_s in ends)
 
     def most_bytes(self, run: AmpRun) -> int:
         """Return the most bytes that any stage holds."""
         priced, bounds = self._priced(run)
         replay = replay_of(ScheduleShape("1f1b", run.pipeline, 1), priced.num_micro_batches)
-        return max(replay.peak_bytes(self._plan, priced.memory(bounds, (False,) * run.pipeline)))
+        return max(replay.peak_bytes(self._plan, priced.memory(bounds, (False,) * run.pipeline, range(run.pipeline))))
 
     def _priced(self, run: AmpRun) -> tuple[Priced, Bounds]:
         bounds = run.bounds

@@ -24,28 +24,25 @@ _USAGE = (
 )
 
 
-def split_arguments(arguments: list[str]) -> tuple[str, list[str]]:
-    """Return `(script, [--local_rank=N, *rest])` of `[--local_rank=N, script, *rest]`, or raise ValueError."""
+def split_arguments(arguments: list[str]) -> tuple[bool, str, list[str]]:
+    """Return whether `--verify` is in front of the script, the script, and its arguments, or raise ValueError.
+
+    The launcher's `--local_rank=N` in front of the script becomes the script's own.
+    """
+    verify_only = False
     forwarded: list[str] = []
     rest = list(arguments)
-    while rest and rest[0].startswith("--local"):  # --local_rank=N, --local-rank=N, or the two-word form
+    while rest and (rest[0] == "--verify" or rest[0].startswith("--local")):
         option = rest.pop(0)
-        forwarded.append(option)
+        if option == "--verify":
+            verify_only = True
+            continue
+        forwarded.append(option)  # --local_rank=N, --local-rank=N, or the two-word form
         if "=" not in option and rest:
             forwarded.append(rest.pop(0))
     if not rest or rest[0].startswith("-"):
         raise ValueError("no script given")
-    return rest[0], forwarded + rest[1:]
-
-
-def take_verify(arguments: list[str]) -> tuple[bool, list[str]]:
-    """Return whether `--verify` is in front of the script, and the arguments without it; keep it after the script."""
-    front = 0
-    while front < len(arguments) and arguments[front].startswith("-"):
-        if arguments[front] == "--verify":
-            return True, [*arguments[:front], *arguments[front + 1 :]]
-        front += 2 if arguments[front].startswith("--local") and "=" not in arguments[front] else 1
-    return False, arguments
+    return verify_only, rest[0], forwarded + rest[1:]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -54,9 +51,8 @@ def main(arguments: list[str] | None = None) -> None:
     if any(option in given[:1] for option in ("-h", "--help")):
         print(_USAGE)
         return
-    verify_only, given = take_verify(given)
     try:
-        script, script_arguments = split_arguments(given)
+        verify_only, script, script_arguments = split_arguments(given)
     except ValueError as error:
         raise SystemExit(f"terapipe_ds.run: {error}\n{_USAGE}") from None
     if not Path(script).is_file():
@@ -85,11 +81,16 @@ def leave_word_to_first_rank() -> None:
     """Wait on all ranks of a machine but its first, which prints the error for all of them and ends.
 
     All ranks find a mistake at the same place, and the launcher ends the other ranks when one has ended. A rank that
-    still runs after 15 seconds is alone with its mistake, and prints it too.
+    still runs after 15 seconds is alone with its mistake, and prints it too. Meanwhile it prints nothing: torch would
+    write pages about the store that the first rank has closed.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher ends ranks by this signal: no report of ours
+        stderr = os.dup(2)
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
         time.sleep(15)
+        os.dup2(stderr, 2)
 
 
 if __name__ == "__main__":

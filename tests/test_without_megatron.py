@@ -1,10 +1,8 @@
 """Where megatron-core is not installed, all the rest works, and what needs it says which extra to install."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import run_python
 
 SCRIPT = """
 import os, sys
@@ -34,8 +32,7 @@ os._exit(0)  # gloo's threads may outlive the interpreter's teardown
 
 
 def test_everything_else_trains_and_the_extra_is_named(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path / "store")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = run_python("-c", SCRIPT, tmp_path / "store")
     said = done.stdout + done.stderr
     assert "terapipe_ds.models.megatron needs megatron-core" in said, said
     assert said.count("pip install megatron-core==") == 2, said

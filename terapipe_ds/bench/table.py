@@ -71,11 +71,12 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     low, high = row["spread_s"]
     stages = row["peak_bytes"] if row["stages"] <= 4 else row["peak_bytes"][:: row["stages"] - 1]  # first and last
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
-    slices = counts_text(row["slices"], row.get("plans", ()))
+    slices, rate = counts_text(row["slices"], row.get("plans", ())), row.get("model_flops_per_s")
+    tflops = _or_dash(None if rate is None else rate / 1e12, form=".3g")
     times = _seconds(row["step_s"]), _seconds(low, high), f"{row['tokens_per_s']:.0f}"
     ratios = _or_dash(row["ratio_to_stock"]), _or_dash(row["ratio_to_bound"]), _or_dash(row["predicted_s"], " s")
     losses = f"{row['bubble']:.1%}", f"{row['exposed_comm_s']:.3f} s", peaks, _or_dash(row["loss"], form=".5f")
-    return (*head, slices, *times, _tflops(row), _or_dash(row.get("mfu"), form=".1%"), *ratios, *losses)
+    return (*head, slices, *times, tflops, _or_dash(row.get("mfu"), form=".1%"), *ratios, *losses)
 
 
 def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
@@ -88,11 +89,6 @@ def _seconds(*times: float) -> str:
     """Show one or several times in one unit; accelerators need milliseconds for a layer."""
     short = max(times) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
-
-
-def _tflops(row: Mapping[str, Any]) -> str:
-    rate = row.get("model_flops_per_s")
-    return "-" if rate is None else f"{rate / 1e12:.3g}"
 
 
 def _or_dash(number: float | None, unit: str = "", form: str = ".3f") -> str:

@@ -54,7 +54,11 @@ def run(arguments: argparse.Namespace) -> None:
 
     bar = tqdm(total=100 * options.stages, desc="measuring", unit="%", disable=None, leave=False)
     with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json
-        profile = profile_model(job, lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n), _warn)
+        profile = profile_model(
+            job,
+            lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n),
+            lambda text: print(f"terapipe profile: warning: {text}", file=sys.stderr),
+        )
     profile.save(options.out)
     if write_json(lambda: profile.to_json().rstrip(), options.as_json):
         return
@@ -63,10 +67,6 @@ def run(arguments: argparse.Namespace) -> None:
         whole = f"{model.forward_s(length, 0):.4g} s forward, {model.backward_s(length, 0):.4g} s backward"
         print(f"part {model.part_id}: {whole} for a whole sequence")
         print(f"  {model.report}".replace("\n", "\n  "))
-
-
-def _warn(text: str) -> None:
-    print(f"terapipe profile: warning: {text}", file=sys.stderr)
 
 
 def _bounds(partition: tuple[int, ...] | None, stages: int, num_layers: int) -> tuple[int, ...] | None:

@@ -276,6 +276,8 @@ def _launch(best: Strategy, options: StrategyOptions) -> str:
 
 
 def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:
+    from terapipe_ds.planner.strategy import size_of
+
     sizes, words = best.grid, question.words
     tokens = words["global_batch_size"] * words["sequence_length"]
     chunks = f", {best.chunks_per_stage} parts per stage" if best.chunks_per_stage > 1 else ""
@@ -284,11 +286,10 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
     inner = best.dims[2], f"{best.inner_axis} rank"
     degrees = ((sizes["pipe"], "stage"), (sizes["data"], "replica"), inner)
     parts = [stop - start for start, stop in itertools.pairwise(best.partition)]
-    offloaded = [
-        name
-        for name, is_on in (("activations", best.offload_activations), ("optimizer", best.offload_optimizer))
-        if is_on
-    ]
+    offloads = (("activations", best.offload_activations), ("optimizer", best.offload_optimizer))
+    offloaded = " and ".join(name for name, is_on in offloads if is_on)
+    offloaded += f", {best.host_memory_bytes / 1e9:,.0f} GB on a node's host" if offloaded else ""
+    experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
         ("", f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}"),
@@ -298,24 +299,14 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
         ("batch", f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica"),
         ("ZeRO", str(best.zero_stage)),
         ("recompute", _again(best)),
-        *(
-            [("offload", f"{' and '.join(offloaded)}, {best.host_memory_bytes / 1e9:,.0f} GB on a node's host")]
-            if offloaded
-            else []
-        ),
+        *([("offload", offloaded)] if offloaded else []),
         ("schedule", best.schedule + chunks),
         ("slices", _slices(best) + (" tokens" if len(best.slices) > 1 else "")),
         ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
-        *([("experts", experts)] if (experts := _about_experts(question)) else []),
+        *([("experts", experts)] if experts else []),
         *zip(("memory", ""), _memory_lines(best, question.cluster, options), strict=False),
     ]
     yield from (f"  {name:11} {text}" for name, text in lines)
-
-
-def _about_experts(question: _Question) -> str:
-    from terapipe_ds.planner.strategy import size_of
-
-    return size_of(question.model).about_experts() if isinstance(question.model, str) else ""
 
 
 def _rate_lines(best: Strategy, question: _Question) -> list[str]:

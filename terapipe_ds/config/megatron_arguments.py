@@ -185,16 +185,14 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
 
 def _set(document: dict[str, Any], path: list[str], value: Any) -> None:
     """Set a key of nested objects; a last level that is a number is a place in a list of two."""
-    *above, last = path
-    if last.isdigit():
-        above, last, index = above[:-1], above[-1], int(last)
-        for name in above:
-            document = document.setdefault(name, {})
-        document.setdefault(last, [0.0, 0.0])[index] = value
-        return
+    index = int(path[-1]) if path[-1].isdigit() else None
+    *above, last = path if index is None else path[:-1]
     for name in above:
         document = document.setdefault(name, {})
-    document[last] = value
+    if index is None:
+        document[last] = value
+    else:
+        document.setdefault(last, [0.0, 0.0])[index] = value
 
 
 def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[str]:

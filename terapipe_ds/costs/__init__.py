@@ -1,20 +1,12 @@
 """Give the costs of a slice: measured and fitted, or counted for hardware that one does not have."""
 
-from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
-from terapipe_ds.costs.devices import DeviceCard, LinkCard, device_card
-from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, model_size
-from terapipe_ds.costs.profile import Profile
-
-__all__ = [
-    "MODEL_SIZES",
-    "AnalyticCosts",
-    "CostModel",
-    "DeviceCard",
-    "LinkCard",
-    "ModelSize",
-    "Profile",
-    "analytic_costs",
-    "device_card",
-    "model_size",
-]
+from terapipe_ds.costs.analytic import AnalyticCosts as AnalyticCosts
+from terapipe_ds.costs.analytic import analytic_costs as analytic_costs
+from terapipe_ds.costs.devices import DeviceCard as DeviceCard
+from terapipe_ds.costs.devices import LinkCard as LinkCard
+from terapipe_ds.costs.devices import device_card as device_card
+from terapipe_ds.costs.fitted import CostModel as CostModel
+from terapipe_ds.costs.model_sizes import MODEL_SIZES as MODEL_SIZES
+from terapipe_ds.costs.model_sizes import ModelSize as ModelSize
+from terapipe_ds.costs.model_sizes import model_size as model_size
+from terapipe_ds.costs.profile import Profile as Profile

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-from .comparable import num_parts_of, ranked_schedules
-from .errors import MemoryLimitError, PlannerError
-from .memory import MemoryModel, PartMemory
-from .ranking.rank import best_schedule, rank_schedules
-from .ranking.report import describe, describe_ranking
-from .result import PlanResult, Ranking, Refusal, choose
-from .search.found_orders import best_order
-from .search.search import granularity_for, plan_slices
-
-__all__ = [
-    "MemoryLimitError",
-    "MemoryModel",
-    "PartMemory",
-    "PlanResult",
-    "PlannerError",
-    "Ranking",
-    "Refusal",
-    "best_order",
-    "best_schedule",
-    "choose",
-    "describe",
-    "describe_ranking",
-    "granularity_for",
-    "num_parts_of",
-    "plan_slices",
-    "rank_schedules",
-    "ranked_schedules",
-]
+from terapipe_ds.planner.comparable import num_parts_of as num_parts_of
+from terapipe_ds.planner.comparable import ranked_schedules as ranked_schedules
+from terapipe_ds.planner.errors import MemoryLimitError as MemoryLimitError
+from terapipe_ds.planner.errors import PlannerError as PlannerError
+from terapipe_ds.planner.memory import MemoryModel as MemoryModel
+from terapipe_ds.planner.memory import PartMemory as PartMemory
+from terapipe_ds.planner.ranking.rank import best_schedule as best_schedule
+from terapipe_ds.planner.ranking.rank import rank_schedules as rank_schedules
+from terapipe_ds.planner.ranking.report import describe as describe
+from terapipe_ds.planner.ranking.report import describe_ranking as describe_ranking
+from terapipe_ds.planner.result import PlanResult as PlanResult
+from terapipe_ds.planner.result import Ranking as Ranking
+from terapipe_ds.planner.result import Refusal as Refusal
+from terapipe_ds.planner.result import choose as choose
+from terapipe_ds.planner.search.found_orders import best_order as best_order
+from terapipe_ds.planner.search.search import granularity_for as granularity_for
+from terapipe_ds.planner.search.search import plan_slices as plan_slices

@@ -198,11 +198,12 @@ class Ranking:
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return one dict per schedule, for JSON, in order; a refused one has `need_bytes`, no plan, no times."""
         names = ("schedule", "chunks_per_stage", "plan", "predicted_s", "extra_s", "bubble_fraction", "peak_bytes")
-        rows = [{name: result.to_dict()[name] for name in names} for result in self.results]
-        for row in rows:
-            row["peak_bytes"] = row["peak_bytes"] and list(row["peak_bytes"])
-        for row, result in zip(rows, self.results, strict=True):
-            row |= {"plans": [list(plan.lengths) for plan in result.plans]} if result.plan is None else {}
+        rows = []
+        for result in self.results:
+            known = result.to_dict()
+            peaks = {"peak_bytes": result.peak_bytes and list(result.peak_bytes)}
+            plans = {"plans": known["plans"]} if result.plan is None else {}
+            rows.append({name: known[name] for name in names} | peaks | plans)
         return rows + [
             {name: getattr(refusal, name) for name in (*names[:2], "need_bytes")} for refusal in self.refused
         ]

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
 from time import monotonic
 
 from terapipe_ds.schedule import Schedule, ScheduleError, build
@@ -37,21 +36,13 @@ Stream = tuple[str, Kind, int, int]
 _COMPUTE: Stream = ("compute", Kind.FORWARD, -1, -1)
 
 
-class _Type(Enum):
-    KERNEL = 0
-    WAIT = 1  # of the stream of computations, for a message
-    AFTER = 2  # of the stream of a wire, for all that the stream of computations has begun so far
-    SEND = 3
-    RECEIVE = 4
-
-
 @dataclass(frozen=True, slots=True)
 class _Op:
-    """Hold one operation that the host puts into a stream."""
+    """Hold one operation that the host puts into a stream: a computation, a wait, or its side of a message."""
 
     stream: Stream
-    type: _Type
-    message: Message | None = None
+    after: int | None  # the operation that must have ended, beside the one before it in its stream
+    message: Message | None = None  # that it sends or receives
 
 
 def host_program(schedule: Schedule, stage_id: int, receives_per_wire: int | None = 1) -> list[_Op]:
@@ -60,13 +51,16 @@ def host_program(schedule: Schedule, stage_id: int, receives_per_wire: int | Non
     With `receives_per_wire` of n, at most n receives of a wire have begun without a wait for them. With None each
     begins as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
     """
-    return list(_Host(schedule, stage_id, receives_per_wire).run())
+    host = _Host(schedule, stage_id, receives_per_wire)
+    host.run()
+    return host.program
 
 
 class _Host:
     """Walk the actions of a stage as its links do."""
 
     def __init__(self, schedule: Schedule, stage_id: int, receives_per_wire: int | None) -> None:
+        self.program: list[_Op] = []
         self._actions = schedule.for_stage(stage_id).actions
         self._limit, self._budget = receives_per_wire, budget_of_sends(schedule)
         self._index = [{(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in schedule.orders]
@@ -74,57 +68,68 @@ class _Host:
         self._begun: defaultdict[Stream, int] = defaultdict(int)
         self._sent: defaultdict[Stream, deque[tuple[int, Message]]] = defaultdict(deque)
         self._wire_of: dict[Message, Stream] = {}
+        self._number_of: dict[Message, int] = {}  # in the program
+        self._computed: int | None = None  # the latest operation of the stream of computations
 
-    def run(self) -> Iterator[_Op]:
-        """Yield the operations of each action."""
+    def run(self) -> None:
+        """Launch the operations of each action."""
         for action in self._actions:
             if action.kind in RECV_KINDS:
                 kind = COMPUTE_OF[action.kind]
                 wire, needed = ("in", kind, action.part_id, action.peer_stage_id), (kind, action.part_id, action.unit)
                 self._wire_of[needed] = wire
                 self._posted[wire].append(needed)
-                yield from self._begin(wire)
+                self._begin(wire)
             elif action.kind in COMPUTE_KINDS:
-                yield from self._compute(action)
+                self._compute(action)
             elif action.kind in SEND_KINDS:
-                yield from self._send(action)
+                self._send(action)
 
-    def _begin(self, wire: Stream) -> Iterator[_Op]:
+    def _launch(self, message: Message, wire: Stream) -> None:
+        """Launch one side of a message, after all that the stream of computations has begun so far."""
+        self._number_of[message] = len(self.program)
+        self.program.append(_Op(wire, self._computed, message))
+
+    def _launch_computation(self, message: Message | None = None) -> None:
+        """Launch a computation, or the wait of their stream for a message."""
+        after = None if message is None else self._number_of[message]
+        self._computed = len(self.program)
+        self.program.append(_Op(_COMPUTE, after))
+
+    def _begin(self, wire: Stream) -> None:
         """Begin the receives of a wire that may begin now."""
         posted = self._posted[wire]
         while self._begun[wire] < len(posted) and (self._limit is None or self._begun[wire] < self._limit):
-            yield _Op(wire, _Type.AFTER)
-            yield _Op(wire, _Type.RECEIVE, posted[self._begun[wire]])
+            self._launch(posted[self._begun[wire]], wire)
             self._begun[wire] += 1
 
-    def _compute(self, action: Action) -> Iterator[_Op]:
+    def _compute(self, action: Action) -> None:
         needed = action.kind, action.part_id, action.unit
         if needed in self._wire_of:
             wire = self._wire_of[needed]
-            yield _Op(_COMPUTE, _Type.WAIT, needed)
+            self._launch_computation(needed)
             self._posted[wire].popleft()
             self._begun[wire] -= 1
-            yield from self._begin(wire)
-            yield from self._release(wire[3], action)
-        yield _Op(_COMPUTE, _Type.KERNEL)
+            self._begin(wire)
+            self._release(wire[3], action)
+        self._launch_computation()
 
-    def _release(self, peer: int, action: Action) -> Iterator[_Op]:
+    def _release(self, peer: int, action: Action) -> None:
         """Wait for the sends that the peer consumed before it sent the message that has now come."""
         part_id = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
         sent_at = self._index[peer][action.kind, part_id, action.unit]
         for wire, sent in self._sent.items():
             while wire[3] == peer and sent and sent[0][0] < sent_at:
-                yield _Op(_COMPUTE, _Type.WAIT, sent.popleft()[1])
+                self._launch_computation(sent.popleft()[1])
 
-    def _send(self, action: Action) -> Iterator[_Op]:
+    def _send(self, action: Action) -> None:
         kind = COMPUTE_OF[action.kind]
         needed, wire = (kind, action.peer_part_id, action.unit), ("out", kind, action.part_id, action.peer_stage_id)
-        yield _Op(wire, _Type.AFTER)
-        yield _Op(wire, _Type.SEND, needed)
+        self._launch(needed, wire)
         sent = self._sent[wire]
         sent.append((self._index[action.peer_stage_id][needed], needed))
         while len(sent) > self._budget:
-            yield _Op(_COMPUTE, _Type.WAIT, sent.popleft()[1])
+            self._launch_computation(sent.popleft()[1])
 
 
 def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int | None = None) -> bool:
@@ -157,19 +162,13 @@ class _Rank:
         self._program, self.left = program, len(program)
         self._queues: list[deque[int]] = [deque() for _ in range(size)]
         self._ended = [False] * len(program)
-        self._before: list[int | None] = []  # the op that must have ended before an op may leave the head of its queue
-        self._waits_for: list[int | None] = []
-        ends: dict[Message, int] = {}
+        self._before: list[int | None] = []  # the op before an op in its stream
+        self.messages = {op.message: index for index, op in enumerate(program) if op.message is not None}
         last: dict[Stream, int] = {}
         for index, op in enumerate(program):
-            if op.message is not None and op.type in (_Type.SEND, _Type.RECEIVE):
-                ends[op.message] = index
             self._before.append(last.get(op.stream))
-            waits_for = ends[op.message] if op.type is _Type.WAIT and op.message is not None else None
-            self._waits_for.append(last.get(_COMPUTE) if op.type is _Type.AFTER else waits_for)
             last[op.stream] = index
             self._queues[place_of[op.stream]].append(index)
-        self.messages = ends
 
     def advance(self, met: dict[Message, list[_Rank]]) -> bool:
         """Run every op that may leave the head of its queue; return whether any has run."""
@@ -181,11 +180,11 @@ class _Rank:
         return moved
 
     def _may_begin(self, index: int) -> bool:
-        return all(each is None or self._ended[each] for each in (self._before[index], self._waits_for[index]))
+        return all(each is None or self._ended[each] for each in (self._before[index], self._program[index].after))
 
     def _begin(self, index: int, met: dict[Message, list[_Rank]]) -> None:
         op = self._program[index]
-        if op.type not in (_Type.SEND, _Type.RECEIVE) or op.message is None:
+        if op.message is None:
             self.end(index)
             return
         # a message ends on both sides once both kernels have begun

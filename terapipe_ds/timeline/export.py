@@ -42,7 +42,10 @@ def _rows(timeline: Timeline, title: str, first_pid: int) -> list[dict[str, Any]
                 words = f"{what}, stage {event.stage_id}{chunk} > {peer}"
                 rows.append(_name("thread_name", links, threads[link], words))
             pid, thread = links, threads[link]
-        rows.append(_box(event, pid, thread, zero_s))
+        unit = {key: getattr(event, key) for key in ("micro_batch_id", "slice_id", "chunk_id")}
+        times = {"ts": 1e6 * (event.start_s - zero_s), "dur": 1e6 * (event.end_s - event.start_s)}
+        place = {"pid": pid, "tid": thread}
+        rows.append({"name": event.action, "cat": event.kind, "ph": "X", **place, **times, "args": unit})
     if threads or title:
         rows.append(_name("process_name", stages, 0, f"{title} stages".lstrip()))
     if threads:
@@ -60,12 +63,6 @@ def to_csv(timeline: Timeline) -> str:
     writer.writerow(fields)
     writer.writerows([getattr(event, field) for field in fields] for event in timeline.events)
     return text.getvalue()
-
-
-def _box(event: TimelineEvent, pid: int, tid: int, zero_s: float) -> dict[str, Any]:
-    unit = {key: getattr(event, key) for key in ("micro_batch_id", "slice_id", "chunk_id")}
-    times = {"ts": 1e6 * (event.start_s - zero_s), "dur": 1e6 * (event.end_s - event.start_s)}
-    return {"name": event.action, "cat": event.kind, "ph": "X", "pid": pid, "tid": tid, **times, "args": unit}
 
 
 def _name(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:

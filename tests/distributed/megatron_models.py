@@ -13,6 +13,7 @@ import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -252,11 +253,8 @@ def windows_on_the_cpu() -> Iterator[None]:
         with _OnTheCpu():
             return made(*sizes)
 
-    fused_softmax.get_sliding_window_causal_mask = on_the_cpu
-    try:
+    with mock.patch.object(fused_softmax, "get_sliding_window_causal_mask", on_the_cpu):
         yield
-    finally:
-        fused_softmax.get_sliding_window_causal_mask = made
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """Test the benchmark of whole steps, on two ranks: every system runs, all learn the same, every figure exists."""
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -51,11 +52,9 @@ def competition(folder: str, job: Job) -> dict[str, Any]:
 
 
 def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
-    pool = RankPool(2)  # of its own: the leftovers of so many engines would change measurements of other jobs
-    try:
+    # a pool of its own: the leftovers of so many engines would change measurements of other jobs
+    with contextlib.closing(RankPool(2)) as pool:
         ranks = pool.run(competition, folder=str(folder), job=job)
-    finally:
-        pool.close()
     runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(job, "test", {}, ranks)))["runs"]
     return runs
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
@@ -237,15 +236,13 @@ class Grouped:
     def __str__(self) -> str:
         return "-".join([self.system, self.precision, self.method, *["backwards"] * self.backwards])
 
-    def engine(self) -> PipelineEngine:
+    def engine(self) -> contextlib.AbstractContextManager[PipelineEngine]:
         dtype = "float64" if self.precision == "fp64" else "float32"
         model = engines.pipeline_module(engines.gpt_layers(dtype), partition_method=self.method)
-        ds_config, terapipe = engines.config(**PRECISIONS[self.precision]), SYSTEMS[self.system]
-        if terapipe is None:
-            return deepspeed.initialize(model=model, model_parameters=self.groups(model), config=ds_config)[0]
-        with_section = {**ds_config, "terapipe": terapipe}
-        terapipe_ds.lay_out(model, with_section)
-        return terapipe_ds.initialize(model=model, model_parameters=self.groups(model), config=with_section)[0]
+        changes, terapipe = PRECISIONS[self.precision], SYSTEMS[self.system]
+        if terapipe is not None:
+            terapipe_ds.lay_out(model, engines.config(terapipe=terapipe, **changes))
+        return engines.started(model, terapipe, initialize={"model_parameters": self.groups(model)}, **changes)
 
     def groups(self, model: PipelineModule) -> list[dict[str, Any]]:
         parameters = list(model.parameters())[:: -1 if self.backwards else 1]
@@ -279,15 +276,9 @@ def job_load(grouped: Grouped, folder: str, alone_too: bool) -> dict[str, Any]:
 
 
 def _with(grouped: Grouped, act: Any) -> dict[str, dict[str, Tensor]]:
-    with engines.torch_attention() if grouped.system == "stock" else contextlib.nullcontext():
-        engine = grouped.engine()
-        try:
-            if grouped.precision == "fp64":
-                engines.reduce_in_fp64(engine)
-            act(engine)
-            return states_of(engine)
-        finally:
-            engine.destroy()
+    with grouped.engine() as engine:
+        act(engine)
+        return states_of(engine)
 
 
 def saved_and_loaded(saver: Grouped, loader: Grouped, folder: Path, alone_too: bool = False) -> tuple[Any, Any]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -170,15 +171,9 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
     if distributed.get_rank() == distributed.get_world_size() - 1:
         next(agreement._meetings)  # the ranks of the pool go on together
         return Raised("", "", 0.0)
-    usual, agreement.PATIENCE_S = agreement.PATIENCE_S, patience_s
-    try:
-        return provoke(
-            lambda: terapipe_ds.initialize(
-                model=model, model_parameters=list(model.parameters()), config=deepspeed_config(job)
-            )
-        )
-    finally:
-        agreement.PATIENCE_S = usual
+    given = {"model_parameters": list(model.parameters()), "config": deepspeed_config(job)}
+    with mock.patch.object(agreement, "PATIENCE_S", patience_s):
+        return provoke(lambda: terapipe_ds.initialize(model=model, **given))
 
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do

@@ -4,7 +4,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from tests.distributed.cases import Case, default_cases
 from tests.gpu_checks import __main__ as command
 from tests.gpu_checks import attention, checks, ranks, speed
 from tests.gpu_checks.checks import Check, PartResult, Settings, merged, table
+from tests.processes import run_python
 
 PARTS = tuple(command.PARTS)
 
@@ -190,8 +190,7 @@ def test_cases_that_were_not_reached_are_counted(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("part", PARTS)
 def test_a_dry_run(part: str, tmp_path: Path) -> None:
-    words = [sys.executable, "-m", "tests.gpu_checks", "--dry-run", "--out", str(tmp_path), part]
-    ended = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    ended = run_python("-m", "tests.gpu_checks", "--dry-run", "--out", tmp_path, part)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     result = json.loads((tmp_path / checks.RESULT).read_text())
     (found,) = result["parts"].values()

@@ -144,7 +144,7 @@ def _judged(path: Path, where: str, fault: str, is_reported: bool, said: str) ->
         yield f"{where}: {found} is there after {said}"
 
 
-SAMPLE = ("gpt2", "mixtral", "gpt_oss")
+SAMPLE = ("gpt2", "mixtral", "gpt_oss", "sarvam_moe")  # whose files join experts or projections
 COMMON = {"config.json", "generation_config.json", "tokenizer.json"}
 
 

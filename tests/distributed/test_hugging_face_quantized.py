@@ -23,7 +23,7 @@ from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, weights_of_all_stages
-from tests.hugging_face_families import VOCAB_SIZE, config_of
+from tests.hugging_face_families import IS_4, VOCAB_SIZE, config_of
 from tests.unit.models.hugging_face.sliced_model import loss_of
 
 FORM = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
@@ -160,6 +160,7 @@ def _named(given: dict[str, Any]) -> dict[str, Any]:
     return {"pretrained_model_name_or_path" if key == "folder" else key: value for key, value in given.items()}
 
 
+pytestmark = pytest.mark.skipif(IS_4, reason="transformers 4.57 cannot quantize layer by layer")
 VERIFIED = {"verify": "first_batch", "recompute": "full", "offload_activations": True}
 
 

@@ -18,7 +18,7 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed.cases import violations
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, megatron_name
-from tests.distributed.megatron_models import build_engine, build_model, micro_batch
+from tests.distributed.megatron_models import build_engine, build_model, engine_of, micro_batch
 from tests.distributed.test_megatron import errors_of, ours
 
 LIMIT = 1e-10
@@ -115,8 +115,7 @@ def job_measured(case: Case) -> dict[str, Any]:
     found: dict[str, Any] = {"bytes": []}
     weights, weight_bytes = rounds.weights, SliceTimer.weight_bytes
     auto = {"enabled": True, "schedule": case.schedule, "slices": "auto", "granularity_tokens": 12}
-    engine = build_engine(build_model(case), case, terapipe=auto)
-    seen = count_products(engine)
+    seen: dict[str, Any] = {}
 
     def watched_weights(*args: Any) -> Any:
         found["weight_s"] = weights(*args)
@@ -127,14 +126,12 @@ def job_measured(case: Case) -> dict[str, Any]:
         found["bytes"].append((tokens, weight_bytes(probe, tokens)))
         return int(found["bytes"][-1][1])
 
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, engine_of(case, terapipe=auto) as engine:
+        seen = count_products(engine)
         patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
         patch.setattr(rounds, "weights", watched_weights)
         patch.setattr(SliceTimer, "weight_bytes", watched_bytes)
-        try:
-            engine.train_batch(iter([micro_batch(case, 0, 0, 0)]))
-        finally:
-            engine.destroy()
+        engine.train_batch(iter([micro_batch(case, 0, 0, 0)]))
     return found
 
 
@@ -162,12 +159,9 @@ def job_never_split(case: Case) -> tuple[str, list[Any]]:
             build_engine(build_model(case), case)
         patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
         patch.setattr(rounds, "weights", lambda *args: times.append(args))
-        engine = build_engine(build_model(case), case, terapipe=auto)
-        seen = count_products(engine)
-        try:
+        with engine_of(case, terapipe=auto) as engine:
+            seen = count_products(engine)
             engine.train_batch(iter([micro_batch(case, 0, 0, i) for i in range(case.accumulation)]))
-        finally:
-            engine.destroy()
     return str(refused.value), [*times, *(seen["left"].keys() - {"a stand-in while measuring"})]
 
 

@@ -1,5 +1,6 @@
 """Test peaks of tensor bytes in real steps against the planner's predictions before the first step."""
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,8 @@ def _measured(folder: str) -> tuple[list[Peak], MemoryModel, MemoryModel]:
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[Peak]], dict[str, MemoryModel]]:
     """Return per stage the peaks of all cases, and the models."""
-    pool = RankPool(2)  # a pool of its own: the leftovers of other tests' engines would count
-    try:
+    with contextlib.closing(RankPool(2)) as pool:  # of its own: the leftovers of other tests' engines would count
         ranks = pool.run(_measured, folder=str(tmp_path_factory.mktemp("profiles")))
-    finally:
-        pool.close()
     (_, counted, in_place), _ = ranks
     return [peaks for peaks, *_ in ranks], {"counted": counted, "in place": in_place}
 

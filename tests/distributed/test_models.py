@@ -1,5 +1,6 @@
 """Test models that hand tuples on, freeze layers, bring their own loss, or checkpoint, against the stock engine."""
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -330,12 +331,8 @@ def test_training_equals_the_stock_engine(writes: bool, name: str) -> None:
 
 
 def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause() -> None:
-    pool = RankPool(2)  # of its own: its ranks end
-    try:
-        with pytest.raises(RankFailure) as raised:
-            pool.run(job_write_later)
-    finally:
-        pool.close()
+    with contextlib.closing(RankPool(2)) as pool, pytest.raises(RankFailure) as raised:  # its ranks end
+        pool.run(job_write_later)
     said = str(raised.value)
     for rank in (0, 1):
         assert f"rank {rank} (stage {rank}) ends" in said

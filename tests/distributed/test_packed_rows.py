@@ -1,17 +1,14 @@
 """Test that rows of several documents train in the engine as in a plain loop over each document alone."""
 
-import functools
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests import dict_batches, mutation_check
-from tests.distributed import cases
-from tests.distributed.cases import CARRIED, FULL, Case, RankRecord
+from tests.distributed.cases import CARRIED, FULL, Case
 from tests.distributed.faults import FAULTS
-from tests.distributed.harness import rank_pool
-from tests.distributed.training import train_alone, train_case
+from tests.distributed.test_layers import check
 
 PACKED = Case(slices=(7, 1, 4), kv_heads=2, masked=True, documents=True)
 MIXED = [("attention", kind) for kind in CARRIED]
@@ -47,34 +44,18 @@ DICT_SAMPLE = [
 ]
 
 
-@functools.cache
-def reference(case: Case) -> list[RankRecord]:
-    return train_alone(case)
-
-
-def of_alone(case: Case) -> Case:
-    """Return the part of a case that the plain loop knows."""
-    same = {
-        name: getattr(case, name) for name in ("data_parallel", "positions", "mixers", "masked", "batch", "documents")
-    }
-    return replace(PACKED, rows=case.rows, micro_batches=case.micro_batches, **same)
-
-
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("case", dict.fromkeys([*SAMPLE, *DICT_SAMPLE, *(CASES + DICT_CASES if FULL else ())]), ids=str)
 def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     """Loss, gradients, parameters and evaluation, to 1e-10."""
-    run = rank_pool(case.world_size).run(train_case, case=case)
-    assert cases.contract(case)["gradient"] <= 1e-10
-    assert not cases.violations(cases.errors(run, reference(of_alone(case))), cases.contract(case))
+    check(case)
 
 
 @pytest.mark.parametrize("case", [PACKED, DICTS], ids=["tuple", "dict"])
 def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_path: Path) -> None:
     """Check that measuring cuts position ids with the tokens, and leaves nothing behind for the training."""
     planned = {"slices": "auto", "granularity_tokens": 4, "planner": {"cache_dir": str(tmp_path)}}
-    run = rank_pool(2).run(train_case, case=case, **planned)
-    assert not cases.violations(cases.errors(run, reference(of_alone(case))), cases.contract(case))
+    check(case, **planned)
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 

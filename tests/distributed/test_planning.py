@@ -3,11 +3,8 @@
 import contextlib
 import dataclasses
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +40,7 @@ from tests.distributed.engines import (
     violations,
 )
 from tests.distributed.harness import rank_pool
+from tests.processes import run_python
 
 
 def _with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:
@@ -307,13 +305,8 @@ def test_a_profile_of_the_command_serves_the_engine(tmp_path: Path) -> None:
     model.write_text(json.dumps(fields))
     ds_config.write_text(json.dumps(config(terapipe=_auto())))
     files = ["--config", str(ds_config), "--model", str(model), "--out", str(path)]
-    subprocess.run(
-        [sys.executable, "-m", "terapipe_ds", "profile", *files, "--stages", "2", "--sequence-length", str(LENGTH)],
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-        cwd=Path(__file__).parents[2],
-        check=True,
-        timeout=240,
-    )
+    done = run_python("-m", "terapipe_ds", "profile", *files, "--stages", 2, "--sequence-length", LENGTH)
+    assert done.returncode == 0, done.stderr
     cut = {"partition_method": "parameters"}  # as the command cuts, and DeepSpeed by default
     plans = on_ranks(2, _planned_from, path=str(path), layers={"dtype": "float32"}, module=cut)
     assert plans[0] == plans[1] and sum(plans[0]) == LENGTH

@@ -1,10 +1,11 @@
 """Test examples/pretrain_gpt_megatron.py over TP 2 x PP 2: it learns, and resumes from a checkpoint seamlessly."""
 
+import contextlib
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -29,16 +30,10 @@ CONFIG = {
 
 def pretrain(folder: str, *options: str) -> list[dict[str, Any]]:
     """Run in the ranks all that the script does between start and end of torch.distributed."""
-    sys.path.insert(0, str(EXAMPLES))
-    before = os.getcwd()
-    os.chdir(folder)
-    try:
+    with contextlib.chdir(folder), mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
         import pretrain_gpt_megatron as script
 
         return script.run(script.parse_arguments([*OPTIONS.split(), *options])).entries
-    finally:
-        os.chdir(before)
-        sys.path.remove(str(EXAMPLES))
 
 
 def pretrain_and_go_on(folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

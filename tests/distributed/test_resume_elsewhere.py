@@ -13,10 +13,9 @@ from unittest import mock
 import pytest
 
 from tests.distributed.harness import SERVER_ENVIRONMENT, RankFailure, rank_pool
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-TIMEOUT_S = 240.0
 SAVE_EVERY, KILLED_AT, LAST = 2, 3, 5
 CONFIG = {
     "train_batch_size": 8,
@@ -72,16 +71,9 @@ def look_again(folder: str) -> tuple[str, dict[str, int], dict[str, bool]]:
 
 
 def resume_elsewhere(folder: Path, *plan: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLES / "resume_elsewhere.py"), "--save-dir", "saved", "--out", "elsewhere", "--"]
+    command = [EXAMPLES / "resume_elsewhere.py", "--save-dir", "saved", "--out", "elsewhere", "--"]
     options = ["--model", "tiny", "--device", "cpu-core", "--sequence-length", "64", *plan]
-    return subprocess.run(
-        [*command, *options],
-        cwd=folder,
-        env={**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-    )
+    return run_python(*command, *options, folder=folder, **SERVER_ENVIRONMENT)
 
 
 def test_two_ranks_go_on_where_four_were_killed(tmp_path: Path) -> None:

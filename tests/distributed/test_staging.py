@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe import p2p
 from torch import Tensor
 
 from terapipe_ds.runtime.links import channel, groups, staging
+from terapipe_ds.schedule import placement_for
 from tests.distributed.engines import Run, batches, gpt_layers, run_training, section
 from tests.distributed.harness import rank_pool
 
@@ -131,7 +132,7 @@ def _exchange(device: torch.device) -> bool:
     from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
 
     rank, everyone = distributed.get_rank(), distributed.group.WORLD
-    layout = Layout.plain(2)
+    layout = Layout(2, placement_for("1f1b", 2, 1))
     (ends,) = layout.wires()
     made = groups.PipelineGroups((0, 1), {ends: (everyone, everyone)}, everyone)
     wire, _ = made.connect(layout, rank, device).between(ends)

@@ -5,10 +5,10 @@ Divided parameters count on every tensor-parallel rank in the norm, replicated o
 if it is divided. With plain SGD a wrong norm shows in the update; Adam would hide it.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
+import deepspeed.runtime.engine as stock
 import pytest
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -235,25 +235,14 @@ def _weights(engine: PipelineEngine) -> dict[str, Tensor]:
     return {n: trained_copy(engine, p).detach().clone() for n, p in engine.module.named_parameters()}
 
 
-@contextlib.contextmanager
-def _fused(wanted: bool) -> Iterator[None]:
-    """DeepSpeed takes its fused fp16 optimizer for its own Adam only, which would have to be compiled."""
-    import deepspeed.runtime.engine as stock
-
-    usual = stock.FusedAdam
-    stock.FusedAdam = torch.optim.SGD if wanted else usual
-    try:
-        yield
-    finally:
-        stock.FusedAdam = usual
-
-
 def _norm_and_update(grid: tuple[int, int, int], kind: str) -> tuple[float, float, float, str]:
     """Return the relative errors of the norm and of the clipped update, the norm, and the optimizer's class."""
     dtype, changes, _ = KINDS[kind]
     options = {**parallel(grid), **SGD, **changes}
     data = engines.batches(1)
-    with _fused(kind == "fp16-fused"):
+    # DeepSpeed takes its fused fp16 optimizer for its own Adam only, which would have to be compiled
+    fused = torch.optim.SGD if kind == "fp16-fused" else stock.FusedAdam
+    with mock.patch.object(stock, "FusedAdam", fused):
         with engines.engine_of(tp.layers(dtype), engines.section(), **options) as engine:
             (mine,) = engines.train(engine, data).gradients
             whole = _whole_gradients(engine, mine)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from tests.gpu_checks.checks import Check, Settings, at_most, not_run
@@ -56,16 +57,12 @@ def _measured(settings: Settings, queues: int, binds: bool) -> dict[str, Any] | 
     from terapipe_ds.bench.ranks import spawn_ranks
 
     tokens = {1: 8} if settings.dry_run else TOKENS
-    before = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(queues)  # the ranks inherit it
-    with tempfile.TemporaryDirectory() as folder:
+    inherited = mock.patch.dict(os.environ, CUDA_DEVICE_MAX_CONNECTIONS=str(queues))
+    with inherited, tempfile.TemporaryDirectory() as folder:
         try:
             spawn_ranks(_rank_main, 2, settings.device, binds, tokens, settings.dry_run, folder)
         except RuntimeError as error:
             return str(error)
-        finally:
-            os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")
-            os.environ.update({} if before is None else {"CUDA_DEVICE_MAX_CONNECTIONS": before})
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
     return found
 

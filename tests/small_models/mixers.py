@@ -125,17 +125,24 @@ def attention_by_hand(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    scale: float | None = None,
+    visible: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> Tensor:
-    """Return causal attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax."""
+    """Return attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax, dropout's factors.
+
+    `visible` says which keys a query sees, in place of the window; `keep` has the factors.
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     ago = torch.arange(q.shape[2])[:, None] - torch.arange(q.shape[2])
-    scores = scores.masked_fill((ago < 0) | (ago >= (math.inf if window is None else window)), -math.inf)
+    in_window = (ago >= 0) & (ago < (math.inf if window is None else window))
+    scores = scores.masked_fill(~(in_window if visible is None else visible), -math.inf)
     if sinks is not None:
         scores = torch.cat((scores, sinks[:, None, None].expand(*scores.shape[:3], 1)), -1)
-    return scores.softmax(-1)[..., : k.shape[2]] @ v
+    return (scores.softmax(-1)[..., : k.shape[2]] * (1 if keep is None else keep)) @ v
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

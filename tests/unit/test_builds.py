@@ -2,8 +2,6 @@
 
 import logging
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.utils.file_baton import FileBaton
 import terapipe_ds
 from terapipe_ds.compat import CompatError, builds
 from terapipe_ds.doctor import Check, look, machine
+from tests.processes import run_python
 
 STOCK_WAIT = FileBaton.wait
 # Each start says whether the operator was built; a stand-in builds it.
@@ -70,9 +69,8 @@ def registered() -> Iterator[None]:
 def built_at(folder: Path, script: str, *options: str) -> list[str]:
     """The starts of a script in a process of its own, each with how often it has built the operator."""
     (folder / "train.py").write_text(script)
-    environment = {**os.environ, **ENVIRONMENT, builds.BUILD_SHM_COMM: "", "TORCH_EXTENSIONS_DIR": str(folder)}
-    command = sys.executable, *options, str(folder / "train.py")
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    environment = {**ENVIRONMENT, builds.BUILD_SHM_COMM: "", "TORCH_EXTENSIONS_DIR": str(folder)}
+    done = run_python(*options, folder / "train.py", **environment)
     assert done.returncode == 0, done.stderr
     return [line.removeprefix("START ") for line in done.stdout.splitlines() if line.startswith("START ")]
 

@@ -16,8 +16,8 @@ from terapipe_ds.schedule import build, from_csv, render, to_csv
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.export import to_csv as events_as_csv
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 SEQ1F1B = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "4"]
 
 UNIT = ["--schedule", "seq1f1b", "--stages", "2", "--slices", "5,3", "--unit"]
@@ -50,9 +50,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def terapipe(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "terapipe_ds", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return run_python("-m", "terapipe_ds", *arguments)
 
 
 def test_no_word_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
@@ -501,8 +499,7 @@ def test_no_help_loads_numpy_and_no_command_here_torch() -> None:
         "cli.main(['simulate', '--schedule', '1f1b', '--stages', '2', '--slices', '4,4', '--unit'])\n"
         "sys.exit(str(early) if early else bool({'torch', 'deepspeed'} & set(sys.modules)))"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from terapipe_ds.costs.profile import (
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
+from tests.processes import run_python
 from tests.unit.planner.layers.test_measured import profile as measured_profile
 from tests.unit.test_cli import refused as refused_command
 from tests.unit.test_cli import shown
@@ -350,10 +348,7 @@ def test_without_torch() -> None:
     """As on a laptop: the modules of the deep learning stack cannot even be found."""
     block = "import sys; sys.modules.update(dict.fromkeys(('torch', 'deepspeed', 'matplotlib')))"
     source = f"{block}; from terapipe_ds.cli import main; sys.exit(main({['plan', *SMALL]!r}))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    done = run_python("-c", source)
     assert (done.returncode, done.stderr) == (0, "")
     assert "predicted" in done.stdout
 

@@ -237,7 +237,10 @@ def test_megatron_core_is_found_without_running_it(site: Path, monkeypatch: pyte
 
 
 def test_the_newest_versions_are_not_held_back() -> None:
-    """Of transformers, peft, pydantic and all others: none is pinned, and installed ones give way. Not so of torch."""
+    """Of transformers, peft, pydantic and all others: none is pinned, and installed ones give way. Not so of torch.
+
+    The oldest transformers chooses its own packages, and leaves the others pinned.
+    """
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
 
     def printed(*arguments: str) -> str:
@@ -252,4 +255,7 @@ def test_the_newest_versions_are_not_held_back() -> None:
     assert re.search(r"install --quiet --upgrade --upgrade-strategy eager -c \S+ -e", installs)
     pinned = printed("venv", "VENV=nowhere")
     assert "grep -v '^torch==' constraints.txt" in pinned and "--upgrade" not in pinned
+    older = printed("test-transformers")
+    assert 'echo "transformers==4.57.6"' in older and "PINNED=.venv-transformers/pinned.txt" in older
+    assert "^(transformers|tokenizers|huggingface_hub|datasets|fsspec)==" in older and "test_trainer*.py" in older
     assert "`make test-newest`" in (ROOT / "docs/releasing.md").read_text()

@@ -161,13 +161,12 @@ def check_python(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 def check_launch(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.launcher.runner import parse_args
 
-    from terapipe_ds.run import split_arguments, take_verify
+    from terapipe_ds.run import split_arguments
 
     launch = parse_args(words)
     if launch.module:
         assert launch.user_script == "terapipe_ds.run"
-        _, arguments = take_verify(launch.user_args)
-        assert split_arguments(arguments)[0] == READERS
+        assert split_arguments(launch.user_args)[1] == READERS
     elif launch.user_script != READERS and "parse" in (ROOT / launch.user_script).read_text():
         check_python([launch.user_script, *launch.user_args], monkeypatch)
 

@@ -57,6 +57,49 @@ def test_the_command_line_page_has_all_options(site: ModuleType) -> None:
         assert options and all(f"{option}" in part for option in options), name
 
 
+SEARCHES = {
+    "pipeline bubble": "schedules.md",
+    "virtual stages": "schedules.md",
+    "micro-batch": "how-it-works.md",
+    "gradient accumulation": "how-it-works.md",
+    "OOM": "memory.md",
+    "out of memory": "memory.md",
+    "context parallel": "sequence_parallel.md",
+    "ring attention": "sequence_parallel.md",
+    "gradient checkpointing": "configuration.md",
+    "checkpoint": "checkpoints.md",
+    "resume": "checkpoints.md",
+    "Trainer": "trainer.md",
+    "LoRA": "hugging_face.md",
+    "fine-tuning": "tutorials/hugging_face.md",
+    "packing": "tutorials/packed_documents.md",
+    "hang": "failures.md",
+    "SLURM": "several_machines.md",
+}
+"""The page that the site's search shows first for these words."""
+
+
+@pytest.mark.parametrize("query", SEARCHES)
+def test_the_search_knows_the_words_of_readers(query: str) -> None:
+    """Tags count a million times as much as text: more words of the query come first, then a shorter list."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    separator = re.search(r"separator: '(.*?)'", settings)
+    assert separator is not None
+
+    def words(text: str) -> list[str]:
+        return [word.lower() for word in re.split(separator.group(1), text) if word]
+
+    scores = {}
+    for path in DOCS.rglob("*.md"):
+        tags = re.match(r"---\ntags: \[(.*)\]\n", path.read_text())
+        if tags is not None:
+            named = words(tags.group(1))
+            counts = [named.count(word) for word in words(query)]
+            scores[path.relative_to(DOCS).as_posix()] = len(counts) - counts.count(0), sum(counts) / len(named)
+    assert max(scores, key=scores.__getitem__) == SEARCHES[query], scores
+    assert max(scores.values()) > (0, 0.0)
+
+
 def test_links_that_leave_the_documents_lead_to_their_pages(site: ModuleType) -> None:
     turned = site.with_project_links("[a](../README.md#x) [b](../examples/a.py) [c](plan.md)", "index.md")
     assert turned == "[a](project/README.md#x) [b](../examples/a.py) [c](plan.md)"

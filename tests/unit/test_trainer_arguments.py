@@ -22,7 +22,7 @@ from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.weights.quantized import quantize
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.strategy import plan_strategy
-from tests.hugging_face_families import config_of
+from tests.hugging_face_families import IS_4, config_of
 
 
 class OtherOrder(PipelineTrainerMixin, Trainer):
@@ -51,6 +51,7 @@ def test_quantization_is_given_once(monkeypatch: pytest.MonkeyPatch) -> None:
         without_start(OtherOrder)._with_skeleton(given)
 
 
+@pytest.mark.skipif(IS_4, reason="transformers 4.57 cannot quantize layer by layer")
 def test_the_operations_of_4_bit_weights_count_once() -> None:
     """As in the model that is not quantized."""
     pytest.importorskip("bitsandbytes", reason="needs the extra qlora: pip install terapipe_ds[qlora]")

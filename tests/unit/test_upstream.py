@@ -1,15 +1,13 @@
 """The runner of DeepSpeed's own tests, on a small checkout of our own: ranks get our engine."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.processes import ROOT, run_python
 from tests.upstream import deepspeed_tests
 
-ROOT = Path(__file__).resolve().parents[2]
 FILES = {
     "pytest.ini": "[pytest]\n",
     "conftest.py": "import os, sys\nsys.path.insert(1, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))\n",
@@ -43,8 +41,7 @@ def test_the_tests_of_a_checkout_run_with_our_engine_and_leave_it_alone(tmp_path
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     before = sorted(tmp_path.rglob("*"))
-    command = [sys.executable, "-m", "tests.upstream.deepspeed_tests", str(tmp_path), "-v"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    run = run_python("-m", "tests.upstream.deepspeed_tests", tmp_path, "-v")
     found = dict(re.findall(r"::(\w+) (\w+)", run.stdout))
     assert found == OUTCOMES, run.stdout + run.stderr
     assert run.returncode == 1
@@ -52,8 +49,7 @@ def test_the_tests_of_a_checkout_run_with_our_engine_and_leave_it_alone(tmp_path
 
 
 def test_what_is_no_checkout_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.upstream.deepspeed_tests", str(tmp_path)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    run = run_python("-m", "tests.upstream.deepspeed_tests", tmp_path)
     assert run.returncode == 2 and "give a checkout of DeepSpeed" in run.stderr
 
 

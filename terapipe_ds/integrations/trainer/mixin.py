@@ -221,7 +221,7 @@ class PipelineTrainerMixin(Trainer):
 
         wanted = None if prediction_loss_only else reduce
         count = None if labels is None else self._labels_of(inputs)
-        loss, logits, sums = self._stages.evaluate(inputs, count, labels is not None, wanted)
+        loss, logits, sums = self._stages.evaluate(inputs, count, wanted)
         self._note_metrics("eval", inputs, sums, 0)
         loss = None if loss is None else loss.to(self.args.device)
         if prediction_loss_only:
@@ -244,17 +244,17 @@ class PipelineTrainerMixin(Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the weights of all stages, the config, the tokenizer and the arguments. All ranks call it."""
         self._start_engine()
-        engine, module = self._stages.engine, self._stages.module
-        assert engine is not None
+        module = self._stages.module
         # Trainer may have changed both configs since the module was built
         model = base_of(self.model)
         module.config = model.config
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
-        save_pretrained(engine, folder)
+        save_pretrained(self._stages.engine, folder)
         # Trainer adds its files beside the weights; as a rank, for a pickle names the class that the user made
-        with replaced(self.model, "save_pretrained", lambda *_, **__: None), as_rank(self.args):
-            self._save(folder, state_dict={})
+        if self.args.should_save:
+            with replaced(self.model, "save_pretrained", lambda *_, **__: None), as_rank(self.args):
+                self._save(folder, state_dict={})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -64,7 +64,6 @@ class PipelineAccelerator(Accelerator):
             self._models.append(self.stages.engine)
             return self.stages.engine
         if isinstance(item, Optimizer | DummyOptim):
-            assert self.stages.engine is not None
             self._optimizers.append(DeepSpeedOptimizerWrapper(self.stages.engine.optimizer))
             return self._optimizers[-1]
         if isinstance(item, DummyScheduler):

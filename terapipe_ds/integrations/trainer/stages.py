@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -51,11 +51,6 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     return present if is_enabled(raw) else None
 
 
-def is_size(value: Any) -> bool:
-    """Return whether the value is a positive integer."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 class Stages:
     """Hold the pipeline of a Trainer.
 
@@ -73,7 +68,7 @@ class Stages:
         self.replicas: int = self._topology.get_dim("data")
         self.replica: int = place.data
         self.is_first: bool = place.pipe == 0 and getattr(place, "model", 0) == 0
-        self.engine: TeraPipeEngine | None = None
+        self.engine: TeraPipeEngine = cast(Any, None)  # until `start`
 
     def _wanted_topology(self) -> ProcessTopology:
         """Return the grid of ranks that the config asks for, in a strategy's file or itself."""
@@ -96,8 +91,9 @@ class Stages:
             return topology_of(strategy)
         world, (count, tensor) = torch_dist.get_world_size(), self._wanted_sizes()
         shown = f"pipeline.stages = {count!r}" + f", tensor_parallel.autotp_size = {tensor!r}" * (tensor != 1)
-        count = world // tensor if count == "auto" and is_size(tensor) else count
-        if not is_size(count) or not is_size(tensor) or world % (count * tensor):
+        if count == "auto" and type(tensor) is int and tensor > 0:
+            count = world // tensor
+        if any(type(size) is not int or size < 1 for size in (count, tensor)) or world % (count * tensor):
             raise TeraPipeConfigError(
                 f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
                 "ranks; with tensor-parallel ranks, their product must divide the ranks"
@@ -108,7 +104,7 @@ class Stages:
 
     def _wanted_sizes(self) -> tuple[Any, Any]:
         """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
-        tensor = (self._raw.get("tensor_parallel") or {}).get("autotp_size", 0)
+        tensor = self._raw.get("tensor_parallel", {}).get("autotp_size", 0)
         return self._raw.get("pipeline", {}).get("stages", "auto"), 1 if tensor == 0 else tensor
 
     def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:
@@ -166,7 +162,6 @@ class Stages:
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
-        assert self.engine is not None
         name, options = config["scheduler"]["type"], config["scheduler"].get("params", {})
         owner = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
         self.engine.lr_scheduler = getattr(owner, name)(self.engine.optimizer, **options)
@@ -180,21 +175,19 @@ class Stages:
         `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels.
         """
         engine = self.engine
-        assert engine is not None
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
         engine.step_label_counts = label_counts
         loss = engine.train_batch(iter(batches))
         return loss.detach().float().reshape(()), self._sums()
 
     def evaluate(
-        self, batch: Any, label_count: float | None, with_loss: bool, reduce_logits: Callable[[Tensor], Any] | None
+        self, batch: Mapping[str, Any], label_count: float | None, reduce_logits: Callable[[Tensor], Any] | None
     ) -> tuple[Tensor | None, Any, Sums]:
         """Evaluate a batch of this replica; return its loss, and what `reduce_logits` makes of its logits.
 
         The last stage reduces the logits before they travel to the other stages.
         """
-        engine = self.engine
-        assert engine is not None
+        engine, with_loss = self.engine, batch.get("labels") is not None
         engine.step_label_counts = None if label_count is None else [label_count]
         reduction = "avg" if engine.monitor.enabled and with_loss else None
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits

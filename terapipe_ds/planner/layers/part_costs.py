@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.costs.devices import LinkCard
-from terapipe_ds.costs.interface import Costs, know_weights, method_of
+from terapipe_ds.costs.interface import Costs, know_weights
 
 
 @dataclass(frozen=True)
@@ -70,14 +70,6 @@ class PartCosts:
 
     def _weight_s(self, tokens: Any, prefix: Any) -> Any:
         return sum(count * layer.weight_s(tokens, prefix) for layer, count in self._layers)
-
-
-def with_forwards_again(costs: Costs, layers: Sequence[Costs]) -> Costs:
-    """Return the costs of a part whose `layers` run again in their backward."""
-    if not layers:
-        return costs
-    kept = {name: method_of(costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
-    return PartCosts([costs], layers, **kept)
 
 
 def _counted(layers: Sequence[Costs]) -> list[tuple[Any, int]]:

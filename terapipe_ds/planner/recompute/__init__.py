@@ -7,14 +7,9 @@
 
 from __future__ import annotations
 
-from .choose_layers import PartLayers, RecomputeChoice, choose_layers, costs_of, recomputable_parts
-from .plans import plan_with_recompute
-
-__all__ = [
-    "PartLayers",
-    "RecomputeChoice",
-    "choose_layers",
-    "costs_of",
-    "plan_with_recompute",
-    "recomputable_parts",
-]
+from terapipe_ds.planner.recompute.choose_layers import PartLayers as PartLayers
+from terapipe_ds.planner.recompute.choose_layers import RecomputeChoice as RecomputeChoice
+from terapipe_ds.planner.recompute.choose_layers import choose_layers as choose_layers
+from terapipe_ds.planner.recompute.choose_layers import costs_of as costs_of
+from terapipe_ds.planner.recompute.choose_layers import recomputable_parts as recomputable_parts
+from terapipe_ds.planner.recompute.plans import plan_with_recompute as plan_with_recompute

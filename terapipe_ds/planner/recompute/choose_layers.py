@@ -13,12 +13,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from terapipe_ds.costs.interface import Costs
+from terapipe_ds.costs.interface import Costs, method_of
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
-from terapipe_ds.planner.layers.part_costs import with_forwards_again
+from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.planner.recompute.frontier import Subset, frontier
 from terapipe_ds.schedule import Schedule
@@ -59,7 +59,11 @@ class PartLayers:
 
     def with_costs(self, layer_ids: Collection[int]) -> Costs:
         """Return the costs of the part where these layers of the model recompute."""
-        return with_forwards_again(self.costs, [one.costs for one in self.layers if one.layer_id in layer_ids])
+        again = [one.costs for one in self.layers if one.layer_id in layer_ids]
+        if not again:
+            return self.costs
+        kept = {name: method_of(self.costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
+        return PartCosts([self.costs], again, **kept)
 
     def ids_of(self, subset: Subset) -> tuple[int, ...]:
         """Return the numbers of the model's layers in a subset."""

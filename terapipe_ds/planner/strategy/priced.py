@@ -32,7 +32,8 @@ MOST_WHOLE = 3_000_000
 class Priced(Bounded):
     """Price the cuts of one candidate on one cluster.
 
-    `replayed_bytes` is the least need of the replayed cuts that did not fit in memory.
+    `replayed_bytes` is the least need of the replayed cuts that did not fit in memory. Of the arguments, `owners` has
+    the stage of each part, and `recompute` is per stage.
     """
 
     replayed_bytes: int | None = None
@@ -70,7 +71,7 @@ class Priced(Bounded):
             wire_s = sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices if link else 0.0 * sent
             extras.append(np.broadcast_to(2 * wire_s[:, None], work[0].shape))
         cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
-        return [(value + max(self.ends_s(bounds)), bounds) for value, bounds in cuts]
+        return [(value + max(self.ends_s(bounds, stages)), bounds) for value, bounds in cuts]
 
     def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
         """Return cuts for several parts per stage, as equal as possible, the best first."""
@@ -127,13 +128,8 @@ class Priced(Bounded):
 
     # --- one cut, exactly
 
-    def ends_s(self, bounds: Bounds, owners: Sequence[int] | None = None) -> list[float]:
-        """Return, per stage, the seconds of its reduction, of the tied matrix's exchange, and of its optimizer step.
-
-        Args:
-            owners: the stage of each part; None: part k is on stage k.
-        """
-        owners = range(self.num_stages) if owners is None else owners
+    def ends_s(self, bounds: Bounds, owners: Sequence[int]) -> list[float]:
+        """Return, per stage, the seconds of its reduction, of the tied matrix's exchange, and of its optimizer step."""
         setting = self.candidate.setting
         summed, moved = self.layers.end_bytes(setting)
         seconds = [fixed_s for fixed_s, _ in self._reductions]
@@ -148,13 +144,12 @@ class Priced(Bounded):
             seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
         return seconds
 
-    def parts(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int] | None = None) -> list[PartCosts]:
-        """Return the costs of the parts, with the links of their machines; `recompute` is per stage."""
-        grid, owners = self.candidate.grid, range(self.num_stages) if owners is None else owners
+    def parts(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int]) -> list[PartCosts]:
+        """Return the costs of the parts, with the links of their machines."""
         sent = self.layers.output_bytes(self.candidate.setting)
         wires = [NO_WIRE]
         for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
-            link = None if one == other else self.cluster.link_between(grid, one, other)
+            link = None if one == other else self.cluster.link_between(self.candidate.grid, one, other)
             wires.append(NO_WIRE if link is None else Wire(link, float(sent[bound - 1])))
         wires.append(NO_WIRE)
         costs = {again: self._costs(again) for again in set(recompute)}
@@ -168,17 +163,16 @@ class Priced(Bounded):
             parts.append(kept.setdefault(key, part))
         return parts
 
-    def memory(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int] | None = None) -> MemoryModel:
-        """Return the memory of the parts; `recompute` is per stage."""
-        again = [recompute[stage_id] for stage_id in (range(self.num_stages) if owners is None else owners)]
+    def memory(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int]) -> MemoryModel:
+        """Return the memory of the parts."""
+        again = [recompute[stage_id] for stage_id in owners]
         parts = self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again))
         # the first part of each stage stands for the process
-        bytes_of = {} if self._context_bytes == 0 else dict.fromkeys(range(self.num_stages), self._context_bytes)
-        owned = enumerate(range(self.num_stages) if owners is None else owners)
-        contexts = [(part_id, bytes_of.pop(stage_id, 0)) for part_id, stage_id in owned]
+        bytes_of = dict.fromkeys(owners, self._context_bytes)
+        contexts = [bytes_of.pop(stage_id, 0) for stage_id in owners]
         parts = tuple(
-            dataclasses.replace(parts[part_id], context_bytes=more) if more else parts[part_id]
-            for part_id, more in contexts
+            dataclasses.replace(part, context_bytes=more) if more else part
+            for part, more in zip(parts, contexts, strict=True)
         )
         if not self.candidate.levers.offload_activations:
             return MemoryModel(parts)

@@ -26,10 +26,6 @@ from torch import Tensor, nn
 _Place = Any  # of a sum in its optimizer
 
 
-def _clear_nothing() -> None:
-    """Stand in for `BF16_Optimizer.backward_prologue`."""
-
-
 def hooks_without_need(optimizer: object) -> int | None:
     """Return how many hooks an optimizer has on each parameter that need not run if a gradient comes to `.grad`.
 
@@ -168,7 +164,7 @@ class _SumsOfBf16(GradientSums):
             optimizer.update_hp_grads = self.collect
             # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
             # behind, so it would clear only those that parameters of the loss have just got.
-            optimizer.backward_prologue = _clear_nothing
+            optimizer.backward_prologue = lambda: None
 
     def _sum(self, place: _Place) -> Tensor:
         group, number = place

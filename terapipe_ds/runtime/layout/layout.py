@@ -41,11 +41,6 @@ class Layout:
     placement: Mapping[tuple[int, int], int] = field(hash=False)
     bounds: tuple[int, ...] | None = None
 
-    @classmethod
-    def plain(cls, num_stages: int) -> Layout:
-        """Give one part to each stage."""
-        return cls(num_stages, {(stage_id, 0): stage_id for stage_id in range(num_stages)})
-
     @property
     def chunks_per_stage(self) -> int:
         return len(self.placement) // self.num_stages

@@ -1,4 +1,4 @@
-"""What the attention tests share: plain causal attention written out, and a run over slices as an engine does it."""
+"""What the attention tests share: attention by hand, and a run over slices as an engine does it."""
 
 import contextlib
 import itertools
@@ -10,6 +10,7 @@ import torch
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
 from terapipe_ds.attention.documents import Documents, Starts
+from tests.small_models.mixers import attention_by_hand
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -36,15 +37,6 @@ def random_inputs(
         torch.randn(batch, h, length, dim, dtype=torch.float64, generator=generator).to(dtype)
         for h in (heads, kv_heads, kv_heads, heads)
     ]
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention as in a textbook: all scores, a mask, a softmax."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-    return torch.softmax(scores.masked_fill(hidden, -math.inf), -1) @ v
 
 
 def kernel_attend(
@@ -81,11 +73,12 @@ def kernel_gradients(
     return d_scores @ k, dk, dv
 
 
-def run_plain(inputs: Sequence[Tensor], scale: float | None = None) -> Result:
-    """Output and gradients without slices, in fp64."""
+def run_plain(inputs: Sequence[Tensor], scale: float | None = None, calls: int = 1) -> Result:
+    """Output and gradients without slices, in fp64; each further call takes the output before as values."""
     *qkv, grad = (x.detach().double() for x in inputs)
-    leaves = [x.clone().requires_grad_() for x in qkv]
-    out = plain_attention(*leaves, scale=scale)
+    q, k, out = leaves = [x.clone().requires_grad_() for x in qkv]
+    for _ in range(calls):
+        out = attention_by_hand(q, k, out, scale=scale)
     return Result(out.detach(), *torch.autograd.grad(out, leaves, grad))
 
 

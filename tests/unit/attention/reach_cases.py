@@ -1,11 +1,11 @@
 """What the tests of windows, caps, sinks, documents and head dims share: the formula, and a run over slices."""
 
 import contextlib
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from attention_cases import forced, run_sliced, slices_of
 from hypothesis import strategies as st
@@ -16,6 +16,7 @@ from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.attention.documents import Starts
+from tests.small_models.mixers import attention_by_hand
 
 Tensor = torch.Tensor
 
@@ -81,16 +82,9 @@ def visible(case: Case) -> Tensor:
 def formula(
     case: Case, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, keep: Tensor | None = None
 ) -> Tensor:
-    """Attention as in a textbook: all scores, a cap, a mask, a column of sinks, a softmax, dropout's factors."""
-    groups = case.heads // case.kv_heads
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.mT * (1 / math.sqrt(case.dim) if case.scale is None else case.scale)
-    if case.softcap is not None:
-        scores = case.softcap * torch.tanh(scores / case.softcap)
-    scores = scores.masked_fill(~visible(case), -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)), dim=-1)
-    return (torch.softmax(scores, -1)[..., : case.length] * (1 if keep is None else keep)) @ v
+    return attention_by_hand(
+        q, k, v, softcap=case.softcap, sinks=sinks, scale=case.scale, visible=visible(case), keep=keep
+    )
 
 
 def run_formula(case: Case, keep: Tensor | None = None) -> list[Tensor]:
@@ -136,13 +130,11 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
 @contextlib.contextmanager
 def small_blocks(backend: str | None, tokens: int) -> Iterator[None]:
     """Force a backend and make its tiles, bands and causal blocks so small that a short slice has several."""
-    with forced(backend):
-        sizes = Reference.tile_tokens, BandKernel.most_band_tokens, CpuFlash.causal_tokens
-        Reference.tile_tokens = BandKernel.most_band_tokens = CpuFlash.causal_tokens = tokens
-        try:
-            yield
-        finally:
-            Reference.tile_tokens, BandKernel.most_band_tokens, CpuFlash.causal_tokens = sizes
+    with forced(backend), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reference, "tile_tokens", tokens)
+        patch.setattr(BandKernel, "most_band_tokens", tokens)
+        patch.setattr(CpuFlash, "causal_tokens", tokens)
+        yield
 
 
 @st.composite

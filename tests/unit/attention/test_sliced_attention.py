@@ -11,7 +11,6 @@ from attention_cases import (
     Tensor,
     forced,
     largest_error,
-    plain_attention,
     random_inputs,
     run_plain,
     run_sliced,
@@ -19,6 +18,7 @@ from attention_cases import (
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
 from terapipe_ds.attention.backends.fused import CpuFlash
+from tests.small_models.mixers import attention_by_hand
 
 ON_CPU = [None, "cpu_flash", "reference"]
 
@@ -69,7 +69,7 @@ def test_any_memory_layout(layout: str) -> None:
 
 def test_plain_without_an_active_slice_and_with_a_whole_one() -> None:
     q, k, v, _ = random_inputs((2, 4, 2, 20, 8))
-    expected = plain_attention(q, k, v)
+    expected = attention_by_hand(q, k, v)
     store = SliceStore()
     torch.testing.assert_close(sliced_attention(q, k, v, 0), expected)
     for whole in (ActiveSlice(0, 20, 20, store=store), ActiveSlice(0, 20, 20)):

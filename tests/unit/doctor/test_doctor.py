@@ -20,6 +20,7 @@ from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.messages import colored
+from tests.processes import run_python
 
 
 def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
@@ -314,9 +315,7 @@ def test_color_is_for_terminals_that_want_it(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_the_real_command_here() -> None:
     pytest.importorskip("deepspeed")
-    command = [sys.executable, "-m", "terapipe_ds", "doctor", "--json"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    done = run_python("-m", "terapipe_ds", "doctor", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     names = {check["name"]: check["verdict"] for check in report["checks"]}

@@ -47,7 +47,7 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     ],
 )
 def test_split_arguments(arguments: list[str], script: str, rest: list[str]) -> None:
-    assert split_arguments(arguments) == (script, rest)
+    assert split_arguments(arguments) == (False, script, rest)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["--local_rank"], ["--steps", "3"]])
@@ -94,19 +94,29 @@ def test_an_error_in_the_script_is_the_scripts(script: Path) -> None:
 
 @pytest.mark.parametrize(("local_rank", "waited"), [("0", []), ("1", [15])])
 def test_a_mistake_in_the_config_is_printed_once_without_a_traceback(
-    script: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str, waited: list[float]
+    script: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    local_rank: str,
+    waited: list[float],
 ) -> None:
     script.write_text(
         "from terapipe_ds.config import TeraPipeConfig\nTeraPipeConfig.from_deepspeed({'terapipe': {'slicse': 2}})"
     )
     waits: list[float] = []
-    monkeypatch.setattr("time.sleep", waits.append)
+
+    def sleep(seconds: float) -> None:
+        os.write(2, b"[c10d] sendBytes failed")
+        waits.append(seconds)
+
+    monkeypatch.setattr("time.sleep", sleep)
     monkeypatch.setattr("signal.signal", lambda *words: None)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit, match=r"terapipe_ds.run: terapipe.slicse = 2: unknown key; did you mean") as ended:
         main([str(script)])
     assert isinstance(ended.value.code, str), "Python prints such a text, and the exit code is 1"
-    assert waits == waited
+    os.write(2, b"afterwards")
+    assert waits == waited and capfd.readouterr().err == "afterwards"
 
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])

@@ -82,9 +82,9 @@ def quantize(model: PreTrainedModel) -> None:
     """Replace the layers of a model without weights that its config says are quantized, as transformers does."""
     if not is_quantized_by(model.config):
         return
-    from transformers.modeling_utils import local_torch_dtype
-
     quantizer = _quantizer_of(model.config)
+    from transformers.modeling_utils import local_torch_dtype  # transformers 4, refused above, has none
+
     with local_torch_dtype(model.dtype):  # of the biases of the new layers
         quantizer.preprocess_model(model, dtype=model.dtype, device_map=None)
     model.hf_quantizer, model.is_loaded_in_4bit = quantizer, True  # peft reads the second one

@@ -8,7 +8,7 @@ import logging
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -86,14 +86,14 @@ class StoredWeights:
         state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
         filled, without_place = set[str](), list[str]()
         for key, header in stored.items():
-            target, is_converted = self._conversions.target(key, state)
-            owner = next((name for name in names if target.startswith(f"{name}.")), None)
-            if target not in state or owner is None:
-                without_place += [] if target in state else [key]
+            targets, is_converted = self._conversions.targets(key, state)
+            owner = next((name for name in names if targets[0].startswith(f"{name}.")), None)
+            if targets[0] not in state or owner is None:
+                without_place += [] if targets[0] in state else [key]
                 continue
-            header.check(key, state[target], is_converted or is_quantized(state[target]))
+            header.check(key, state[targets[0]], is_converted or is_quantized(state[targets[0]]))
             self._keys_of[owner].append(key)
-            filled.add(target)
+            filled.update(targets)
         # buffers may be missing: they have real values in the model
         missing = [key for key in state if key not in filled and key.startswith(tuple(f"{name}." for name in names))]
         ignored = "|".join(getattr(model, "_keys_to_ignore_on_load_missing", None) or ["$^"])
@@ -142,7 +142,7 @@ class StoredWeights:
     def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
         """Raise ModelRefusedError if embedding and output matrix are both stored, and differ."""
         # once, by one rank: the rest holds one of the two
-        both = [key for key in self._file_of if self._conversions.target(key, state)[0] in targets]
+        both = [key for key in self._file_of if self._conversions.targets(key, state)[0][0] in targets]
         with contextlib.ExitStack() as stack:
             tensors = [stack.enter_context(_opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
             if len(both) == 2 and not torch.equal(*tensors):
@@ -229,9 +229,9 @@ def named(keys: Sequence[str]) -> str:
 class _Conversions:
     """Convert nothing: the names of weights in files and in the model are the same, as in transformers 4."""
 
-    def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
-        """Return the key in the model, and whether the values have another form there."""
-        return key, False
+    def targets(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[list[str], bool]:
+        """Return the keys in the model, several if a file joins what the model divides; and if values change form."""
+        return [key], False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         for key, stored in slices.items():
@@ -252,14 +252,17 @@ class _RegisteredConversions(_Conversions):
         self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
 
-    def target(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[str, bool]:
+    def targets(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[list[str], bool]:
         from transformers.core_model_loading import rename_source_key
 
-        targets = dict(state)
-        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, targets)
-        if target in state:
-            return target, pattern is not None
-        return rename_source_key(key, [], [], self._prefix, targets)[0], False
+        known = dict(state)
+        target, pattern = rename_source_key(key, self._renamings, self._converters, self._prefix, known)
+        if target not in state:
+            return [rename_source_key(key, [], [], self._prefix, known)[0]], False
+        # transformers names the first of several targets
+        converter = next((each for each in self._converters if pattern in each.source_patterns), None)
+        first, *others = [""] if converter is None else converter.target_patterns
+        return [target, *(target.replace(first, other, 1) for other in others)], pattern is not None
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
         from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -267,8 +270,13 @@ class _RegisteredConversions(_Conversions):
 
         quantizing = {} if self._quantizer is None else {"hf_quantizer": self._quantizer, "dtype": model.dtype}
         how = LoadStateDictConfig(weight_mapping=self._all, **quantizing)
-        with _without_progress_bar():
+        was_shown = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()  # the stage shows one for all of its layers
+        try:
             info, _ = convert_and_load_state_dict_in_model(model, slices, how)
+        finally:
+            if was_shown:
+                transformers_logging.enable_progress_bar()
         if info.error_msgs or info.conversion_errors:
             raise ModelRefusedError(f"its weights cannot be converted: {info.error_msgs or info.conversion_errors}")
 
@@ -278,17 +286,6 @@ def _conversions(model: PreTrainedModel) -> _Conversions:
         return _RegisteredConversions(model)
     except ImportError:
         return _Conversions()
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    was_shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_shown:
-            transformers_logging.enable_progress_bar()
 
 
 def _files(folder: Path) -> dict[str, str]:

@@ -370,9 +370,9 @@ def test_a_tied_matrix_is_summed_and_stepped_where_it_is() -> None:
     matrix, rate = size.vocab_size * size.hidden_size, cluster.card.memory_bandwidth_bytes_per_s
     step_s = 28 / (rate * cluster.card.bandwidth_efficiency)
     one, two = (Priced(layers, cluster, 1024, Candidate(Grid(k, 4 // k, 1), 1, 1, 0)) for k in (1, 2))
-    whole = one.ends_s((0, layers.num_layers))[0]
+    whole = one.ends_s((0, layers.num_layers), (0,))[0]
     assert whole == pytest.approx(size.num_parameters() * (2 * 2 * 3 / 4 / 1e9 + step_s))
-    last = two.ends_s((0, layers.num_layers - 1, layers.num_layers))[1]
+    last = two.ends_s((0, layers.num_layers - 1, layers.num_layers), (0, 1))[1]
     reduced_s = 2 * 2 * 1 / 2 / 1e9
     head = matrix + size.head_parameters()
     assert last == pytest.approx(head * (reduced_s + step_s) + 2 * matrix / 1e9)

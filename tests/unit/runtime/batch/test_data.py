@@ -14,6 +14,7 @@ from terapipe_ds.runtime.batch import source as data
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, PlaceInJob, StageReport, TensorPeers
 from terapipe_ds.runtime.batch.source import BatchSource, _require_rows
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.schedule import placement_for
 
 TOKENS = torch.arange(24).reshape(2, 12)
 SHAPE, PLAN = MicroBatchShape(2, 12), SlicePlan((5, 7))
@@ -31,7 +32,8 @@ class Source(BatchSource):
         self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any
     ) -> None:
         is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
-        super().__init__(config, next_batch, place, Layout.plain(place.num_stages), is_cut, **options)
+        layout = Layout(place.num_stages, placement_for("1f1b", place.num_stages, 1))
+        super().__init__(config, next_batch, place, layout, is_cut, **options)
 
     def draw(self, *args: Any, **kwargs: Any) -> Any:
         with ErrorsUnwrapped():

@@ -1,5 +1,6 @@
 """What one rank's watch-dog makes of the store: values that no rank has written, and ranks that fall silent."""
 
+import contextlib
 import dataclasses
 import json
 import threading
@@ -50,8 +51,7 @@ values = st.sampled_from(sorted(WRITTEN)).flatmap(lambda key: st.tuples(st.just(
 def test_no_value_of_the_store_harms_a_rank(written: tuple[str, bytes]) -> None:
     """Whatever it is, this rank goes on, or ends for a failure that has all that a failure has."""
     warnings: list[str] = []
-    watch = WatchStore(distributed.HashStore(), RankRecord(0, 0), 2, 10.0, warnings.append)
-    try:
+    with contextlib.closing(WatchStore(distributed.HashStore(), RankRecord(0, 0), 2, 10.0, warnings.append)) as watch:
         write(watch, *written)
         watch.beat()
         watch.look()
@@ -62,8 +62,6 @@ def test_no_value_of_the_store_harms_a_rank(written: tuple[str, bytes]) -> None:
         assert all(text == printable(text, "\n\t") for text in told)
         for named in (watch.failure, *states.values()):
             assert named is None or (type(named.rank), type(named.stage_id)) == (int, int)
-    finally:
-        watch.close()
 
 
 def test_what_ranks_write_is_taken_as_it_is(watch: WatchStore, warnings: list[str]) -> None:
@@ -189,12 +187,9 @@ def test_the_stack_of_a_long_call_is_published_again(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     places = iter([False, True, False])  # is_busy of each full state
     monkeypatch.setattr(record, "full", lambda: dataclasses.replace(record.brief(), is_busy=next(places)))
-    watch = WatchStore(distributed.HashStore(), record, 1, 1.0, print)
-    try:
+    with contextlib.closing(WatchStore(distributed.HashStore(), record, 1, 1.0, print)) as watch:
         seen = []
         for now_s[0] in (began_s, began_s + 1.5, began_s + 1.9, began_s + 2.5, began_s + 9.0):
             watch.beat()
             seen.append(watch._read("state", TypeAdapter(RankState))[0].is_busy)
         assert seen == [True, False, False, True, False]
-    finally:
-        watch.close()

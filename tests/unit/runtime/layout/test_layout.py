@@ -7,7 +7,7 @@ import pytest
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layout.layout import Layout, Place, layout_of
 from terapipe_ds.runtime.links.groups import wires_apart
-from terapipe_ds.schedule import build
+from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.schedule.action import Action
 
 
@@ -17,7 +17,7 @@ def layout(schedule: str, num_stages: int, chunks: int = 1) -> Layout:
 
 
 def test_a_plain_stage_holds_the_part_of_its_number() -> None:
-    plain = Layout.plain(3)
+    plain = Layout(3, placement_for("1f1b", 3, 1))
     assert plain.is_plain and not plain.has_copies and plain.num_parts == 3
     assert plain.places(1) == (Place(1, 0, False, False),)
     assert plain.loss_stage == 2 and plain.drawing_stages == (0, 2)

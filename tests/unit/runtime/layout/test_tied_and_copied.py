@@ -27,7 +27,7 @@ class Own(torch.optim.Adam):
         (CHIMERA, Own(PARAMETERS), 1, True),
         (CHIMERA, torch.optim.Adam(PARAMETERS, fused=True), 1, True),  # one update in some ten thousand was seen to
         (CHIMERA, None, 3, False),
-        (Layout.plain(4), Own(PARAMETERS), 3, False),
+        (Layout(4, placement_for("1f1b", 4, 1)), Own(PARAMETERS), 3, False),
     ],
 )
 def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int, may_differ: bool) -> None:

@@ -17,6 +17,7 @@ from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import AnnouncedSpecs, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
+from terapipe_ds.schedule import placement_for
 from terapipe_ds.schedule.action import SliceKey
 from tests.distributed.nccl_emulator import DTYPES
 
@@ -182,7 +183,8 @@ def test_only_devices_beside_the_host_are_staged() -> None:
 
 def test_a_wire_that_was_never_connected() -> None:
     made = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (object(), object())})
-    wires = made.connect(Layout.plain(1), 0, torch.device("cpu"))  # which has no wires to connect
+    one_stage = Layout(1, placement_for("1f1b", 1, 1))  # which has no wires to connect
+    wires = made.connect(one_stage, 0, torch.device("cpu"))
     with pytest.raises(LinkError, match=r"no wire .* = \(0, 0, 1, 0\) here; connected are \[\]"):
         wires.between((0, 0, 1, 0))  # known to the groups, and not connected
 

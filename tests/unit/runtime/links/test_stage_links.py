@@ -12,7 +12,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFligh
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.stage_links import BATCHES_BY_HOST, StageLinks
-from terapipe_ds.schedule import build
+from terapipe_ds.schedule import build, placement_for
 
 
 def batch(lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None) -> BatchInFlight:
@@ -35,7 +35,7 @@ def by_host(links: StageLinks, *batches: BatchInFlight) -> list[bool]:
 @pytest.fixture
 def links() -> Any:
     with mock.patch.object(Wires, "post_on_device", True):
-        yield StageLinks(Wires({}), Layout.plain(1), 0)
+        yield StageLinks(Wires({}), Layout(1, placement_for("1f1b", 1, 1)), 0)
 
 
 def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
@@ -60,4 +60,4 @@ def test_none_does_where_all_kernels_are_loaded_at_the_start(
 
 
 def test_without_a_device_there_is_no_share() -> None:
-    assert StageLinks(Wires({}), Layout.plain(1), 0).host_share is None
+    assert StageLinks(Wires({}), Layout(1, placement_for("1f1b", 1, 1)), 0).host_share is None

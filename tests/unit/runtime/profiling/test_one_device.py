@@ -1,9 +1,6 @@
 """Profiles of the parts of a model, one after the other on one device."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +16,7 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
 from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model
 from tests.distributed.harness import rank_pool
+from tests.processes import run_python
 
 MODEL = {
     "vocab_size": 31, "hidden_size": 16, "num_layers": 6, "num_heads": 2, "ffn_size": 32, "max_sequence_length": 64,
@@ -35,17 +33,8 @@ def _files(folder: Path, **config: Any) -> list[str]:
 
 @pytest.mark.full
 def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> None:
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     arguments = [*_files(tmp_path), "--stages", "4", "--threads", "1", "--json"]
-    done = subprocess.run(
-        [sys.executable, "-m", "terapipe_ds", "profile", *arguments],
-        env=environment,
-        cwd=Path(__file__).parents[4],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = run_python("-m", "terapipe_ds", "profile", *arguments)
     assert done.returncode == 0, done.stderr[-4000:]
     profile = Profile.load(tmp_path / "profile.json")
     assert Profile.from_json(done.stdout) == profile  # nothing else is on stdout

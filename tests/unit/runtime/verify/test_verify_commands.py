@@ -2,11 +2,8 @@
 
 import argparse
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,10 +15,8 @@ from terapipe_ds.commands import verify
 from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.run import take_verify
-
-ROOT = Path(__file__).parents[4]
-ENVIRONMENT = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+from terapipe_ds.run import split_arguments
+from tests.processes import run_python
 
 SCRIPT = """
 import os, sys
@@ -44,11 +39,6 @@ print("trained")
 """
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command, variables = [sys.executable, "-m", *arguments], {**ENVIRONMENT, **environment}
-    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=110, check=False)
-
-
 def test_the_script_ends_at_its_first_batch_with_the_report(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -56,7 +46,7 @@ def test_the_script_ends_at_its_first_batch_with_the_report(tmp_path: Path) -> N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         rendezvous["MASTER_PORT"] = str(free.getsockname()[1])
-    done = run("terapipe_ds.run", "--local_rank=0", "--verify", str(script), **rendezvous)
+    done = run_python("-m", "terapipe_ds.run", "--local_rank=0", "--verify", str(script), **rendezvous)
     assert done.returncode == 1, done.stderr[-4000:]
     heading = "verify: 2 slices (6 + 6) of a sequence of 12 tokens do not give what the whole sequence gives:"
     assert heading in done.stdout
@@ -72,7 +62,7 @@ def test_the_command(tmp_path: Path) -> None:
     )
     section = {"enabled": True, "slices": "auto", "granularity_tokens": 8}
     ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "terapipe": section}))
-    done = run("terapipe_ds", "verify", "--config", str(ds_config), "--model", str(model))
+    done = run_python("-m", "terapipe_ds", "verify", "--config", str(ds_config), "--model", str(model))
     assert done.returncode == 0, done.stderr[-4000:]
     expected = r"verify: 5 layers and the loss agree on 4 slices of a sequence of 32 tokens with the whole, [\d.]+ s\n"
     assert re.fullmatch(expected, done.stdout)
@@ -134,13 +124,12 @@ def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: t
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        (["--verify", "train.py", "-x"], (True, ["train.py", "-x"])),
-        (["--local_rank=1", "--verify", "train.py"], (True, ["--local_rank=1", "train.py"])),
-        (["--local_rank", "1", "--verify", "train.py"], (True, ["--local_rank", "1", "train.py"])),
-        (["train.py", "--verify"], (False, ["train.py", "--verify"])),
-        (["--local_rank=1", "train.py", "--verify"], (False, ["--local_rank=1", "train.py", "--verify"])),
-        ([], (False, [])),
+        (["--verify", "train.py", "-x"], (True, "train.py", ["-x"])),
+        (["--local_rank=1", "--verify", "train.py"], (True, "train.py", ["--local_rank=1"])),
+        (["--local_rank", "1", "--verify", "train.py"], (True, "train.py", ["--local_rank", "1"])),
+        (["train.py", "--verify"], (False, "train.py", ["--verify"])),
+        (["--local_rank=1", "train.py", "--verify"], (False, "train.py", ["--local_rank=1", "--verify"])),
     ],
 )
-def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, list[str]]) -> None:
-    assert take_verify(given) == expected
+def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, str, list[str]]) -> None:
+    assert split_arguments(given) == expected

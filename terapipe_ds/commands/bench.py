@@ -76,7 +76,7 @@ def _refuse_moved(preset: str) -> str:
     """Refuse the presets that have become studies, and name the study that measures the same."""
     if preset in ("gpu-attention", "gpu-layer"):
         study = f"python -m studies.gpu {preset.removeprefix('gpu-')}"
-        raise CommandError(f"preset {preset} is a study now: run `{study}` in a checkout of the repository")
+        raise CommandError(f"preset {preset} is a study now: use `{study}` in a checkout of the repository")
     return preset
 
 

@@ -153,7 +153,9 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _question(options: StrategyOptions) -> _Question:
     """Return the arguments of the search; raise CommandError that lists every missing option."""
     if options.strategy_out and not options.strategy_out.endswith(".json"):
-        raise CommandError(f"--strategy-out {options.strategy_out}: terapipe.strategy takes files that end with .json")
+        raise CommandError(
+            f"--strategy-out {options.strategy_out}: give a name that ends with .json, as terapipe.strategy needs"
+        )
     # the search chooses the rest of a DeepSpeed JSON
     configured = from_config(options.config)
     taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}

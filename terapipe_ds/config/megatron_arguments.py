@@ -170,7 +170,12 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
     values: dict[str, str] = {}
     problems: list[str] = []
     name = ""
-    for word in shlex.split(text.replace("\\\n", " "), comments=True):
+    try:
+        words = shlex.split(text.replace("\\\n", " "), comments=True)
+    except ValueError as error:
+        problem = f"{str(error).lower()}: give the arguments as the shell takes them, with all marks closed"
+        raise TeraPipeConfigError(problem) from error
+    for word in words:
         if word.startswith("--"):
             name, _, value = word.partition("=")
             values[name] = value

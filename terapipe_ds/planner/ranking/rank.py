@@ -190,11 +190,12 @@ def _layouts(
     for chunks in range(1 if chunks_per_stage is None else most, most + 1):
         # loops hold chunks x stages parts; chimera holds each of K parts twice
         for num_parts in dict.fromkeys((chunks * num_stages, num_stages)):
-            if not ranked_schedules(num_stages, chunks, num_parts):
-                continue
+            # the layers first: they end a number of parts that no schedule could even be built for
             costs = costs_of(num_parts)
+            if costs is None or not ranked_schedules(num_stages, chunks, num_parts):
+                continue
             memory = None if memory_of is None else memory_of(num_parts)
-            if costs is not None and (memory_of is None or memory is not None):
+            if memory_of is None or memory is not None:
                 parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
                 layouts.append(_Layout(chunks, num_parts, parts, memory))
     if not layouts:

@@ -46,7 +46,13 @@ def run(arguments: argparse.Namespace) -> None:
     length = job.inputs.shape[1]
     granularity = min(section.granularity_tokens, length)
     bounds = _bounds(section.partition, options.stages, len(job.layers))
-    job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds)
+    if section.keep_attention:
+        raise CommandError(
+            "terapipe.keep_attention = true in --config: such layers are timed in the running job alone; "
+            'set planner.profile to "measure", or leave out keep_attention'
+        )
+    recomputing = section.recomputing_stages(options.stages)
+    job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds, recomputing=recomputing)
     from tqdm import tqdm
 
     from terapipe_ds.costs.fitted import CostModel

@@ -60,7 +60,7 @@ def wait_for_build(baton: Any) -> None:
             quiet_s = time.time() - max(path.stat().st_mtime for path in lock.parent.iterdir())
         except (OSError, ValueError):  # a file is gone: the build goes on, or is done; or the folder cannot be listed
             quiet_s = time.time() - began_s
-        if pid is None and quiet_s > QUIET_S:
+        if pid is None and quiet_s > QUIET_S and lock.exists():  # it may have gone since the loop looked
             raise CompatError(text)
         if not is_told:
             logging.getLogger("terapipe_ds").warning("this start waits: %s", text)

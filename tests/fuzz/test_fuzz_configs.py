@@ -38,7 +38,7 @@ DEEPSPEED = {
 def same(value: Any, given_value: Any) -> bool:
     """What a section says and what the config has: equal, a list as a tuple, an int where a float may stand."""
     if isinstance(given_value, list):
-        return isinstance(value, tuple) and list(value) == given_value
+        return isinstance(value, tuple) and len(value) == len(given_value) and all(map(same, value, given_value))
     if isinstance(given_value, dict):
         return all(same(getattr(value, key), each) for key, each in given_value.items())
     return bool(value == given_value) and isinstance(value, bool) == isinstance(given_value, bool)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -115,8 +114,7 @@ class TestLocks:
     ) -> None:
         """This process holds it; `QUIET_S` does not matter then."""
         monkeypatch.setattr(builds, "QUIET_S", 0.0)
-        timer = threading.Timer(0.3, lock.unlink)
-        timer.start()
+        monkeypatch.setattr(builds.time, "sleep", lambda seconds: lock.unlink())
         with caplog.at_level(logging.WARNING, "terapipe_ds"):
             FileBaton(str(lock)).wait()
         assert not lock.exists() and f"this start waits: process {os.getpid()} builds fused_adam" in caplog.text

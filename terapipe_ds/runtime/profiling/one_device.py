@@ -47,15 +47,16 @@ class OfflineJob:
     num_micro_batches: int = 1
     granularity_tokens: int = 64
     activation_checkpoint_interval: int = 0
+    recomputing: frozenset[int] | None = None  # the parts that recompute each layer, whatever the interval is
     partition_method: str = "parameters"
     bounds: Sequence[int] | None = None  # the first layer of each part, and their number; None: by partition_method
 
     def build_part(self, start: int, stop: int) -> Any:
         """Return the layers from `start` to `stop` as a `PipelineModule` of one stage."""
-        interval = self.activation_checkpoint_interval
-        return PipelineModule(
-            list(self.layers[start:stop]), num_stages=1, loss_fn=self.loss_fn, activation_checkpoint_interval=interval
-        )
+        module = PipelineModule(list(self.layers[start:stop]), num_stages=1, loss_fn=self.loss_fn)
+        # DeepSpeed's engine marks the layers to checkpoint; without the marks no layer would run at all
+        module.set_checkpoint_interval(self.activation_checkpoint_interval)
+        return module
 
 
 def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]) -> Profile:
@@ -73,6 +74,8 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     parts, described, measured = [], [], []
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
+        if job.recomputing is not None:
+            module.set_checkpoint_interval(int(part_id in job.recomputing))
         described.append(describe_part(module))
         # each part receives the message of the part before it
         timer = _timer(job, module, part_id)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.cli import main
 from terapipe_ds.costs.fitted import CostModel
-from terapipe_ds.costs.profile import Profile
-from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.costs.profile import Profile, ProfileKey
+from terapipe_ds.models.gpt import DecoderLayer, GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
 from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model
 from tests.distributed.harness import rank_pool
@@ -105,6 +106,7 @@ def test_what_cannot_be_profiled(
         ({"terapipe": {"partition": [0, 4, 8]}}, "ends with 8, but the model has 9 layers"),
         ({"terapipe": {"partition": [0, 4, 9]}}, "has 2 parts, --stages is 1: give --stages 2"),
         ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
+        ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),
     ],
 )
 def test_a_config_that_cannot_be(
@@ -135,3 +137,30 @@ def test_gradients_of_a_profile_in_bf16_are_summed_in_fp32() -> None:
     """As by DeepSpeed's optimizer: the addition is part of the measured seconds."""
     ((dtypes, weight_s),) = rank_pool(1).run(_sums_of_a_profile)
     assert dtypes == {"torch.float32"} and weight_s is not None and weight_s > 0
+
+
+def _runs_of_a_profile(**options: Any) -> tuple[set[tuple[int, bool]], ProfileKey]:
+    """Profile two parts; return for runs of decoder layers the part and if gradients were on; and the key."""
+    config, tokens = GPTConfig(**{**MODEL, "num_layers": 2}), torch.zeros((2, 16), dtype=torch.long)
+    runs, forward = set[tuple[int, bool]](), DecoderLayer.forward
+
+    def noted(layer: DecoderLayer, hidden: Any) -> Any:
+        runs.add((active_slice().part_id, torch.is_grad_enabled()))
+        return forward(layer, hidden)
+
+    with mock.patch.object(DecoderLayer, "forward", noted):
+        shape: dict[str, Any] = {"num_stages": 2, "granularity_tokens": 8, "bounds": [0, 2, 5]}
+        job = OfflineJob(gpt_layers(config), gpt_loss, tokens, tokens, **shape, **options)
+        return runs, profile_model(job, lambda *_: None, lambda _: None).key
+
+
+@pytest.mark.parametrize(
+    ("options", "recomputing"),
+    [({}, set()), ({"activation_checkpoint_interval": 1}, {0, 1}), ({"recomputing": frozenset({1})}, {1})],
+    ids=str,
+)
+def test_layers_recompute_as_the_config_says(options: dict[str, Any], recomputing: set[int]) -> None:
+    """Their first run, without a graph, and a second one in the backward; other layers run once, with a graph."""
+    ((runs, key),) = rank_pool(1).run(_runs_of_a_profile, **options)
+    assert runs == {(0, True), (1, True)} | {(part_id, False) for part_id in recomputing}
+    assert key.activation_checkpointing == bool(recomputing)

@@ -1,4 +1,7 @@
-"""Find where documents start in the rows of a micro-batch, and write it as plain numbers that other stages can read."""
+"""Find where documents start in the rows of a micro-batch, and write it as plain numbers that other stages can read.
+
+Position ids of tuples show it. Dicts are read by `dict_batch`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep parts that live at two places (Chimera) one model: sum their gradients before the optimizer steps.
+"""Sum the gradients of tied layers, and of parts that live at two places (Chimera), before the optimizer steps.
 
 To DeepSpeed a layer with two places is a layer tied over them. Their gradients are summed together with the gradients
 of tied layers, in few messages. One of the copies counts in norms and in numbers of parameters, and all make the same

@@ -119,9 +119,8 @@ class Wire:
     def outgoing(self, tensor: torch.Tensor, buffers: MessageBuffers | None = None) -> torch.Tensor:
         """Return `tensor` in a form that the backend can send: contiguous, and as bytes if NCCL lacks the dtype."""
         tensor = tensor.detach()
-        if (
-            self.streamed and buffers is not None
-        ):  # a copy: the allocator must not wait for the message when the layer's output goes
+        # a copy: the allocator must not wait for the message when the layer's output goes
+        if self.streamed and buffers is not None:
             tensor = buffers.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         tensor = tensor.contiguous()
         tensor = tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     except TeraPipeConfigError as error:
         leave_word_to_first_rank()
         raise SystemExit(f"terapipe_ds.run: {error}") from None
-    except VerifyError as error:  # no wait: rank 0 alone has the long text, and others would report its end
+    except VerifyError as error:  # no wait: rank 0 alone has the report, and each other rank has one line of its own
         raise SystemExit(f"terapipe_ds.run: {error}") from None
 
 

@@ -250,7 +250,7 @@ class SliceStore:
 
     def __init__(self) -> None:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
-        # of both kinds, by part and micro-batch; the key in it is the layer, or the layer and the name of a state
+        # by part and micro-batch: attention's by layer, carried states' by (CarriedEntry, layer, name)
         self._entries: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self.pool = BufferPool()
         self.carried = CarriedStates(self._entries, self.pool.count)
@@ -284,12 +284,13 @@ class SliceStore:
         of_micro_batch = self._entries.setdefault((active.part_id, active.micro_batch_id), {})
         entry: SliceEntry | None = of_micro_batch.get(layer)
         if entry is None:
-            entry = of_micro_batch[layer] = SliceEntry(active, layer, like, reach, self)
+            entry = SliceEntry(active, layer, like, reach, self)
             # a probe measures a slice whose prefix was never computed
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
                 entry.make_room(active)
                 for x in entry.kept.at(0, active.sequence_length):
                     x.fill_(0.5)
+            of_micro_batch[layer] = entry  # with its prefix: a probe that ran out of memory may be tried again
         elif entry.layout != (layout := layout_of(like, active.sequence_length)):
             raise SliceStoreError(
                 f"{entry}: slice [{active.start}, {active.stop}) brings keys and values for {layout}, but the "

@@ -51,7 +51,9 @@ def run(arguments: argparse.Namespace) -> None:
             "terapipe.keep_attention = true in --config: such layers are timed in the running job alone; "
             'set planner.profile to "measure", or leave out keep_attention'
         )
-    recomputing = section.recomputing_stages(options.stages)
+    from terapipe_ds.runtime.layers.activation_checkpointing import stages_to_recompute
+
+    recomputing = stages_to_recompute(section, options.stages, keys.content)
     job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds, recomputing=recomputing)
     from tqdm import tqdm
 

@@ -77,7 +77,7 @@ class PlanResult:
         """Return the prediction for given plans; `more` has fields that replace those set here.
 
         Args:
-            options: of the named schedule, to build it for unsliced sequences too.
+            options: of the named schedule, to build it again for unsliced sequences.
         """
         # the very schedule that the engine would run is replayed, with its memory
         timeline = Replay.of(schedule).run(plans, costs, memory=memory)

@@ -86,7 +86,7 @@ def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequ
 
 
 def spans_of_units(plans: Iterable[SlicePlan]) -> tuple[list[Span], list[int]]:
-    """Return the different slices of some micro-batches, and the number of each slice of the batch among them."""
+    """Return the different slices of some micro-batches, and for each slice of the batch its index among them."""
     numbers: dict[Span, int] = {}
     of_units = [
         numbers.setdefault(span, len(numbers)) for one in plans for span in zip(one.lengths, one.starts, strict=True)

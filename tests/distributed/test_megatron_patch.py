@@ -102,8 +102,9 @@ def test_without_the_weights_of_slices_it_does_not_train(tmp_path: Path) -> None
     assert "= terapipe_patch.slice_weight," in source
     # by the helper's own name, so that the check at start passes
     path.write_text(EVERY_SLICE_ALIKE + source.replace("= terapipe_patch.slice_weight,", "= slice_weight,"))
-    for told in rank_pool(2).run(refusal, root=str(tmp_path), stages=2, slices=[7, 16]):
-        assert "\n  loss_fn: the loss " in told and "loss_fn.slice_weight(labels)" in told
+    told, of_the_other = rank_pool(2).run(refusal, root=str(tmp_path), stages=2, slices=[7, 16])
+    assert "\n  loss_fn: the loss " in told and "loss_fn.slice_weight(labels)" in told
+    assert "first in loss_fn; the error of rank 0" in of_the_other
 
 
 def test_a_missing_insertion_is_told_on_every_rank_before_training(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ MOST_WHOLE = 3_000_000
 class Priced(Bounded):
     """Price the cuts of one candidate on one cluster.
 
-    `replayed_bytes` is the least need of the replayed cuts that did not fit in memory. Of the arguments, `owners` has
-    the stage of each part, and `recompute` is per stage.
+    `replayed_bytes` is the least need of the replayed cuts that did not fit in memory. In all
+    methods `owners[k]` is the stage of part k, and `recompute[k]` belongs to stage k.
     """
 
     replayed_bytes: int | None = None

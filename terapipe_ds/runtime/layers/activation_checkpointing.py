@@ -39,27 +39,17 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     own = getattr(module, _OWN_INTERVAL, module.activation_checkpoint_interval)
     module.activation_checkpoint_interval = own
     setattr(module, _KEPT_CALLS, KeptCalls() if config.keep_attention else None)
-    recomputing = config.recomputing_stages(module.num_stages)
     section = raw.get("pipeline")
     if config.keep_attention:
         _require_reentrant(module, section)
-    of_section = section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
+    recomputing = stages_to_recompute(config, module.num_stages, raw, own)
     if recomputing is None:
-        if config.keep_attention and not (own or of_section):
+        if config.keep_attention and not (own or _interval_of(raw)):
             raise TeraPipeConfigError(
                 'terapipe.keep_attention = true: no layer is recomputed by DeepSpeed; set terapipe.recompute to "full" '
                 "or to the stages that recompute, or leave keep_attention out"
             )
         return
-    # it is no error to set the same interval twice
-    is_full = len(recomputing) == module.num_stages
-    for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", of_section)):
-        if interval and not (interval == 1 and is_full):
-            shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
-            raise TeraPipeConfigError(
-                f"terapipe.recompute = {shown!r}: {where} has activation_checkpoint_interval = {interval}, "
-                "which says otherwise; leave one of the two out"
-            )
     if config.recompute == "auto" and module.checkpointable_layers is not None:
         raise TeraPipeConfigError(
             f"terapipe.recompute = 'auto': the module has checkpointable_layers = {module.checkpointable_layers}, but "
@@ -67,6 +57,34 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
         )
     setattr(module, _OWN_INTERVAL, own)
     module.activation_checkpoint_interval = int(module.stage_id in recomputing)
+
+
+def stages_to_recompute(
+    config: TeraPipeConfig, num_stages: int, raw: Mapping[str, Any], own: int = 0
+) -> frozenset[int] | None:
+    """Return the stages that recompute by `config`; None where it leaves it to the module, whose interval is `own`.
+
+    Raises:
+        TeraPipeConfigError: the interval of the module, or of DeepSpeed's config `raw`, says otherwise.
+    """
+    recomputing = config.recomputing_stages(num_stages)
+    if recomputing is None:
+        return None
+    # it is no error to set the same interval twice
+    is_full = len(recomputing) == num_stages
+    for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", _interval_of(raw))):
+        if interval and not (interval == 1 and is_full):
+            shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
+            raise TeraPipeConfigError(
+                f"terapipe.recompute = {shown!r}: {where} has activation_checkpoint_interval = {interval}, "
+                "which says otherwise; leave one of the two out"
+            )
+    return recomputing
+
+
+def _interval_of(raw: Mapping[str, Any]) -> Any:
+    section = raw.get("pipeline")
+    return section.get("activation_checkpoint_interval", 0) if isinstance(section, Mapping) else 0
 
 
 def _require_reentrant(module: PipelineModule, section: Any) -> None:

@@ -47,7 +47,7 @@ class OfflineJob:
     num_micro_batches: int = 1
     granularity_tokens: int = 64
     activation_checkpoint_interval: int = 0
-    recomputing: frozenset[int] | None = None  # the parts that recompute each layer, whatever the interval is
+    recomputing: frozenset[int] | None = None  # parts that recompute every layer; None: as the interval says
     partition_method: str = "parameters"
     bounds: Sequence[int] | None = None  # the first layer of each part, and their number; None: by partition_method
 

@@ -50,7 +50,9 @@ _UNWEIGHTED = (
     'terapipe.loss_reduction that it is "mean_valid" (over labels of the first tensor other than ignore_index), "mean" '
     'or "sum"'
 )
-_ELSEWHERE = "verify: slices do not give what the whole sequence gives; the error of rank 0 names the layers"
+_ELSEWHERE = (
+    "verify: slices do not give what the whole sequence gives, first in {}; the error of rank 0 names the layers"
+)
 
 
 class FirstBatchCheck:
@@ -82,7 +84,8 @@ class FirstBatchCheck:
 
         Raises:
             TeraPipeConfigError: on every rank, if it is unknown how tuples of labels weigh the losses of slices.
-            VerifyError: on every rank, if slices give another result than whole sequences on any; rank 0 names layers.
+            VerifyError: on every rank, if slices give another result than whole sequences on any. Rank 0 has the
+                report, the others name the first layer.
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
         micro_batches, training = batch.micro_batches, batch.training
@@ -109,7 +112,7 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise RaisedEverywhere(VerifyError(text if is_first_rank else _ELSEWHERE))
+            raise RaisedEverywhere(VerifyError(text if is_first_rank else _ELSEWHERE.format(result.findings[0].layer)))
         self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)

@@ -10,6 +10,7 @@ from terapipe_ds.bench.drivers import base as bench
 def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would choose cuDNN's for whole sequences on Hopper."""
     monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(fused.Cudnn, "is_available", lambda self: False)
     monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: True)
     cuda = torch.backends.cuda

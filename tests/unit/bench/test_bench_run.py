@@ -413,7 +413,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("words", "told"), [
     (["gpu-attention"], "is a study now: use `python -m studies.gpu attention` in a checkout of the repository"),
-    (["gpu-layer", "--full"], "run `python -m studies.gpu layer`"),
+    (["gpu-layer", "--full"], "use `python -m studies.gpu layer`"),
     (["cpu-3stage"], "preset cpu-3stage: give 'cpu-2stage' or 'cpu-8stage'"),
     (["--slices", "many"], "--slices 'many'"),
     (["--slices", "plan8"], "--slices 'plan8'"),

@@ -230,7 +230,7 @@ class _Conversions:
     """Convert nothing: the names of weights in files and in the model are the same, as in transformers 4."""
 
     def targets(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[list[str], bool]:
-        """Return the keys in the model, several if a file joins what the model divides; and if values change form."""
+        """Return the keys in the model, several if one stored tensor holds them all; and if values change form."""
         return [key], False
 
     def load(self, model: PreTrainedModel, slices: dict[str, Any]) -> None:
@@ -251,6 +251,7 @@ class _RegisteredConversions(_Conversions):
         self._all = get_model_conversion_mapping(model, hf_quantizer=self._quantizer)
         self._renamings = [conversion for conversion in self._all if isinstance(conversion, WeightRenaming)]
         self._converters = [conversion for conversion in self._all if isinstance(conversion, WeightConverter)]
+        self._converter_of = {pattern: each for each in self._converters for pattern in each.source_patterns}
 
     def targets(self, key: str, state: Mapping[str, torch.Tensor]) -> tuple[list[str], bool]:
         from transformers.core_model_loading import rename_source_key
@@ -260,7 +261,7 @@ class _RegisteredConversions(_Conversions):
         if target not in state:
             return [rename_source_key(key, [], [], self._prefix, known)[0]], False
         # transformers names the first of several targets
-        converter = next((each for each in self._converters if pattern in each.source_patterns), None)
+        converter = self._converter_of.get(pattern)
         first, *others = [""] if converter is None else converter.target_patterns
         return [target, *(target.replace(first, other, 1) for other in others)], pattern is not None
 

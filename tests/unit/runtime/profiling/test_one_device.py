@@ -106,6 +106,7 @@ def test_what_cannot_be_profiled(
         ({"terapipe": {"partition": [0, 4, 8]}}, "ends with 8, but the model has 9 layers"),
         ({"terapipe": {"partition": [0, 4, 9]}}, "has 2 parts, --stages is 1: give --stages 2"),
         ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
+        ({"terapipe": {"recompute": "off"}, "pipeline": {"activation_checkpoint_interval": 1}}, "says otherwise"),
         ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),
     ],
 )

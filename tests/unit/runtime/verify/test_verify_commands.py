@@ -1,6 +1,8 @@
 """`terapipe verify`, and `terapipe_ds.run --verify` around an unmodified script."""
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import socket
@@ -16,6 +18,7 @@ from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.run import split_arguments
+from tests.distributed.harness import rank_pool
 from tests.processes import run_python
 
 SCRIPT = """
@@ -68,6 +71,23 @@ def test_the_command(tmp_path: Path) -> None:
     assert re.fullmatch(expected, done.stdout)
 
 
+def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str, int]) -> tuple[set[str], str]:
+    """Return the modes in which attention ran, and what the command printed."""
+    model, ds_config, modes = folder / "model.json", folder / "ds.json", set[str]()
+    model.write_text(json.dumps({"vocab_size": 31, "hidden_size": 16, "num_layers": 1, "num_heads": 2}))
+    raw = {"train_micro_batch_size_per_gpu": 1, "pipeline": pipeline}
+    ds_config.write_text(json.dumps({**raw, "terapipe": {"enabled": True, "slices": 3, **section}}))
+    attend = Call._attend
+
+    def noted(self: Call, *tensors: Any) -> Any:
+        modes.add(self.active.mode)
+        return attend(self, *tensors)
+
+    with mock.patch.object(Call, "_attend", noted), contextlib.redirect_stdout(io.StringIO()) as printed:
+        verify.run(argparse.Namespace(config=str(ds_config), model=str(model), sequence_length=24))
+    return modes, printed.getvalue()
+
+
 @pytest.mark.parametrize(
     ("section", "pipeline", "again", "note"),
     [
@@ -83,28 +103,11 @@ def test_the_command(tmp_path: Path) -> None:
     ],
 )
 def test_the_command_recomputes_as_training_does(
-    section: dict[str, Any],
-    pipeline: dict[str, int],
-    again: bool,
-    note: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    section: dict[str, Any], pipeline: dict[str, int], again: bool, note: str, tmp_path: Path
 ) -> None:
-    model, ds_config, modes = tmp_path / "model.json", tmp_path / "ds.json", set[str]()
-    model.write_text(json.dumps({"vocab_size": 31, "hidden_size": 16, "num_layers": 1, "num_heads": 2}))
-    raw = {"train_micro_batch_size_per_gpu": 1, "pipeline": pipeline}
-    ds_config.write_text(json.dumps({**raw, "terapipe": {"enabled": True, "slices": 3, **section}}))
-    attend = Call._attend
-
-    def noted(self: Call, *tensors: Any) -> Any:
-        modes.add(self.active.mode)
-        return attend(self, *tensors)
-
-    with mock.patch.object(Call, "_attend", noted):
-        verify.run(argparse.Namespace(config=str(ds_config), model=str(model), sequence_length=24))
+    ((modes, printed),) = rank_pool(1).run(verify_by_command, folder=tmp_path, section=section, pipeline=pipeline)
     assert modes == ({"train", "recompute"} if again else {"train"})
-    notes = capsys.readouterr().out.rstrip().split("; ")[1:]
-    assert notes == [note] * bool(note)
+    assert printed.rstrip().split("; ")[1:] == [note] * bool(note)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import send_to_device
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
@@ -142,6 +143,9 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
+        if self._stages.engine is not None:  # another training run goes on with its state
+            self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
+            return self.optimizer
         self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
         module, prefix = self._stages.module, "" if base_of(self.model) is self.model else IN_PEFT
         names = module.checkpoint_names()

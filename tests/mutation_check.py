@@ -34,7 +34,7 @@ SURVIVED = "SURVIVED"
 COMPARISON = "same training"
 OURS = (
     "SliceStoreError", "InFlightError", "ScheduleError", "BatchError", "LinkError", "PlanError", "PlainAttentionError",
-    "TeraPipeConfigError", "VerifyError",
+    "TeraPipeConfigError", "VerifyError", "SliceLossError",
 )  # fmt: skip
 """Errors that the engine raises because something is wrong; any other may come from the fault's own patch."""
 

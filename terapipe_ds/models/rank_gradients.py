@@ -29,7 +29,7 @@ def is_split(parameter: Tensor) -> bool:
 
 
 def of_all_stages(here: Mapping[str, T], grid: PipelineParallelGrid) -> dict[str, T]:
-    """Return the entries of all stages; a rank has those of its own. A collective over the pipeline."""
+    """Return the entries of all stages, gathered over the pipeline from the entries of each stage."""
     stages = [here] * grid.get_pipe_parallel_world_size()
     if len(stages) > 1:
         torch_dist.all_gather_object(stages, here, group=grid.get_pipe_parallel_group())

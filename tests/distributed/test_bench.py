@@ -52,7 +52,7 @@ def competition(folder: str, job: Job) -> dict[str, Any]:
 
 
 def rows_of(job: Job, folder: Path) -> list[dict[str, Any]]:
-    # a pool of its own: the leftovers of so many engines would change measurements of other jobs
+    # a pool of its own: tensors that engines leave would change measurements of other jobs
     with contextlib.closing(RankPool(2)) as pool:
         ranks = pool.run(competition, folder=str(folder), job=job)
     runs: list[dict[str, Any]] = json.loads(json.dumps(result_of(job, "test", {}, ranks)))["runs"]

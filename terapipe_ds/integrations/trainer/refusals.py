@@ -85,7 +85,7 @@ def _of_class(kind: type, mixin: type) -> list[str]:
         for base in kind.__mro__
         if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
     ]
-    # the mixin wraps the methods that replace those of Trainer
+    # the mixin wraps each method that overrides one of Trainer
     missing = [
         name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__") and not hasattr(Trainer, name)
     ]

@@ -190,7 +190,7 @@ def _layouts(
     for chunks in range(1 if chunks_per_stage is None else most, most + 1):
         # loops hold chunks x stages parts; chimera holds each of K parts twice
         for num_parts in dict.fromkeys((chunks * num_stages, num_stages)):
-            # costs first: with too few layers there are none, and a placement of so many parts would be built
+            # ask for costs first: with too few layers there are none, and no placement of a huge size is built
             costs = costs_of(num_parts)
             if costs is None or not ranked_schedules(num_stages, chunks, num_parts):
                 continue

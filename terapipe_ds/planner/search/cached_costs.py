@@ -93,7 +93,7 @@ def costs_of_parts(costs: Any, num_parts: int) -> list[Any]:
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
-    """Return an object per part; equal parts share one. Where tables would be too large only the slowest has one."""
+    """Return an object per part; equal parts share one. If tables are too large, only the slowest part has one."""
     parts = costs_of_parts(costs, num_parts)
     kinds = {id(cost): cost for cost in parts}
     num_granules = count_granules(sequence_length, granularity_tokens, PlannerError)

@@ -331,7 +331,7 @@ class Progress:
         if self._shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def callback(self, what: str, done: int, of: int) -> None:
+    def callback(self, what: str, done: float, of: float) -> None:
         """Show the name of a search's step, the amount done, and the total; the search calls it."""
         share = min(done / of, 1.0) if of else 1.0
         if not self._is_terminal:

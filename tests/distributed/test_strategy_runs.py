@@ -1,6 +1,7 @@
 """Test executed strategies: the placement on machines, the section's values from the file, the refusals."""
 
 import contextlib
+import functools
 import shlex
 from pathlib import Path
 from typing import Any
@@ -304,10 +305,7 @@ def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
         assert kind == "TeraPipeConfigError" and "the strategy's file: ranks [0, 1, 2]: checksum" in text, text
 
 
-def job_topology(path: str) -> tuple[str, str]:
-    return engines.raised_by(lambda: terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text())))
-
-
 def test_a_topology_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    for kind, text in rank_pool(2).run(job_topology, path=written(tmp_path)):
+    strategy = Strategy.from_json(Path(written(tmp_path)).read_text())
+    for kind, text in rank_pool(2).run(engines.raised_by, act=functools.partial(terapipe_ds.topology_of, strategy)):
         assert kind == "TeraPipeConfigError" and "for 4 ranks" in text and "the job has 2" in text

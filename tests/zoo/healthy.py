@@ -84,8 +84,6 @@ class TwiceSliced(Sliced):
 
 @attention()
 class ParallelBlock(Sliced, mlp=Mlp):
-    """Run attention and feed-forward in parallel."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.mlp(F.layer_norm(x, (WIDTH,)))
 

@@ -155,8 +155,6 @@ class_weights = Declaring("ClassWeights", with_class_weights, lambda labels: CLA
 
 
 class LossModule(nn.Module):
-    """Compute cross entropy in a module of one's own."""
-
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels)
 

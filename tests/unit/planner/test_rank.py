@@ -9,6 +9,7 @@ from terapipe_ds import planner
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
+from tests.costs import constant
 
 PARTS = {
     "gpipe": (1, 2), "1f1b": (1, 2), "terapipe": (1, 2), "seq1f1b": (1, 2), "zb-h1": (1, 2), "seq1f1b-zb": (1, 2),
@@ -131,16 +132,9 @@ def test_what_comes_on_top_counts(given: bool) -> None:
     """On two stages with F = 1, B = 2 per part of a micro-batch of one slice, m = 2: plain schedules take 3 m + 3 = 9,
     chimera, whose stages start together and each hold both parts, 6 or a little more."""
 
-    class OneSlice:
-        def forward_s(self, tokens: int, prefix: int) -> float:
-            return 1.0
-
-        def backward_s(self, tokens: int, prefix: int) -> float:
-            return 2.0
-
     def ranked(extra_s: float | None) -> planner.Ranking:
         options: dict[str, Any] = {"both_ways_s_of": {2: extra_s}.get}
-        whole = lambda n: OneSlice() if n == 2 else None  # noqa: E731
+        whole = lambda n: constant(1.0, 2.0) if n == 2 else None  # noqa: E731
         return planner.rank_schedules(whole, 4, 2, 2, 4, plan=SlicePlan((4,)) if given else None, **options)
 
     free = ranked(0.0)

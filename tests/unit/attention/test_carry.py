@@ -213,7 +213,7 @@ WRONG: list[tuple[str, Callable[[Sums], Any], str]] = [  # what runs before, the
 ]
 
 
-@pytest.mark.parametrize(("before", "refused", "message"), WRONG)
+@pytest.mark.parametrize(("before", "refused", "message"), WRONG, ids=lambda each: "" if callable(each) else each)
 def test_what_comes_in_a_wrong_order_or_is_left_over(before: str, refused: Callable[[Sums], Any], message: str) -> None:
     sums = Sums()
     sums.play(before)

@@ -108,7 +108,7 @@ SAMPLE = (
     "SparseBag", "NestedOnTheWay", "LossWithoutLogits", "ForgottenScale",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
-    "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
+    "Scripted", "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""
 

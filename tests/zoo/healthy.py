@@ -315,6 +315,30 @@ whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granular
     AttentionInBlocks=AttentionInBlocks,
 )
 
+# -- other things than tensors between layers of one stage, and layers that are not in Python ---
+
+
+class Mapped(Mlp):
+    """Return a dict and nothing else, which the next layer takes."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"hidden": super().forward(x)}, None
+
+
+class Scripted(nn.Module):
+    """Run an MLP that torch has compiled to TorchScript."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.jit.script(Mlp())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+beside()(Scripted=Scripted)
+add("DictOnTheWay", [Embedding, Mapped, using(lambda it, both: both[0]["hidden"].tanh()), SLICED, Mlp, Head])
+
 # -- shared, frozen and otherwise treated weights --------------------------------------------------------------------
 
 

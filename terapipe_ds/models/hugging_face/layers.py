@@ -10,7 +10,8 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -112,7 +113,7 @@ class Piece(nn.Module):
         for layer in self.modules():
             make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
             if make is not None and "forward" not in vars(layer):
-                layer.forward = make(gradients, layer)
+                layer.forward = functools.partial(make, gradients, layer)  # a copy of the layer has its own weights
 
     @property
     def outline(self) -> Outline:
@@ -263,16 +264,13 @@ class LinearProducts(Protocol):
     ) -> Tensor: ...
 
 
-def _conv1d(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
-    return lambda inputs: gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
+def _conv1d(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+    return gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
 
 
-def _falcon(gradients: LinearProducts, layer: Any) -> Callable[[Tensor], Tensor]:
-    def forward(inputs: Tensor) -> Tensor:
-        outputs = gradients.linear(inputs, layer.weight)
-        return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
-
-    return forward
+def _falcon(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+    outputs = gradients.linear(inputs, layer.weight)
+    return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
 
 
 _LINEARS = {"Conv1D": _conv1d, "FalconLinear": _falcon}

@@ -53,7 +53,8 @@ def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
             layer._forward_impl = _forward_of(layer, gradients)
         elif transformer_engine.HAVE_TE and _computes_as_engine(layer):
-            layer.forward = _engine_forward_of(layer, gradients)
+            layer.forward = functools.partial(_engine_forward, layer, gradients)  # copies of the layer copy this
+            setattr(layer.forward, _MARK, True)
 
 
 _MARK = "_terapipe_splits"
@@ -94,35 +95,29 @@ def _computes_as_engine(layer: Any) -> bool:
     return is_usual and (replaced is None or hasattr(replaced, _MARK))
 
 
-def _engine_forward_of(layer: Any, gradients: SplitBackwards) -> Callable[[Tensor], tuple[Tensor, Tensor | None]]:
-    """Return a `forward` for a layer of Transformer Engine: [T, B, in] -> [T, B, out], and a bias left to add."""
-    plain = functools.partial(type(layer).forward, layer)
-
-    def forward(inputs: Tensor) -> tuple[Tensor, Tensor | None]:
-        weight, in_fp8 = layer.weight, transformer_engine.FP8GlobalStateManager.is_fp8_enabled()
-        active = active_slice()
-        # the layer's own kernels are faster, but write and add a gradient of the weight's size for each slice
-        is_sliced = gradients.splits_now() or (active is not None and not active.is_whole)
-        take = _taker(gradients, inputs, weight) if is_sliced and not in_fp8 else None
-        if take is None:
-            return plain(inputs)
-        is_row = layer.parallel_mode == "row"
-        # without tensor parallelism no rank has a part of anything
-        group, shares = (layer.tp_group, layer.sequence_parallel) if layer.tp_size > 1 else (None, False)
-        is_column = group is not None and not is_row
-        ranks = _Ranks(group, sums=is_column and not shares, shares_tokens=is_column and shares)
-        bias = layer.bias if layer.use_bias and not layer.te_return_bias else None
-        is_late = is_row and group is not None  # the ranks' products are summed before a bias comes on top
-        normed = _normed(layer, inputs) if hasattr(layer, "layer_norm_weight") else inputs
-        outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, take, ranks)
-        if is_late:
-            joined = reduce_scatter_to_sequence_parallel_region if shares else reduce_from_tensor_model_parallel_region
-            outputs = joined(outputs, group)
-            outputs = outputs if bias is None else outputs + bias
-        return outputs, layer.bias if layer.te_return_bias else None
-
-    setattr(forward, _MARK, True)
-    return forward
+def _engine_forward(layer: Any, gradients: SplitBackwards, inputs: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Run a layer of Transformer Engine: [T, B, in] -> [T, B, out], and a bias left to add."""
+    weight, in_fp8 = layer.weight, transformer_engine.FP8GlobalStateManager.is_fp8_enabled()
+    active = active_slice()
+    # the layer's own kernels are faster, but write and add a gradient of the weight's size for each slice
+    is_sliced = gradients.splits_now() or (active is not None and not active.is_whole)
+    take = _taker(gradients, inputs, weight) if is_sliced and not in_fp8 else None
+    if take is None:
+        return type(layer).forward(layer, inputs)  # type: ignore[no-any-return]
+    is_row = layer.parallel_mode == "row"
+    # without tensor parallelism no rank has a part of anything
+    group, shares = (layer.tp_group, layer.sequence_parallel) if layer.tp_size > 1 else (None, False)
+    is_column = group is not None and not is_row
+    ranks = _Ranks(group, sums=is_column and not shares, shares_tokens=is_column and shares)
+    bias = layer.bias if layer.use_bias and not layer.te_return_bias else None
+    is_late = is_row and group is not None  # the ranks' products are summed before a bias comes on top
+    normed = _normed(layer, inputs) if hasattr(layer, "layer_norm_weight") else inputs
+    outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, take, ranks)
+    if is_late:
+        joined = reduce_scatter_to_sequence_parallel_region if shares else reduce_from_tensor_model_parallel_region
+        outputs = joined(outputs, group)
+        outputs = outputs if bias is None else outputs + bias
+    return outputs, layer.bias if layer.te_return_bias else None
 
 
 def _taker(gradients: SplitBackwards, inputs: Tensor, weight: Tensor) -> Callable[..., None] | None:

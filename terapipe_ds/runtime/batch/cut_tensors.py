@@ -31,7 +31,9 @@ def as_tuple(tensors: Any, what: str) -> Tensors:
     if isinstance(tensors, (tuple, list)) and tensors and all(torch.is_tensor(t) for t in tensors):
         return tuple(tensors)
     fix = ". Give the dict as the batch, with its labels in it" if (type(tensors), what) == (dict, "the inputs") else ""
-    raise BatchError(f"{what} of a batch must be a tensor or a tuple of tensors, got {type(tensors).__name__}{fix}")
+    inner = ", ".join(type(each).__name__ for each in tensors) if isinstance(tensors, (tuple, list)) else ""
+    kind = f"{type(tensors).__name__}{f' of ({inner})' if inner else ''}"
+    raise BatchError(f"{what} of a batch must be a tensor or a tuple of tensors, got {kind}{fix}")
 
 
 def _shapes(tensors: Sequence[torch.Tensor]) -> str:

@@ -17,7 +17,12 @@ from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, count_nothing_as_zero, may_overflow
+from terapipe_ds.runtime.engine.deepspeed_faults import (
+    count_every_stage_in_norm,
+    count_nothing_as_zero,
+    may_overflow,
+    problem_of_grad_scaler,
+)
 from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
@@ -120,7 +125,8 @@ class EngineSetup:
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_foreign_parameters(engine.module, self.trained)
+            problem_of_grad_scaler(engine)
+            or problem_of_foreign_parameters(engine.module, self.trained)
             or problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)

@@ -115,5 +115,20 @@ def missing_loss_scale(optimizer: Any) -> float:
 
 def may_overflow(engine: PipelineEngine) -> bool:
     """Return whether overflowing gradients are expected: DeepSpeed then skips the step, and lowers the scale."""
+    return _has_grad_scaler(engine) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
+
+
+def problem_of_grad_scaler(engine: PipelineEngine) -> str | None:
+    """Return an error about `torch_autocast` in fp16 with several stages, which fails in DeepSpeed's first step."""
+    if engine.num_stages == 1 or not _has_grad_scaler(engine):
+        return None
+    return (
+        f'torch_autocast.dtype = "float16" with {engine.num_stages} stages: each stage has a GradScaler, and only the '
+        "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
+        "enable fp16 instead of torch_autocast"
+    )
+
+
+def _has_grad_scaler(engine: PipelineEngine) -> bool:
     scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
+    return scalers != (None, None)

@@ -45,7 +45,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import (
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import StageFlops
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden, tell_of_logits
-from terapipe_ds.runtime.layers.offload import ActivationOffload
+from terapipe_ds.runtime.layers.offload import ActivationOffload, explain_refusal
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
@@ -226,6 +226,7 @@ class PartRunner:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
             except RuntimeError as error:
                 self._handed.explain(error)
+                explain_refusal(error)
                 raise
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan

@@ -61,7 +61,7 @@ class KeptState:
             return [(name, owner.__self__)]
         if isinstance(owner, partial):
             return [(name, each) for each in (owner.func, *owner.args, *owner.keywords.values())]
-        if not _is_space(owner):
+        if not _is_space(owner) or isinstance(owner, torch.jit.ScriptModule):  # whose registries are not of Python
             return []
         held = vars(owner)
         self._scopes.append((name, held, dict(held)))

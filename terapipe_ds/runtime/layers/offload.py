@@ -29,6 +29,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import text_of
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, Key
 from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
@@ -215,7 +217,20 @@ class ActivationOffload:
         if tensor.nbytes < _SMALLEST_BYTES:
             return False
         storage = tensor.untyped_storage()
-        return storage.data_ptr() not in self._fixed and storage.nbytes() <= _MOST_BESIDES * tensor.nbytes
+        try:
+            address = storage.data_ptr()
+        except RuntimeError:  # a tensor within jvp or vmap has no memory of its own
+            return False
+        return address not in self._fixed and storage.nbytes() <= _MOST_BESIDES * tensor.nbytes
+
+
+def explain_refusal(error: RuntimeError) -> None:
+    """Raise TeraPipeConfigError if a layer has failed with `error` because its saved tensors go to the host."""
+    if "support saved tensor hooks" in text_of(error):
+        raise TeraPipeConfigError(
+            "terapipe.offload_activations = true: a layer calls torch.func.grad or one of its kind, which allow nobody "
+            "to move the tensors that autograd saves. Set it to false, or call torch.autograd.grad there"
+        ) from error
 
 
 def _unchanged(tensor: Tensor, version: int) -> Tensor:

@@ -40,8 +40,11 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         elif type(layer) is nn.Linear and "forward" not in vars(layer):
             layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
         elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
-            layer.forward = _lookup_of(layer, gradients)  # type: ignore[assignment, method-assign]
+            layer.forward = partial(_looked_up, layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
+
+
+_Sum = tuple[int, int, bool]
 
 
 class _Product(NamedTuple):
@@ -53,6 +56,14 @@ class _Product(NamedTuple):
     versions: tuple[int, int]
     gather: Callable[[Tensor], Tensor] | None  # makes all inputs from this rank's, if other ranks have parts of them
     bias: Tensor | None  # whose gradient is the sum of the rows; None: autograd has made it
+
+    @property
+    def sum(self) -> _Sum:
+        """Return a value that products have in common if one product may join them.
+
+        Layers that share a weight may have biases of their own, or look up its rows.
+        """
+        return id(self.weight), id(self.bias), self.inputs.is_floating_point()
 
     def all_inputs(self) -> Tensor:
         return self.inputs if self.gather is None else self.gather(self.inputs)
@@ -82,6 +93,9 @@ class WeightGradients:
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
         return self  # a copy of a layer works for the same batch
+
+    def __reduce__(self) -> tuple[type[WeightGradients], tuple[()]]:
+        return WeightGradients, ()  # a layer in a file has no engine
 
     def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
         """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
@@ -134,17 +148,17 @@ class WeightGradients:
         return count
 
     def _compute(self, group: _Group, what: str, around: Callable[[], Any]) -> None:
-        """Compute the products of a group, one per weight; each frees its factors."""
+        """Compute the products of a group, one per weight, or more if layers share it; each frees its factors."""
         for product in group.products:  # layers may have views of these tensors
             if product.versions != (product.rows._version, product.inputs._version):
                 raise InFlightError(
                     f"{what}: the input or the output gradient of a linear layer with weight "
                     f"{list(product.weight.shape)} was changed in place after its B"
                 )
-        by_weight: dict[int, list[_Product]] = {}
+        by_weight: dict[_Sum, list[_Product]] = {}
         while group.products:
             product = group.products.pop(0)
-            by_weight.setdefault(id(product.weight), []).append(product)
+            by_weight.setdefault(product.sum, []).append(product)
             del product
         # sums of the optimizer come first: they need neither hooks nor a gradient in between
         for key in list(by_weight):
@@ -224,7 +238,8 @@ class WeightGradients:
         Without sums, or with hooks, autograd makes a gradient as large as the table for each slice.
         """
         key = self._running_key()
-        if key is None or not self._is_summed(weight) or not self._is_kept(key, False):
+        is_summed = type(weight) in _PLAIN and self._is_summed(weight)
+        if key is None or not is_summed or not self._is_kept(key, False):
             return F.embedding(ids, weight, padding_idx)
         return _Lookup.apply(ids, weight.detach(), self.witness, partial(self.keep, weight), padding_idx)
 
@@ -249,8 +264,9 @@ class WeightGradients:
 
         It is `keep` where factors wait, unless the caller cannot let them (`waits`).
         """
-        key, is_plain = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        if key is None or not is_plain or torch.is_autocast_enabled(inputs.device.type):
+        key, is_leaf = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
+        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
+        if key is None or not is_leaf or not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
@@ -277,7 +293,7 @@ class WeightGradients:
 
     def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
-        return lambda inputs: self.linear(inputs, layer.weight, layer.bias if with_bias else None)
+        return partial(_multiplied, layer, self, with_bias)
 
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
@@ -351,7 +367,7 @@ def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
     return torch.cat([each.rows for each in products]), torch.cat(inputs)
 
 
-def _in_autograd(by_weight: dict[int, list[_Product]]) -> None:
+def _in_autograd(by_weight: dict[_Sum, list[_Product]]) -> None:
     """Run the hooks of each weight; free products one by one, so that only one extra gradient exists."""
     for key in list(by_weight):
         products = by_weight.pop(key)
@@ -367,10 +383,19 @@ def _is_plain(layer: nn.Embedding) -> bool:
     return not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
 
 
-def _lookup_of(layer: nn.Embedding, gradients: WeightGradients) -> Callable[[Tensor], Tensor]:
-    return lambda ids: gradients.lookup(ids, layer.weight, layer.padding_idx)
+# `deepcopy` copies the layer that a partial holds, but none that a function closes over: a copy of the layer, such as a
+# moving average, has to use weights of its own
 
 
+def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, inputs: Tensor) -> Tensor:
+    return gradients.linear(inputs, layer.weight, layer.bias if with_bias else None)
+
+
+def _looked_up(layer: nn.Embedding, gradients: WeightGradients, ids: Tensor) -> Tensor:
+    return gradients.lookup(ids, layer.weight, layer.padding_idx)
+
+
+_PLAIN = (Tensor, nn.Parameter)  # other classes may have products, and backwards, of their own
 _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 """Takes weight, rows and inputs; returns a gradient for autograd, or None where it has taken that."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
@@ -66,6 +67,10 @@ class _SeesFp32(TorchFunctionMode):
 
 class UncutOutput(ValueError):
     """Say that a layer returns tensors that cannot be cut into slices, so that it is compared with the next one."""
+
+
+class OtherOutput(ValueError):
+    """Say the same of a layer that returns something else than tensors: a dict, or None beside the tensors."""
 
 
 @dataclass
@@ -251,7 +256,11 @@ class LayerCheck:
                 self.is_running = True
                 outputs = self.layer(copies, self.inputs.is_tuple)
                 self.is_running = False
-            runs.append(Forward(leaves, as_tuple(outputs, OUTPUTS), not torch.is_tensor(outputs)))
+            try:
+                tensors = as_tuple(outputs, OUTPUTS)
+            except BatchError as error:
+                raise OtherOutput(str(error)) from None
+            runs.append(Forward(leaves, tensors, not torch.is_tensor(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self._has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
             drawn.append(self._constant.take(states, self._kept.generator_states()))

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
-from terapipe_ds.runtime.verify.layer import LayerCheck, UncutOutput
+from terapipe_ds.runtime.verify.layer import LayerCheck, OtherOutput, UncutOutput
 from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
@@ -138,7 +138,8 @@ class StageCheck:
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
     weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
-    _is_uncut: bool = False  # the layer's output cannot be cut, so it is compared together with the next layer
+    # the failure of a layer whose output cannot be cut, so that it is compared together with the next layer
+    _uncut: TrialFailure | None = None
 
     def check_layers(self, layers: Sequence[NamedLayer], inputs: Activations) -> Activations | None:
         """Check one layer after the other; return the last one's outputs, None if one cannot run."""
@@ -159,14 +160,22 @@ class StageCheck:
             if outputs is not None:
                 given, self._last = outputs, (chained(together), outputs)
                 outputs = self._check_layer(*self._last)
-                if self._is_uncut:
+                if self._uncut is not None:
                     outputs = given
                 else:
                     self.found.num_layers += len(together) - 1
                     together.clear()
-        if self._is_uncut and together:
-            self.found.notes.append(f"{chained(together)}: not compared: the part ends with tensors that are not cut")
-        return None if self._is_uncut else outputs
+        if self._uncut is not None and together:
+            self._end_uncut(chained(together), self._uncut)
+        return None if self._uncut is not None else outputs
+
+    def _end_uncut(self, last: NamedLayer, failure: TrialFailure) -> None:
+        """Report the last layer of a part, which has no layer after it to be compared with."""
+        if failure.kind == OtherOutput.__name__:  # other parts, and the check of the loss, need tensors
+            text = f"{failure.text}, and the part ends here: return tensors, or set terapipe.partition"
+            self._find(last.layer_id, str(last), text, failure.kind)
+        else:
+            self.found.notes.append(f"{last}: not compared: the part ends with tensors that are not cut")
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
@@ -178,8 +187,9 @@ class StageCheck:
                 return check.run()
 
         difference, failure = self._try(run, f"verifying {layer}")
-        self._is_uncut = failure is not None and failure.kind == UncutOutput.__name__
-        if failure is not None and self._is_uncut:
+        is_uncut = failure is not None and failure.kind in (UncutOutput.__name__, OtherOutput.__name__)
+        self._uncut = failure if is_uncut else None
+        if is_uncut:
             return None
         is_unable = failure is not None and failure.kind == NotImplementedError.__name__ and not check.is_running
         # torch or the memory failed outside the layer, which is not its fault: its outputs serve the next one

@@ -1,6 +1,7 @@
 """Saved tensors on the host: the same bits, views and strides; what stays; what is an error."""
 
 import gc
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,7 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.runtime.layers.offload import ActivationOffload, HostBuffers, SavedTensorChangedError
+from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.runtime.layers.offload import (
+    ActivationOffload,
+    HostBuffers,
+    SavedTensorChangedError,
+    explain_refusal,
+)
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import Action, Kind, Schedule, build
 
@@ -101,6 +108,36 @@ def packed(offload: ActivationOffload, tensor: Tensor) -> Tensor:
         offload.begin(action)
     gc.collect()
     return context.unpack_hook(saved)
+
+
+def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
+    """Tensors within a transform have no memory to move; torch.func.grad refuses to have them moved."""
+    layer, x = nn.Linear(40, 40), torch.randn(64, 40)
+
+    def gradient(offload: ActivationOffload | None) -> Tensor:
+        batch, own = Batch(), x.clone().requires_grad_()
+        first, *rest = computations(batch)
+        if offload is not None:
+            offload.open_batch(batch)  # type: ignore[arg-type]
+            offload.begin(first)
+        with nullcontext() if offload is None else offload.saving((0, *first.unit)):
+            y, tangent = torch.func.jvp(lambda z: layer(z).tanh() * z, (own,), (torch.ones_like(own),))
+        for action in rest[:2] if offload is not None else ():
+            offload.begin(action)
+        (y + tangent).square().sum().backward()
+        assert own.grad is not None
+        return own.grad
+
+    offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
+    assert torch.equal(gradient(offload), gradient(None))
+    offload.open_batch(batch := Batch())  # type: ignore[arg-type]
+    first = computations(batch)[0]
+    offload.begin(first)
+    with offload.saving((0, *first.unit)), pytest.raises(TeraPipeConfigError, match="offload_activations = true"):
+        try:
+            torch.func.grad(lambda z: layer(z).sum())(x)
+        except RuntimeError as error:
+            explain_refusal(error)
 
 
 VIEWS = {

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+import pickle
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
 from terapipe_ds.runtime.layers import weight_gradients
+from terapipe_ds.runtime.layers.gradient_sums import OwnSums
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from tests.unit.runtime.layers.split_cases import Run, assert_same, unit
 
@@ -115,6 +117,68 @@ def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
     backward(model, inputs)
     assert_same(ours, model)
     assert any(products)
+
+
+def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
+    """Where gradients go to sums of the optimizer, the biases' do so with the joint product of the weight."""
+    plain = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 5)).double()
+    plain[2].weight, plain[3].weight = plain[1].weight, plain[0].weight
+    ours, ids = copy.deepcopy(plain), torch.tensor([[1, 4, 2, 2, 0]])
+    gradients = WeightGradients(is_watched=True, sums=(sums := OwnSums(ours)))
+    ours[0].forward = partial(weight_gradients._looked_up, ours[0], gradients)
+    for layer in ours[1:]:
+        layer.forward = gradients.product_of(layer, with_bias=True)
+    gradients.open_batch([(0, 0, 0)])
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+        ours(ids).square().sum().backward()
+    assert gradients.compute((0, 0, 0), nullcontext) == 4
+    plain(ids).square().sum().backward()
+    for own, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
+        total = sums.so_far(own)
+        assert total is not None and own.grad is None
+        torch.testing.assert_close(total.double(), theirs.grad, rtol=1e-5, atol=1e-5)  # the sums are fp32
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_a_layer_has_its_own_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
+    """A moving average or a reference of the layers in training does not train with them."""
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    accumulate_in_products(model, None)
+    before = model(torch.tensor([3, 1]))
+    other = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert torch.equal(other(torch.tensor([3, 1])), before) and not torch.equal(model(torch.tensor([3, 1])), before)
+
+
+class TwiceAWeight(Tensor):
+    """Have a product of its own: twice that of the weight."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        inputs, weight, *bias = (each if each is None else each.as_subclass(Tensor) for each in args)
+        return F.linear(inputs, 2.0 * weight, *bias)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_weights_and_inputs_of_other_classes_keep_their_own_products(split: bool) -> None:
+    weights, inputs = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(2, 5, 4, dtype=torch.float64)
+    ours, plain = (nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)) for _ in range(2))
+    for model in (ours, plain):
+        model[0].weight = nn.Parameter(weights[0].clone().as_subclass(TwiceAWeight))
+        model[1].weight = nn.Parameter(weights[1].clone())
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)] if split else ())
+    for model in (ours, plain):
+        for part in (inputs, inputs.tanh()):
+            rows = torch.nested.as_nested_tensor(list(model[0](part).as_subclass(Tensor)), layout=torch.jagged)
+            with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+                torch.stack(model[1](rows).unbind()).square().sum().backward()
+            gradients.compute((0, 0, 0), nullcontext)
+    assert_same(ours, plain)
 
 
 def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:

@@ -97,6 +97,11 @@ KINDS: dict[str, list[nn.Module]] = {
     "float8": [Calls(lambda x: x.to(torch.float8_e4m3fn)), Calls(lambda x: x.double())],
     "nested": [Calls(nested), Calls(lambda x: torch.stack(x.unbind(0)).tanh())],
     "sparse activations": [Calls(lambda x: x.to_sparse(2)), Calls(lambda x: 1.5 * x.to_dense())],
+    "no tensors": [
+        Calls(lambda x: ({"hidden": x.tanh()}, None, 3)),
+        Calls(lambda both: both),
+        Calls(lambda both: both[0]["hidden"] * both[2]),
+    ],
     "quantized": [
         Calls(lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)),
         Calls(lambda x: x.dequantize().double()),
@@ -112,6 +117,12 @@ def test_kinds_of_numbers(kind: str) -> None:
     assert (found.findings, found.notes, found.num_layers) == ([], [], len(layers))
     [finding] = verify([*layers, mixes], tensors).findings  # and what comes after it is compared
     assert finding.layer == f"layer {len(layers)} (Calls)"
+
+
+def test_a_part_may_not_end_with_anything_but_tensors() -> None:
+    [finding] = verify([Calls(lambda x: x.tanh()), Calls(lambda x: (x, None))]).findings
+    assert finding.layer == "layer 1 (Calls)"
+    assert "got tuple of (Tensor, NoneType)" in finding.problem and "and the part ends here" in finding.problem
 
 
 def test_only_the_imaginary_part_is_wrong() -> None:

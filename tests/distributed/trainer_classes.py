@@ -49,6 +49,11 @@ class OwnStep(Trainer):
         return self.compute_loss(model, inputs)
 
 
+class OwnSave(Trainer):
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        super().save_model(*args, **kwargs)
+
+
 class GKDTrainer(trl.SFTTrainer):
     __module__ = "trl.experimental.gkd.gkd_trainer"
 
@@ -112,7 +117,7 @@ def refusals(folder: str) -> dict[str, str]:
     jobs: dict[str, dict[str, Any]] = {
         "neftune_noise_alpha: NEFTune": of_args(neftune_noise_alpha=5),
         "auto_find_batch_size: an error": of_args(auto_find_batch_size=True),
-        "average_tokens_across_devices=False": of_args(average_tokens_across_devices=False),
+        "average_tokens_across_devices: the labels": of_args(average_tokens_across_devices=False),
         "torch_compile: set": of_args(torch_compile=True),
         "bf16_full_eval: the engine": of_args(bf16_full_eval=True),
         "use_liger_kernel: Liger replaces": of_args(use_liger_kernel=True),
@@ -126,6 +131,7 @@ def refusals(folder: str) -> dict[str, str]:
         "model_init: stages are cut once": {"given": {}, "model_init": print},
         "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
         "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
+        "OwnSave.save_model: the stages save": {"given": {}, "kind": over_stages(OwnSave)},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
@@ -169,4 +175,4 @@ def _blocks(page: str) -> Iterator[str]:
 def without_section(folder: str) -> tuple[bool, bool]:
     """Return whether the mixin changes nothing of a Trainer without an enabled section."""
     trainer = trainer_of(PipelineTrainer, setting_of({}), folder, None)
-    return trainer._stages is None, all(not parameter.is_meta for parameter in trainer.model.parameters())
+    return not hasattr(trainer, "_stages"), all(not parameter.is_meta for parameter in trainer.model.parameters())

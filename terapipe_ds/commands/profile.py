@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
-from terapipe_ds.commands.options import JsonOutput, Output, json_option, option, write_json
+from terapipe_ds.commands.options import JsonOutput, Output, Progress, json_option, option, write_json
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 from terapipe_ds.files.user_json import CommandError
 
@@ -55,16 +55,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     recomputing = stages_to_recompute(section, options.stages, keys.content)
     job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds, recomputing=recomputing)
-    from tqdm import tqdm
-
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.runtime.profiling.one_device import profile_model
 
-    bar = tqdm(total=100 * options.stages, desc="measuring", unit="%", disable=None, leave=False)
-    with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json
+    # DeepSpeed prints how it partitions on stdout, the place of --json
+    with Progress() as progress, redirect_stdout(sys.stderr):
         profile = profile_model(
             job,
-            lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n),
+            lambda part_id, share: progress.callback(f"part {part_id} of {options.stages}", round(1000 * share), 1000),
             lambda text: print(f"terapipe profile: warning: {text}", file=sys.stderr),
         )
     profile.save(options.out)

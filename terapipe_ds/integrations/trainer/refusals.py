@@ -158,7 +158,8 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     """
     below = [base for base in type(trainer).__mro__ if base is not mixin and name in vars(base)]
     stock = next(base for base in below if base is Trainer or is_sft_itself(base))
-    own = [base for base in below[: below.index(stock)] if not issubclass(base, mixin)]
+    # steps of a class of the mixin's run and call the mixin's; stages never call a compute_loss
+    own = [base for base in below[: below.index(stock)] if name == "compute_loss" or not issubclass(base, mixin)]
     if not own:
         return None
     ids = torch.tensor([[1, 2]])

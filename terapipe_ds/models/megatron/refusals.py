@@ -29,7 +29,7 @@ def check_config(config: TransformerConfig) -> None:
 
 # Fields that must keep megatron-core's default, by the reason.
 _ANYWHERE = {
-    "it would divide slices over ranks, which the topology's axis sequence does (docs/sequence_parallel.md)":
+    "each rank would hold a part of every slice, and slices already divide a long sequence":
         "context_parallel_size hybrid_context_parallel",
     "it mixes tokens outside of the slice store":
         "experimental_attention_variant linear_attention_freq is_hybrid_model",

@@ -69,7 +69,7 @@ eod-mask-loss num-workers tokenizer-type tokenizer-model vocab-file merge-file
 WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
 """The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
 LOST = {
-    "--context-parallel-size": "use sequence ranks (Ulysses): docs/sequence_parallel.md",
+    "--context-parallel-size": "give 1: slices divide long sequences, and these layers take no sequence ranks",
     "--expert-model-parallel-size": "each tensor-parallel rank holds all experts",
     "--num-layers-per-virtual-pipeline-stage": "set terapipe.chunks_per_stage: the parts that a stage holds",
     "--pipeline-model-parallel-layout": "set terapipe.partition: the first layer of each part, and the end",

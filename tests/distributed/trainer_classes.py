@@ -36,6 +36,11 @@ class OwnLoss(Trainer):
         return 2 * super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class OwnLossOverStages(trainer_jobs.PipelineTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return 2 * super().compute_loss(model, inputs, *args, **kwargs)
+
+
 class OwnStep(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return self.compute_loss(model, inputs)
@@ -124,6 +129,7 @@ def refusals(folder: str) -> dict[str, str]:
         "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
         "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
         "OwnSave.save_model: the stages save": {"given": {}, "kind": over_stages(OwnSave)},
+        "OwnLossOverStages.compute_loss is its own": {"given": {}, "kind": OwnLossOverStages},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},

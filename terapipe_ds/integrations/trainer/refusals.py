@@ -190,14 +190,20 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     """
     below = [base for base in type(trainer).__mro__ if base is not mixin and name in vars(base)]
     stock = next(base for base in below if base is Trainer or is_sft_itself(base))
-    own = [base for base in below[: below.index(stock)] if not issubclass(base, mixin)]
+    # steps of a class of the mixin's run and call the mixin's; stages never call a compute_loss
+    own = [base for base in below[: below.index(stock)] if name == "compute_loss" or not issubclass(base, mixin)]
     if not own:
         return None
+    # a probe, with a loss that the method must hand back
     ids = torch.tensor([[1, 2]])
     inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     seen: list[Mapping[str, Any]] = []
     loss, is_prediction = torch.zeros(()), name == "prediction_step"
     result: Any = (loss, loss, loss) if is_prediction else loss
+    problem = (
+        f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
+        "loss_fn to terapipe_ds.from_pretrained and train without Trainer"
+    )
 
     def last(_: Trainer, model: Any, given: Mapping[str, Any], *__: Any, **___: Any) -> Any:
         seen.append(given)
@@ -207,14 +213,12 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
         with replaced(stock, name, last):
             returned = getattr(own[0], name)(trainer, trainer.model, inputs, *[True] * is_prediction)
     except Exception as error:
-        return f"{own[0].__name__}.{name} is its own ({type(error).__name__}: {error})"
+        return f"{problem} (on a probe it raised {type(error).__name__}: {error})"
+    # it only called its parent's method if that saw the probe, and if its loss came back
     first = returned[0] if isinstance(returned, tuple) else returned
     if len(seen) == 1 and seen[0].get("input_ids") is ids and first is loss:
         return None
-    return (
-        f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
-        "loss_fn to terapipe_ds.from_pretrained and train without Trainer"
-    )
+    return problem
 
 
 def is_sft_itself(kind: type) -> bool:

@@ -55,6 +55,8 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
 def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | None:
     """Return what is wrong with the layout on this rank, or None."""
     topology = grid.topology()
+    if "sequence" in topology.get_axis_names():
+        return "Megatron's layers take no sequence ranks: leave the axis sequence out of the topology"
     tensor, stages = grid.get_slice_parallel_world_size(), grid.get_pipe_parallel_world_size()
     given_tensor, given_stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     if given_tensor != tensor:

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.gradients import require_equal_replicas, sum_partial_gradients
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
@@ -61,6 +62,9 @@ class MegatronGPT(PipelineModule):
     ) -> None:
         # on every rank alike, before anything is built
         check_config(config)
+        names = [each.name for each in dataclasses.fields(Blueprint)]
+        for name in options.keys() - names:
+            raise TypeError(f"MegatronGPT has no argument {name}{nearest(name, names)}")
         blueprint = Blueprint(config, vocab_size, max_sequence_length, **options)
         _check_sizes(config, vocab_size, blueprint.position_embedding_type)
         _check_rotary(blueprint)

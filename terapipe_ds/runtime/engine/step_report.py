@@ -32,6 +32,7 @@ T = TypeVar("T")
 PREFIX = "Train/TeraPipe/"
 _STEPS = 20  # after this many steps the log reports their speed; the first one, which warms up, does not count
 _FAR = 0.15  # if a prediction is off by more, the measured costs no longer hold
+_SLOWER = 0.95  # below this ratio of whole sequences' time to that of slices a log line names the way out
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,9 @@ def _expected(predicted: Prediction | None) -> str:
         return 'no prediction without measured costs ("slices": "auto" or "schedule": "auto" measures them)'
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
     if predicted.unsliced_s is not None:
-        text += f", {predicted.unsliced_s / predicted.predicted_s:.2f} times as fast as whole sequences"
+        ratio = predicted.unsliced_s / predicted.predicted_s
+        text += f", {ratio:.2f} times as fast as whole sequences"
+        text += '; "slices": "auto" chooses whole sequences where they are faster' * (ratio < _SLOWER)
     return text
 
 

@@ -199,7 +199,7 @@ def _log_cut(module: Any, by: str, more: str = "") -> None:
         f"part {i} has layers {a} to {b - 1}" for i, (a, b) in enumerate(itertools.pairwise(module.parts))
     )
     show_log(0)
-    logger.info("partition %s: %s (%s)%s", by, module.parts, parts, more)
+    logger.info("partition %s: %s (%s)%s", by, [*map(int, module.parts)], parts, more)  # numpy's ints
 
 
 def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:

@@ -5,6 +5,7 @@ Each layer gets its inputs from the run on the whole sequence.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -203,7 +204,7 @@ class StageCheck:
         assert check.outputs is not None
         problems = [] if difference is None else [_shown_by(difference, self.slicing.plan, check.adds_loss)]
         if problems or check.faults:
-            self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]))
+            self._find(layer.layer_id, str(layer), "; ".join([*problems, *check.faults]) + _defined_at(layer.module))
         notes = {
             f"{', '.join(check.counters)} counts calls or is a mean over them, one call for each slice: what depends "
             "on it changes after other steps than on whole sequences": bool(check.counters),
@@ -288,8 +289,7 @@ class StageCheck:
         try:
             result = run()
         except Exception as error:
-            caught, frame = error, traceback.extract_tb(error.__traceback__)[-1]
-            where = f" (in {frame.name}, {frame.filename}:{frame.lineno})"
+            caught, where = error, _where(error)
         finally:
             self.slicing.store.reset()
             if self.weights is not None:
@@ -339,6 +339,30 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
             "recurrence (docs/carried_states.md), or set terapipe.slices to 1"
         )
     return f"{difference}: {meaning}"
+
+
+def _where(error: BaseException) -> str:
+    """Return the innermost place outside torch and this package, else the innermost; "" if the text names one."""
+    if isinstance(error, PlainAttentionError):
+        return ""
+    places = list(traceback.walk_tb(error.__traceback__))
+    frame, line = ([place for place in places if not _is_of_others(place[0].f_globals.get("__name__"))] or places)[-1]
+    return f" (in {frame.f_code.co_name}, {frame.f_code.co_filename}:{line})"
+
+
+def _defined_at(module: nn.Module | None) -> str:
+    """Return where the user wrote the class of a layer; "" for the classes of torch, transformers, this package."""
+    kind = type(module)
+    if _is_of_others(kind.__module__):
+        return ""
+    try:
+        return f" (the class: {inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):  # a notebook, or a class that a program has made
+        return ""
+
+
+def _is_of_others(module: object) -> bool:
+    return str(module).partition(".")[0] in ("builtins", "torch", "transformers", "megatron", "terapipe_ds")
 
 
 def inputs_of(batch: SliceableTensors) -> Activations:

@@ -222,3 +222,8 @@ def test_cuda_kernels_are_not_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     fused.apply_rope_fusion = True
     with pytest.raises(MegatronConfigError, match="apply_rope_fusion=True with multi_latent_attention"):
         check_config(fused)
+
+
+def test_a_misspelt_argument_names_the_nearest() -> None:
+    with pytest.raises(TypeError, match="MegatronGPT has no argument rotary_bse; did you mean rotary_base?"):
+        MegatronGPT(config(), vocab_size=64, max_sequence_length=64, rotary_bse=1)

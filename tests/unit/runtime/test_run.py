@@ -119,6 +119,17 @@ def test_a_mistake_in_the_config_is_printed_once_without_a_traceback(
     assert waits == waited and capfd.readouterr().err == "afterwards"
 
 
+@pytest.mark.parametrize("kind", ["dict_batch.BatchError", "planner.errors.MemoryLimitError"])
+def test_a_refused_batch_or_plan_is_printed_without_a_traceback(
+    script: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    module, name = f"terapipe_ds.{kind}".rsplit(".", 1)
+    script.write_text(f"from {module} import {name}\nraise {name}('of the batch')")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(SystemExit, match="^terapipe_ds.run: of the batch$"):
+        main([str(script)])
+
+
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_a_layer_that_differs_is_printed_without_a_traceback_and_without_a_wait(
     script: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str

@@ -64,6 +64,10 @@ def test_the_first_line() -> None:
         "training runs seq1f1b-zb on 2 stages, 4 micro-batches of 3 slices; from first forward to last backward it "
         "should take 9 s, 2.00 times as fast as whole sequences"
     )
+    slow = first_line(Ran(build("1f1b", 2, 1, 2), 1, Prediction(predicted_s=4.0, unsliced_s=2.0)), 1, 1)
+    assert slow.endswith(
+        '0.50 times as fast as whole sequences; "slices": "auto" chooses whole sequences where they are faster'
+    )
     ramp = first_line(Ran(build("seq1f1b", 2, 3, [4, 2, 3]), 1, None), 3, 2)
     assert "3 micro-batches of 2 to 4 slices, 2 replicas; no prediction" in ramp
     assert "2 stages, 1 micro-batch of 1 slice; no prediction" in first_line(Ran(build("1f1b", 2, 1, 1), 1, None), 1, 1)

@@ -1,5 +1,6 @@
 """Every fault is found and told; healthy models pass; nothing is touched."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -263,6 +264,9 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
     assert len(found.notes) == 1 and note in found.notes[0]
     assert found.notes[0].startswith(f"layer 1 ({type(layer).__name__}): not checked: ")
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
+    assert re.search(r" \(the class: .*faulty\w*\.py:\d+\)$", found.findings[0].problem), (
+        "the place of the user's class"
+    )
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -275,6 +279,7 @@ def test_what_the_guard_refuses_is_refused_still() -> None:
     [finding] = verify([faulty.Base(0), layer, faulty.Base(2)]).findings
     assert str(finding).startswith("layer 1 (Base): raised PlainAttentionError: plain attention was called")
     assert not finding.is_of_the_cut
+    assert "plain_attention_guard.py" not in str(finding), "the text names the user's line, and no other"
 
 
 def test_two_layers_with_one_name_for_keys_and_values() -> None:

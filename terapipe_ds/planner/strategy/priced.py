@@ -46,8 +46,8 @@ class Priced(Bounded):
             return next(iter(self.estimates(num_slices, limit_bytes, shape)), None)
         if self.least_bytes(shape, num_slices) > limit_bytes:
             return None
-        cut = self.chunked_cut(num_slices, shape)
-        return None if cut is None else (self.estimates(num_slices, math.inf, shape)[0][0], cut)
+        cuts = self.chunked_cuts(num_slices, shape)
+        return (self.estimates(num_slices, math.inf, shape)[0][0], cuts[0]) if cuts else None
 
     def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
         """Return cuts for `num_slices` equal slices with the approximate seconds of each, the least first.
@@ -73,16 +73,19 @@ class Priced(Bounded):
         cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
         return [(value + max(self.ends_s(bounds, stages)), bounds) for value, bounds in cuts]
 
-    def chunked_cut(self, num_slices: int, shape: Shape) -> Bounds | None:
-        """Return a cut for several parts per stage, as equal as possible; None for too few layers."""
+    def chunked_cuts(self, num_slices: int, shape: Shape) -> list[Bounds]:
+        """Return cuts for several parts per stage: parts as equal as possible, and such that stages are too."""
         if shape.chunks * self.num_stages > self.layers.num_layers:
-            return None
+            return []
         work = spans_matrix(self._work(num_slices, False))
         # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
         of_stage = round(self.layers.num_layers / self.num_stages)
-        times = [work / max(1, (of_stage + chunk) // shape.chunks) for chunk in range(shape.chunks)]
-        parts = [time for time in times for _ in range(self.num_stages)]
-        return best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1]
+        uneven = [work / max(1, (of_stage + chunk) // shape.chunks) for chunk in range(shape.chunks)]
+        cuts = []
+        for times in ([work] * shape.chunks, uneven):
+            parts = [time for time in times for _ in range(self.num_stages)]
+            cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
+        return list(dict.fromkeys(cuts))
 
     def even_s(self, num_slices: int) -> float:
         """Return about the seconds with equal stages, in `num_slices` equal slices."""

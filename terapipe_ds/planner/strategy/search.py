@@ -263,8 +263,7 @@ class Search:
             for shape in variants(slices, choices.schedule, choices.chunks_per_stage):
                 is_possible = not shape.is_split or priced.can_split
                 if is_possible and shape.is_short(priced.num_stages, rows, slices):
-                    cut = score.bounds if shape.chunks == 1 else priced.chunked_cut(slices, shape)
-                    if cut is not None:
+                    for cut in [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape):
                         self._score(priced, shape, cut, slices, beat_s=beat_s)
 
     def _halve_slices(self, priced: Priced, beat_s: float) -> None:

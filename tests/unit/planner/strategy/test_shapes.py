@@ -70,9 +70,7 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                 continue
             for slices in (1, 4):
                 inner = sorted(rng.sample(range(1, layers.num_layers), parts - 1))
-                even = priced.chunked_cut(slices, Shape(schedule, chunks))
-                assert even is not None
-                cuts = [(0, *inner, layers.num_layers), even]
+                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, Shape(schedule, chunks))]
                 for cut in cuts:
                     plan = SlicePlan.equal(256, slices)
                     score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)

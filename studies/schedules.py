@@ -1,4 +1,4 @@
-"""Every schedule next to the others, simulated: the table and the pictures of docs/schedules.md.
+"""Every schedule next to the others, simulated: rows of the table and the pictures of docs/schedules.md.
 
     python -m studies.schedules                             # the table, as Markdown
     python -m studies.schedules --stages 4 --json

@@ -1,6 +1,8 @@
 """What every test starts from."""
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before anything imports torch or deepspeed: the tests are small, and many of them run several ranks at once.
@@ -38,6 +40,16 @@ def pytest_collection(session: pytest.Session) -> None:
         from tests.distributed.harness import ensure_server
 
         ensure_server()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Fail a file that leaves a process group: files share a process, and the next one would see a running job."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
+        pytest.fail("a test of this file left a process group: start it in a rank, or destroy it")
 
 
 def _leave_samples(items: list[pytest.Item]) -> None:

@@ -51,9 +51,11 @@ def run(arguments: argparse.Namespace) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
     options = VerifyOptions.read(arguments)
     section, keys = options.settings()
+    from terapipe_ds.runtime.profiling.one_device import single_process
+
     job = options.job(keys, num_stages=1)
     plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
-    with redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
+    with single_process(), redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions
         report = verify_model(job, plan, section, keys.content)
     print(report.text(time.monotonic() - begin_s))
     if report.findings:
@@ -72,14 +74,12 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig, raw:
     from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
     from terapipe_ds.runtime.layers.untouched import untouched
     from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-    from terapipe_ds.runtime.profiling.one_device import init_single_process
     from terapipe_ds.runtime.verify.cut import Cut
     from terapipe_ds.runtime.verify.loss import LossCheck
     from terapipe_ds.runtime.verify.named_layer import layers_of
     from terapipe_ds.runtime.verify.stage import Findings, StageCheck, inputs_of
     from terapipe_ds.runtime.verify.tokens import Slicing
 
-    init_single_process()
     device = torch.device(get_accelerator().device_name())
     module = job.build_part(0, len(job.layers))
     set_recompute(module, section, raw, stands_for_all=True)  # layers that some stage may recompute are checked so

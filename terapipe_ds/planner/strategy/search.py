@@ -3,7 +3,8 @@
 Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
 answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number
 of slices. The search replays the twelve best proposals, then with other schedules, several parts per stage and more
-slices, and the best of these with planned slices and moved layers. The bounds of all unsettled candidates limit the answer's error.
+slices, and the best of these with planned slices and moved layers. The bounds of all unsettled candidates limit the
+answer's error.
 """
 
 from __future__ import annotations

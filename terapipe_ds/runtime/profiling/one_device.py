@@ -6,7 +6,8 @@ Parts with the same layers are measured once. There are no links on one device, 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,12 +60,29 @@ class OfflineJob:
         return module
 
 
+@contextmanager
+def single_process() -> Iterator[None]:
+    """Have a process group of one rank, which `PipelineModule` needs, unless there is a group already."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
+    had = torch_dist.is_initialized()
+    if not had:
+        torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    try:
+        yield
+    finally:
+        # who called a command from Python, as a test does, is no job afterwards
+        if not had:
+            deepspeed.comm.destroy_process_group()
+
+
+@single_process()
 def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn: Callable[[str], None]) -> Profile:
-    """Return the profile of all parts of `job`. Make a process group if there is none.
+    """Return the profile of all parts of `job`.
 
     `progress` gets the number of the part and its finished share; `warn` is called if numbers vary too much.
     """
-    init_single_process()
     # the same cut as in training, if no config sets one
     bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
     length = int(job.inputs.shape[1])
@@ -99,15 +117,6 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     return Profile(
         key, tuple(parts), (), job.num_stages, layers_of_parts([None if each is None else [each] for each in measured])
     )
-
-
-def init_single_process() -> None:
-    """Make a process group of one rank, which `PipelineModule` needs."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
-    if not torch_dist.is_initialized():
-        torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
 
 
 def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list[int]:

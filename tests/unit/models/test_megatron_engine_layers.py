@@ -35,13 +35,11 @@ TOKENS, ROWS, IN, OUT = 5, 2, 6, 4
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Install the stand-in, and give this process a group of its own."""
-    if not (had := dist.is_initialized()):
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with transformer_engine() as module:
         monkeypatch.setattr(linears, "transformer_engine", module)
         yield module
-    if not had:
-        dist.destroy_process_group()
+    dist.destroy_process_group()
 
 
 def config(**changes: Any) -> TransformerConfig:

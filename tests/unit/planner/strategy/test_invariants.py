@@ -59,7 +59,7 @@ def best(
         return None
 
 
-@settings(max_examples=settings().max_examples // 10, deadline=None)
+@settings(max_examples=settings().max_examples // 20, deadline=None)
 @given(questions)
 def test_a_plan_keeps_to_its_question_and_adds_up(question: dict[str, Any]) -> None:
     plan = best(**question)
@@ -95,7 +95,7 @@ TIGHT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("device", "hosts"), [((3.3, 4, 8), (20,)), ((4,), (1, 20))], ids=["device memory", "host memory"]
+    ("device", "hosts"), [((4, 8), (20,)), ((4,), (1, 20))], ids=["device memory", "host memory"]
 )
 def test_more_memory_never_makes_a_plan_slower(device: tuple[float, ...], hosts: tuple[float, ...]) -> None:
     plans = [best(**TIGHT, memory_limit_gb=limit, host_gb=host, options={}) for limit in device for host in hosts]

@@ -95,7 +95,8 @@ def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="terapipe",
         description="Token-level pipeline parallelism for DeepSpeed: schedules and timelines.",
-        epilog="Each command has examples: terapipe show --help",
+        epilog="Each command has examples: terapipe show --help. The shell completes words after "
+        '`pip install argcomplete` and `eval "$(register-python-argcomplete terapipe)"`.',
     )
     parser.add_argument("--version", action="version", version=f"terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -17,16 +17,7 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from tests.hugging_face_families import (
-    BY_CACHE_BEFORE_5_24,
-    CONFIGS,
-    IS_4,
-    IS_BEFORE_5_24,
-    NEWER,
-    NOT_IN_FP64,
-    REFUSED,
-    config_of,
-)
+from tests import hugging_face_families
 from tests.unit.models.hugging_face.sliced_model import errors, in_fp64, ways_of
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "hugging_face.md"
@@ -45,8 +36,10 @@ class Row:
 def measured(family: str) -> Row:
     ways: list[str] = []
     with in_fp64():
-        exact = errors(config_of(family), change=lambda pipeline: ways.extend(ways_of(pipeline)))
-    inside = None if family in NOT_IN_FP64 else max(errors(config_of(family)))
+        exact = errors(hugging_face_families.config_of(family), change=lambda pipeline: ways.extend(ways_of(pipeline)))
+    inside = (
+        None if family in hugging_face_families.NOT_IN_FP64 else max(errors(hugging_face_families.config_of(family)))
+    )
     kinds = sorted({each.partition("+")[0] for each in ways})
     way = "both" if len(kinds) > 1 else _WAYS[kinds[0]]
     return Row(way + (", carried states" if any("states" in each for each in ways) else ""), max(exact), inside)
@@ -74,9 +67,12 @@ def documented() -> dict[str, str]:
     """
     lines = DOCUMENT.read_text().split("| family (`model_type`) |")[1].splitlines()[2:]
     cells = [[each.strip() for each in line.split("|")[1:]] for line in lines[: lines.index("")]]
-    rows = {row[0].strip("`"): row[4 if IS_4 else 1] for row in cells}
-    if IS_BEFORE_5_24 and not IS_4:
-        rows |= {**dict.fromkeys(NEWER, "-"), **dict.fromkeys(BY_CACHE_BEFORE_5_24, "cache")}
+    rows = {row[0].strip("`"): row[4 if hugging_face_families.IS_4 else 1] for row in cells}
+    if hugging_face_families.IS_BEFORE_5_24 and not hugging_face_families.IS_4:
+        rows |= {
+            **dict.fromkeys(hugging_face_families.NEWER, "-"),
+            **dict.fromkeys(hugging_face_families.BY_CACHE_BEFORE_5_24, "cache"),
+        }
     return rows
 
 
@@ -85,13 +81,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--older", type=Path, help="figures of the older version, by --json")
     args = parser.parse_args(arguments)
-    rows: dict[str, Row | None] = {family: measured(family) for family in CONFIGS}
-    both = {**rows, **dict.fromkeys(REFUSED)}
+    rows: dict[str, Row | None] = {family: measured(family) for family in hugging_face_families.CONFIGS}
+    both = {**rows, **dict.fromkeys(hugging_face_families.REFUSED)}
     if args.json is not None:
         args.json.write_text(json.dumps({name: row and dataclasses.asdict(row) for name, row in both.items()}))
         return
     older = {} if args.older is None else json.loads(args.older.read_text())
-    old = {name: row and Row(**row) for name, row in older.items() if row or name in CONFIGS}
+    old = {name: row and Row(**row) for name, row in older.items() if row or name in hugging_face_families.CONFIGS}
     print("\n".join(table(rows, old)))
 
 

@@ -91,7 +91,6 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def imports_in(module: str, path: Path, modules: set[str], exports: dict[str, str]) -> Iterator[Import]:
-    """Yield the imports of one file."""
     package = ("terapipe_ds." + module).rstrip(".").split(".")
     if not _is_face(path):
         package.pop()

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to fix it"
 DESCRIPTION = (
-    "Look at the installation and the machine, and at a DeepSpeed JSON if one is given: one line for each finding,\n"
-    "failures first, with a verdict and the next step. Nothing is built, trained or written. The exit code is 1 where\n"
+    "Look at the installation and the machine, and at a DeepSpeed JSON if one is given: one line for each finding, "
+    "failures first, with a verdict and the next step. Nothing is built, trained or written. The exit code is 1 where "
     "something will fail.\n"
     "`ds_report` and `python -m torch.utils.collect_env` print cards, drivers, libraries and built operators.\n"
     "  ok: as it should be    note: worth knowing    warning: may fail or be slow    fail: will not work"

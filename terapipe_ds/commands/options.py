@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
 
@@ -103,8 +103,10 @@ def option(
         more: limits (`ge`, `gt`, `le`); keywords of argparse's `add_argument`.
     """
     limits = {name: more.pop(name) for name in ("ge", "gt", "le") if name in more}
+    required = more.pop("required", False)  # `read` looks, which names all that are missing at once
     more |= {"help": help} | ({"metavar": metavar} if metavar else {})
-    return Field(default, json_schema_extra={"group": group, "flags": flags, "parsing": more}, **limits)
+    declared = {"group": group, "flags": flags, "parsing": more, "required": required}
+    return Field(default, json_schema_extra=declared, **limits)
 
 
 def switch(help: str, *flags: str, group: str = "") -> Any:
@@ -149,7 +151,7 @@ class Options(BaseModel):
             declared: Any = field.json_schema_extra
             title = declared["group"]
             if title in cls.exclusive and title not in groups:
-                groups[title] = parser.add_mutually_exclusive_group(required=cls.exclusive[title])
+                groups[title] = parser.add_mutually_exclusive_group()
             elif title not in groups:
                 groups[title] = parser.add_argument_group(title)
             flags = declared["flags"] or (flag(name),)
@@ -158,23 +160,52 @@ class Options(BaseModel):
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
-        """Return the options that argparse has parsed; refuse the first invalid one."""
+        """Return the options that argparse has parsed; refuse all that are missing or invalid together."""
+        given = {name: value for name, value in vars(arguments).items() if name in cls.model_fields}
+        missing = cls._missing(given)
         try:
-            return cls(**{name: value for name, value in vars(arguments).items() if name in cls.model_fields})
+            options = cls(**given)
         except ValidationError as error:
-            mistake = error.errors(include_url=False)[0]
-            context = mistake.get("ctx", {})
-            if isinstance(context.get("error"), CommandError):  # its message is complete
-                raise context["error"] from None
-            allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
-            given = f"{cls.name_of(str(mistake['loc'][0]))} {_show(mistake['input'])}"
-            raise CommandError(f"{given}: give {context.get('error', allowed)}") from None
+            mistakes = map(cls._mistake, error.errors(include_url=False))
+            raise CommandError("; ".join([*missing, *mistakes])) from None
+        if missing:
+            raise CommandError("; ".join(missing))
+        return options
+
+    @classmethod
+    def _missing(cls, given: Container[str]) -> list[str]:
+        """Return a message for each required option, and for each group that requires one of its options."""
+        needed: dict[str, list[str]] = {}
+        for name, field in cls.model_fields.items():
+            declared: Any = field.json_schema_extra
+            if cls.exclusive.get(declared["group"]):
+                needed.setdefault(declared["group"], []).append(name)
+            elif declared["required"]:
+                needed[name] = [name]
+        absent = [names for names in needed.values() if not any(name in given for name in names)]
+        return [
+            f"one of the arguments {' '.join(map(cls.name_of, names))} is required"
+            if len(names) > 1
+            else f"{cls.name_of(names[0])} is missing"
+            for names in absent
+        ]
+
+    @classmethod
+    def _mistake(cls, mistake: Mapping[str, Any]) -> str:
+        """Return one mistake that pydantic found, in the words of the command line."""
+        context = mistake.get("ctx", {})
+        if isinstance(context.get("error"), CommandError):  # its message is complete
+            return str(context["error"])
+        allowed = _ALLOWED.get(mistake["type"], "another value").format(**context)
+        given = f"{cls.name_of(str(mistake['loc'][0]))} {_show(mistake['input'])}"
+        return f"{given}: give {context.get('error', allowed)}"
 
     @classmethod
     def name_of(cls, name: str) -> str:
         """Return how the user writes the option of a field."""
         declared: Any = cls.model_fields[name].json_schema_extra
-        return str((declared["flags"] or (flag(name),))[0])
+        spelling = str((declared["flags"] or (flag(name),))[0])
+        return spelling if spelling.startswith("-") else spelling.upper()
 
     @property
     def given(self) -> dict[str, Any]:
@@ -300,7 +331,7 @@ class Progress:
         if self._shown and self._is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def callback(self, what: str, done: int, of: int) -> None:
+    def callback(self, what: str, done: float, of: float) -> None:
         """Show the name of a search's step, the amount done, and the total; the search calls it."""
         share = min(done / of, 1.0) if of else 1.0
         if not self._is_terminal:

@@ -28,8 +28,8 @@ _what, _batch, _search, _output = (
 class CostOptions(Options):
     """Choose the model, the devices and the output files. An empty name or 0 means that it is not known yet."""
 
-    model: Text = _what("a named size, for example gpt3-13b or llama-3-8b; strategy: or a config.json", "NAME", "")
-    device: Text = _what("a device card: v100, a100, h100, h200, ...", "NAME", "")
+    model: Text = _what("a named size such as llama-3-8b (a wrong name lists all), or a config.json", "NAME", "")
+    device: Text = _what("a device card: v100, a100, h100, h200, ..., or the .json of your own", "NAME", "")
     profiles: tuple[Text, ...] = _what(
         "measured costs (JSON) in the place of counted ones; strategy: one per number of tensor ranks and sequences",
         "FILE",
@@ -45,7 +45,7 @@ class CostOptions(Options):
     config: Text | None = _batch("a DeepSpeed JSON for all of these that are not given", "FILE")
     schedule: Text = _search("a schedule (terapipe show --help lists them), or auto (default): all", "NAME", "auto")
     chunks_per_stage: int | None = _search("parts that each stage holds (default: those of the schedule)", "V", ge=1)
-    memory_limit_gb: float | None = _search("per device (default: what it has)", "GB", gt=0)
+    memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0)
     as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON; strategy: a whole DeepSpeed JSON", "FILE")
     picture: Picture | None = _output(

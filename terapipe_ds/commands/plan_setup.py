@@ -10,7 +10,7 @@ import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.commands.plan_options import PlanOptions
+from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.show import many
@@ -59,7 +59,9 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
     missing = [] if options.stages or profile is not None else [_NO_STAGES]
     if profile is None and not (options.model and options.device):
-        raise CommandError("; ".join([NO_COSTS, *missing]))
+        missing = [NO_COSTS, *missing]
+    if missing := [*missing, *unknown_names(options)]:
+        raise CommandError("; ".join(missing))
     options_by_schedule = configured.pop("options_by_schedule", {})
     if profile is None:
         usual = {"sequence_length": size_of(options.model).max_sequence_length}
@@ -73,6 +75,21 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
     return options
+
+
+def unknown_names(options: CostOptions) -> list[str]:
+    """Return a message for a model and for a device that nobody knows."""
+    from terapipe_ds.costs.devices import device_card
+    from terapipe_ds.planner.strategy import size_of
+
+    problems = []
+    for name, look_up in ((options.model, size_of), (options.device, device_card)):
+        try:
+            if name:
+                look_up(name)
+        except ValueError as error:
+            problems.append(str(error))
+    return problems
 
 
 def from_config(path: str | None) -> dict[str, Any]:

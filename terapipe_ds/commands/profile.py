@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from contextlib import redirect_stdout
 
-from terapipe_ds.commands.options import JsonOutput, Output, json_option, option, write_json
+from terapipe_ds.commands.options import JsonOutput, Output, Progress, json_option, option, write_json
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 from terapipe_ds.files.user_json import CommandError
 
@@ -21,7 +21,7 @@ EXAMPLES = """\
   terapipe profile --config ds.json --model my_model.json --stages 8 --sequence-length 8192 --out profile.json
   terapipe profile --config ds.json --model tiny --stages 2 --out profile.json --json    (the samples on stdout)
 
-A model is a named size (terapipe plan --help lists them) or a JSON file with fields of models.gpt.GPTConfig, such as
+A model is a named size (a wrong one lists all) or a JSON file with fields of models.gpt.GPTConfig, such as
 {"hidden_size": 512, "num_layers": 8, "num_heads": 8}. The config gives the micro-batch size, accumulation, precision,
 activation checkpointing and granularity.
 """
@@ -55,16 +55,14 @@ def run(arguments: argparse.Namespace) -> None:
 
     recomputing = stages_to_recompute(section, options.stages, keys.content)
     job = dataclasses.replace(job, granularity_tokens=granularity, bounds=bounds, recomputing=recomputing)
-    from tqdm import tqdm
-
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.runtime.profiling.one_device import profile_model
 
-    bar = tqdm(total=100 * options.stages, desc="measuring", unit="%", disable=None, leave=False)
-    with bar, redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions on stdout, the place of --json
+    # DeepSpeed prints how it partitions on stdout, the place of --json
+    with Progress() as progress, redirect_stdout(sys.stderr):
         profile = profile_model(
             job,
-            lambda part_id, share: bar.update(round(100 * (part_id + share)) - bar.n),
+            lambda part_id, share: progress.callback("measuring", part_id + share, options.stages),
             lambda text: print(f"terapipe profile: warning: {text}", file=sys.stderr),
         )
     profile.save(options.out)

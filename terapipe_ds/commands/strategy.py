@@ -12,14 +12,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator
 
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
-from terapipe_ds.commands.plan_setup import NO_COSTS, from_config
+from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.messages import in_runs
 from terapipe_ds.schedule.show import many
@@ -41,6 +41,7 @@ EXAMPLES = """\
   terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
 """
 _SHOWN = 10  # strategies in the table
+_STAGES_SHOWN = 8  # peaks of memory, one per stage; of more stages the least and the largest
 _FIXED = (
     *("stages", "tensor_parallel", "data_parallel", "sequence_parallel", "chunks_per_stage"),
     *("offload_activations", "offload_optimizer"),
@@ -122,7 +123,7 @@ def run(arguments: argparse.Namespace) -> None:
         from terapipe_ds.commands.strategy_picture import draw_strategy
 
         draw_strategy(best, question.model, question.cluster, options.picture)
-    if not write_json(lambda: _as_json(strategies, options), options.as_json):
+    if not write_json(lambda: _as_json(strategies, other, options), options.as_json):
         lines = [*_lines(strategies, question, options)]
         if other is not None:
             lines += ["", f"  the best strategy against {options.against}", *_ranking_lines([best, other])]
@@ -170,6 +171,7 @@ def _question(options: StrategyOptions) -> _Question:
         missing.append("--global-batch is missing: give the number of sequences of a step, of all replicas together")
     if not options.devices:
         missing.append("--devices is missing: give the number of all devices")
+    missing += unknown_names(options)
     if missing:
         raise CommandError("; ".join(missing))
     words = {name: options.given[name] for name in _FIXED if name in options.given} | {
@@ -228,7 +230,7 @@ def _write(best: Strategy, options: StrategyOptions) -> None:
         write_text(options.strategy_out, best.to_json() + "\n")
 
 
-def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
+def _as_json(strategies: Sequence[Strategy], other: Strategy | None, options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
         fields = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
         fields["sequence_length"] = strategy.plans[0].sequence_length
@@ -242,7 +244,8 @@ def _as_json(strategies: Sequence[Strategy], options: StrategyOptions) -> str:
             "launch_command": _launch(best, options),
             "placement": [[*coordinate, *place] for coordinate, place in sorted(best.placement.items())],
             "ranking": [entry(strategy) for strategy in strategies[:_SHOWN]],
-        },
+        }
+        | ({} if other is None else {"against": entry(other)}),
         indent=1,
     )
 
@@ -327,14 +330,16 @@ def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) ->
     from terapipe_ds.planner.strategy import check_limit
 
     card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
-    peaks = in_runs([f"{number / 2**30:.2f}" for number in best.memory_bytes])
+    shown = [f"{number / 2**30:.2f}" for number in best.memory_bytes]
+    many_stages = len(set(shown)) > _STAGES_SHOWN
+    peaks = f"{min(shown, key=float)} to {max(shown, key=float)}" if many_stages else in_runs(shown)
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
-    shown = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
+    parts = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
     return [
         f"{peaks} GiB by stage; limit {limit / 2**30:.4g} GiB, {share}",
-        *([f"stage {fullest}: {shown}"] if shown else []),
+        *([f"stage {fullest}: {parts}"] if parts else []),
     ]
 
 
@@ -391,9 +396,23 @@ def _other(options: StrategyOptions, question: _Question) -> Strategy | None:
     from terapipe_ds.planner.strategy import price_strategy
 
     try:
-        return price_strategy(read_strategy(options.against), question.model, question.cluster)
+        strategy = read_strategy(options.against)
+        _check_same_step(strategy, question.words)
+        return price_strategy(strategy, question.model, question.cluster)
     except ValueError as error:
         raise CommandError(f"--against {options.against}: {error}") from None
+
+
+def _check_same_step(strategy: Strategy, words: Mapping[str, Any]) -> None:
+    """Refuse a strategy whose step has another number of sequences, or other lengths: their times do not compare."""
+    batch = strategy.micro_batch_size * strategy.accumulation * strategy.grid["data"]
+    length = strategy.plans[0].sequence_length
+    if (batch, length) != (words["global_batch_size"], words["sequence_length"]):
+        asked = f"{many(words['global_batch_size'], 'sequence')} of {words['sequence_length']} tokens"
+        raise CommandError(
+            f"its step has {many(batch, 'sequence')} of {length} tokens, not {asked}; give --global-batch {batch} "
+            f"--sequence-length {length}"
+        )
 
 
 def _slices(strategy: Strategy) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 HELP = "compare a model's layers on slices with the same layers on whole sequences"
 DESCRIPTION = (
-    "Run each layer of a built-in model on a whole sequence and on the slices of the config, forward and backward, on\n"
+    "Run each layer of a built-in model on a whole sequence and on the slices of the config, forward and backward, on "
     "one device, and compare outputs, gradients and the loss. Exit code 0 where all agree, 1 where a layer differs.\n"
     'For a model of your own: "verify": "first_batch" in the terapipe section, or, for the check alone,\n'
     "  deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py ARGS\n"
@@ -32,7 +32,7 @@ EXAMPLES = """\
   terapipe verify --config ds.json --model my_model.json --sequence-length 2048 --slices 512 1024 512
   deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json     (your own script)
 
-A model is a named size (terapipe plan --help lists them) or a JSON file with fields of models.gpt.GPTConfig. With
+A model is a named size (a wrong one lists all) or a JSON file with fields of models.gpt.GPTConfig. With
 "slices": "auto" and no --slices four equal slices are tried, or as many as fit where granularity_tokens is set.
 docs/verify.md explains the report.
 """

@@ -108,9 +108,9 @@ def _card_of_file(path: str) -> DeviceCard:
         problem = error.strerror if isinstance(error, OSError) else str(error)
         raise DeviceError(f"{path}: {problem}; give the JSON of a device card (docs/strategy.md)") from None
     try:
-        return _CARDS.validate_json(json.dumps([document]))[0]
+        return _CARD.validate_json(json.dumps(document))
     except ValidationError as error:
-        raise DeviceError(f"{path}: {describe_error(error, 'device')}; docs/strategy.md has an example") from None
+        raise DeviceError(f"{path}: {describe_error(error, 'the card')}; docs/strategy.md has an example") from None
 
 
 @functools.cache
@@ -148,4 +148,4 @@ def read_cards(text: str | bytes) -> dict[str, DeviceCard]:
     return {card.name: card for card in cards}
 
 
-_CARDS = TypeAdapter(list[DeviceCard])
+_CARD, _CARDS = TypeAdapter(DeviceCard), TypeAdapter(list[DeviceCard])

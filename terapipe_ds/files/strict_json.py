@@ -72,11 +72,14 @@ def describe_error(error: ValidationError, whole: str = "the file") -> str:
     Args:
         whole: names the document, for complaints about its top level.
     """
-    complaint = error.errors(include_url=False)[0]
+    complaints = error.errors(include_url=False)
+    complaint = complaints[0]
     # "<...>" tags a member of a union
     place, kind = [key for key in complaint["loc"] if not str(key).startswith("<")], complaint["type"]
     if kind == "missing":
-        return f"{_dotted(place[:-1]) or whole} lacks {place[-1]}"
+        beside = [other["loc"] for other in complaints if other["type"] == kind and len(other["loc"]) == len(place)]
+        absent = ", ".join(str(loc[-1]) for loc in beside if loc[:-1] == complaint["loc"][:-1])
+        return f"{_dotted(place[:-1]) or whole} lacks {absent or place[-1]}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{_dotted(place[:-1]) or whole} has an unknown key {show_value(place[-1])}"
     if kind == "value_error":  # from one of our own checks, with its own text

@@ -304,6 +304,12 @@ def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str,
     return raised_by(lambda: engine.train_batch(iter(batch or batches(1)[0])))
 
 
+def first_step_error(layers: Sequence[Any], terapipe: dict[str, Any], **options: Any) -> tuple[str, str]:
+    """Return the class and the text of the error that a new engine's first training step raises."""
+    with engine_of(layers, terapipe, **options) as engine:
+        return step_error(engine)
+
+
 def of_rank_0(told: list[Any]) -> Any:
     """Return what rank 0 says of a check that failed; each other rank says in one line that rank 0 has the text."""
     first, *others = told

@@ -105,11 +105,7 @@ def differences(
     }
 
 
-def refusal_of(family: str) -> tuple[str, str]:
-    return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2))
-
-
-def refusal_of_fields(family: str, fields: dict[str, Any]) -> tuple[str, str]:
+def refusal_of(family: str, **fields: Any) -> tuple[str, str]:
     config = config_of(family)
     for name, value in fields.items():
         setattr(config, name, value)

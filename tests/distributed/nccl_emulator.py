@@ -100,7 +100,6 @@ class _Stream:
         self._thread.start()
 
     def post(self, job: _Job) -> None:
-        """Queue a job."""
         self._jobs.put(job)
 
     def join(self) -> None:
@@ -138,7 +137,6 @@ class Emulator:
         self._add(torch_dist.group.WORLD, everyone)
 
     def close(self) -> None:
-        """End the streams."""
         for stream in self._streams.values():
             stream.join()
 

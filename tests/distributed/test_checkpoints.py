@@ -48,7 +48,6 @@ LAYER_2 = "layer_02-model_states.pt"
 
 
 def full(*values: Any) -> Any:
-    """Mark a case of the full run only."""
     return pytest.param(*values, marks=pytest.mark.full)
 
 

@@ -33,7 +33,6 @@ BF16 = {"bf16": {"enabled": True}}
 
 
 def on_ranks(job: Callable[..., Any], num_ranks: int = 2, **kwargs: Any) -> list[Any]:
-    """Return the results of `job(**kwargs)`, one for each rank."""
     return rank_pool(num_ranks).run(job, **kwargs)
 
 

@@ -1,5 +1,6 @@
 """Test datasets of megatron-core on several ranks: which rank builds, what each sees, how the engine uses batches."""
 
+import functools
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.engines import raised_by
 from tests.distributed.harness import rank_pool
 
 pytest.importorskip("megatron.core", reason="needs the extra megatron")
@@ -77,11 +79,7 @@ class TestBuilding:
         assert from_b in (7, 8)  # a quarter of 30
 
     def test_prefixes_without_weights_give_one_epoch(self, prefixes: tuple[str, str]) -> None:
-        for said in rank_pool(2).run(too_many_samples, data_path=" ".join(prefixes)):
+        act = functools.partial(datasets, " ".join(prefixes), (3000, 0, 0))
+        for kind, said in rank_pool(2).run(raised_by, act=act):
+            assert kind == "ValueError"
             assert "training has " in said and "3000 were asked for: prefixes without weights give one epoch" in said
-
-
-def too_many_samples(data_path: str) -> str:
-    with pytest.raises(ValueError) as caught:
-        datasets(data_path, (3000, 0, 0))
-    return str(caught.value)

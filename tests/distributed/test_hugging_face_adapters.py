@@ -1,5 +1,6 @@
 """Test that adapters of peft train on stages as in one process, also if a stage has none."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +153,6 @@ def models_in_memory(adapter_fields: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def refusal_of_adapters(family: str, **adapter_fields: Any) -> tuple[str, str]:
-    adapter = LoraConfig(**{"r": 4, **adapter_fields})
-    return engines.raised_by(lambda: terapipe_ds.from_config(config_of(family), num_stages=2, adapter=adapter))
-
-
 def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
     """Return the error on this rank if the other one has no adapters, or cannot build a layer."""
     is_here = torch_dist.get_rank() == 1
@@ -279,7 +275,9 @@ def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
     ids=lambda each: str(each),
 )
 def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: str) -> None:
-    for kind, message in rank_pool(2).run(refusal_of_adapters, family=family, **fields):
+    given = {"num_stages": 2, "adapter": LoraConfig(**{"r": 4, **fields})}
+    act = functools.partial(terapipe_ds.from_config, config_of(family), **given)
+    for kind, message in rank_pool(2).run(engines.raised_by, act=act):
         assert kind == "ModelRefusedError" and text in message
 
 

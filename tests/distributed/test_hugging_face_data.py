@@ -11,16 +11,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import (
-    DataCollatorForLanguageModeling,
-    DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
-    DataCollatorWithPadding,
-    PreTrainedTokenizerFast,
-)
 
 import terapipe_ds
 from tests.distributed import engines
@@ -45,7 +39,7 @@ def tokenizer(side: str = "right") -> Any:
     known = {f"w{i}": i for i in range(VOCAB_SIZE - 1)} | {"[PAD]": VOCAB_SIZE - 1}
     words = Tokenizer(models.WordLevel(known, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side=side)
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", padding_side=side)
     made.model_input_names = ["input_ids", "attention_mask"]
     return made
 
@@ -63,18 +57,18 @@ def with_prompts(samples: Sequence[dict[str, list[int]]]) -> list[dict[str, list
 
 
 def language_modeling(samples: Sequence[Any]) -> Batch:
-    return DataCollatorForLanguageModeling(tokenizer(), mlm=False)(list(samples))
+    return transformers.DataCollatorForLanguageModeling(tokenizer(), mlm=False)(list(samples))
 
 
 def padded(samples: Sequence[Any]) -> Batch:
     """Pad the texts, and make int32 labels of the result; labels of padding do not count."""
-    batch = DataCollatorWithPadding(tokenizer())(list(samples))
+    batch = transformers.DataCollatorWithPadding(tokenizer())(list(samples))
     batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100).int()
     return batch
 
 
 def to_sequences(samples: Sequence[Any]) -> Batch:
-    return DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=4)(with_prompts(samples))
+    return transformers.DataCollatorForSeq2Seq(tokenizer(), pad_to_multiple_of=4)(with_prompts(samples))
 
 
 def shifted_before(samples: Sequence[Any]) -> Batch:
@@ -85,7 +79,7 @@ def shifted_before(samples: Sequence[Any]) -> Batch:
 
 
 def flattened(samples: Sequence[Any], **options: Any) -> Batch:
-    return DataCollatorWithFlattening(**options)(with_prompts(samples))
+    return transformers.DataCollatorWithFlattening(**options)(with_prompts(samples))
 
 
 def with_all_edges(samples: Sequence[Any]) -> Batch:

@@ -11,7 +11,7 @@ import terapipe_ds
 from tests.distributed import engines
 from tests.distributed.cases import relative_error, worst_error
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import batches, engine_of, refusal_of_fields, ways_of
+from tests.distributed.hugging_face_jobs import batches, engine_of, refusal_of, ways_of
 from tests.hugging_face_families import VOCAB_SIZE, config_of
 
 DROPPING: dict[str, dict[str, float]] = {
@@ -61,5 +61,5 @@ def test_a_recomputed_forward_drops_the_same(family: str, checkpointing: str) ->
 
 
 def test_layers_that_are_dropped_whole_are_refused() -> None:
-    for kind, text in rank_pool(2).run(refusal_of_fields, family="opt", fields={"layerdrop": 0.1}):
+    for kind, text in rank_pool(2).run(refusal_of, family="opt", layerdrop=0.1):
         assert kind == "ModelRefusedError" and "layerdrop is 0.1" in text and "Set it to 0" in text

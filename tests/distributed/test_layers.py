@@ -118,12 +118,6 @@ def layers_with_a_head_ahead(ahead: int) -> list[Any]:
     return [*engines.gpt_layers()[:-2], mixer, LayerSpec(DoubleAhead, ahead)]
 
 
-def train_ahead(ahead: int, **section: Any) -> dict[str, float]:
-    """Return the largest errors of a training in slices."""
-    layers = functools.partial(layers_with_a_head_ahead, ahead)
-    return errors_of(layers, engines.section(**section), loss_fn=AheadLoss(ahead))
-
-
 def errors_of(layers: Callable[[], list[Any]], terapipe: dict[str, Any], **options: Any) -> dict[str, float]:
     """Return the largest errors on this rank against the stock engine, which has one stage and so knows all losses."""
     data, options = engines.batches(2), {"module_class": DrawnModule, **options}
@@ -134,7 +128,8 @@ def errors_of(layers: Callable[[], list[Any]], terapipe: dict[str, Any], **optio
 @pytest.mark.parametrize("schedule", ["seq1f1b-zb", "zbv"])
 def test_a_head_ahead_equals_the_stock_engine(schedule: str) -> None:
     """The second slice is shorter than the head looks ahead."""
-    errors = rank_pool(2).run(train_ahead, ahead=3, schedule=schedule, slices=[9, 2, 12])
+    given = {"layers": functools.partial(layers_with_a_head_ahead, 3), "loss_fn": AheadLoss(3)}
+    errors = rank_pool(2).run(errors_of, terapipe=engines.section(schedule=schedule, slices=[9, 2, 12]), **given)
     assert not engines.violations(errors)
 
 
@@ -145,14 +140,10 @@ class LooksAhead(nn.Module):
         return hidden + hidden.roll(-1, 1)
 
 
-def refusal_of_a_shift_to_the_left() -> tuple[str, str]:
-    first, *others = engines.gpt_layers()
-    with engines.engine_of([first, LayerSpec(LooksAhead), *others], engines.section()) as engine:
-        return engines.step_error(engine)
-
-
 def test_a_head_that_needs_later_tokens_is_refused() -> None:
-    kind, text = engines.of_rank_0(rank_pool(2).run(refusal_of_a_shift_to_the_left))
+    first, *others = engines.gpt_layers()
+    given = {"layers": [first, LayerSpec(LooksAhead), *others], "terapipe": engines.section()}
+    kind, text = engines.of_rank_0(rank_pool(2).run(engines.first_step_error, **given))
     assert kind == "VerifyError" and "layer 1 (LooksAhead)" in text and "early outputs change with later" in text
 
 
@@ -204,15 +195,10 @@ def layers_with_states() -> list[Any]:
     return [first, *mixers, norm, head]
 
 
-def train_with_measured_slices(folder: str) -> dict[str, float]:
-    """Return the largest errors of a training whose slices are planned from costs measured in place."""
-    planned = engines.section(slices="auto", granularity_tokens=4, planner={"cache_dir": folder})
-    return errors_of(layers_with_states, planned)
-
-
 def test_a_measured_profile_knows_the_bytes_of_states_and_windows(tmp_path: Path) -> None:
     """Probes run slices whose prefix never ran, and leave nothing behind for the training that follows."""
-    errors = rank_pool(2).run(train_with_measured_slices, folder=str(tmp_path))
+    planned = engines.section(slices="auto", granularity_tokens=4, planner={"cache_dir": str(tmp_path)})
+    errors = rank_pool(2).run(errors_of, layers=layers_with_states, terapipe=planned)
     assert not engines.violations(errors)
     (file,) = tmp_path.glob("profile-*.json")
     rows, recurrent, convolution = 2, 4 * 4 * 4 * 8, 3 * 16 * 8  # bytes: heads * D * D or taps * width, in fp64

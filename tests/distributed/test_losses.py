@@ -40,6 +40,7 @@ from tests.distributed.engines import (
 )
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import draw_weights
+from tests.small_models import tuples
 
 HIDDEN = 16
 
@@ -57,23 +58,8 @@ def with_tied_head() -> list[Any]:
     return [first, *gpt_layers()[1:-1], last]
 
 
-def with_other_head() -> list[Any]:
-    return [*gpt_layers()[:-1], LayerSpec(DoublingLinear)]
-
-
 def with_frozen_layers() -> list[Any]:
-    return [*(LayerSpec(Frozen, spec) for spec in gpt_layers()[:-1]), *with_head()[-1:]]
-
-
-class Frozen(nn.Module):
-    """A layer without gradients."""
-
-    def __init__(self, spec: LayerSpec) -> None:
-        super().__init__()
-        self.layer = spec.build().requires_grad_(False)
-
-    def forward(self, inputs: Any) -> Any:
-        return self.layer(inputs)
+    return [*(LayerSpec(tuples.Frozen, spec) for spec in gpt_layers()[:-1]), *with_head()[-1:]]
 
 
 class DoublingLinear(nn.Linear):
@@ -120,7 +106,7 @@ JOBS = {
     "offloaded": Job(terapipe={"offload_activations": True}),
     "a head alone on the last stage": Job(terapipe={"partition": [0, 6, 7]}, engine={"wall_clock_breakdown": True}),
     "frozen layers before the head": Job(with_frozen_layers),
-    "a layer of one's own": Job(with_other_head, keeps_logits=True),
+    "a layer of one's own": Job(lambda: [*gpt_layers()[:-1], LayerSpec(DoublingLinear)], keeps_logits=True),
 }
 
 

@@ -67,7 +67,6 @@ def compare(root: str, stages: int, terapipe: dict[str, Any], **given: int) -> t
 
 
 def refusal(root: str, stages: int, **changes: Any) -> str:
-    """Return the refusal on this rank."""
     try:
         trained(root, stages, section(**changes))
     except ValueError as error:

@@ -7,23 +7,19 @@ import pytest
 from terapipe_ds import SlicePlan
 from terapipe_ds.planner.orders.find import find_order
 from terapipe_ds.schedule import to_csv
+from tests.costs import CostsOf
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 LISTS = [[9, 8, 6], [engines.LENGTH], [4, 10, 9]]
 
 
-class Costs:
-    """Cost a part: a B takes twice as long as an F, half of it for W, and later tokens take longer."""
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return tokens * (1.0 + prefix / engines.LENGTH)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self.forward_s(tokens, prefix)
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return float(tokens)
+# A B takes twice as long as an F, half of it for W, and later tokens take longer.
+COSTS = CostsOf(
+    lambda tokens, prefix: tokens * (1.0 + prefix / engines.LENGTH),
+    lambda tokens, prefix: 2 * tokens * (1.0 + prefix / engines.LENGTH),
+    weight_s=lambda tokens, prefix: float(tokens),
+)
 
 
 def job_train(path: str, chunks: int) -> tuple[dict[str, float], list[str], str]:
@@ -39,7 +35,7 @@ def job_train(path: str, chunks: int) -> tuple[dict[str, float], list[str], str]
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_trains_as_the_stock_engine(chunks: int, tmp_path: Path) -> None:
-    found = find_order(Costs(), [SlicePlan(tuple(each)) for each in LISTS], 2, 3, chunks_per_stage=chunks).schedule
+    found = find_order(COSTS, [SlicePlan(tuple(each)) for each in LISTS], 2, 3, chunks_per_stage=chunks).schedule
     path = tmp_path / "order.csv"
     path.write_text(to_csv(found))
     ranks = rank_pool(2).run(job_train, path=str(path), chunks=chunks)

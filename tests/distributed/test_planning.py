@@ -50,7 +50,6 @@ def _with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:
 
 
 def on_ranks(ranks: int, job: Callable[..., Any], **options: Any) -> list[Any]:
-    """Return the results of ``job(**options)``, one for each rank."""
     return rank_pool(ranks).run(_with_few_rounds, job=job, **options)
 
 

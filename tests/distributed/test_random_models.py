@@ -173,7 +173,6 @@ def _cross_entropy(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
 
 
 def loss_of(case: Drawn) -> Any:
-    """Return `loss_fn`."""
     if case.loss == "temperature":
         return Temperature(case)
     options: dict[str, dict[str, Any]] = {
@@ -187,7 +186,6 @@ def loss_of(case: Drawn) -> Any:
 
 
 def layers_of(case: Drawn) -> list[Any]:
-    """Return the layers, as specs."""
     blocks = [LayerSpec(Block, case, index) for index in range(len(case.blocks))]
     return [LayerSpec(Embedding, case), *blocks, LayerSpec(Head, case)]
 
@@ -322,7 +320,6 @@ def verdict_of(seed: int) -> str:
 
 
 def verdicts(count: int, first: int = 0) -> Iterator[tuple[int, str]]:
-    """Yield the verdict of each case."""
     for seed in range(first, first + count):
         yield seed, verdict_of(seed)
 

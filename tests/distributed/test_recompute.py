@@ -293,20 +293,11 @@ def test_the_same_bits_with_half_of_the_kernels(name: str) -> None:
     assert not engines.violations([found["errors"] for found in ranks])
 
 
-def job_family() -> tuple[dict[str, float], list[str]]:
-    return train_family("llama", engines.section(slices=[7, 3, 6], recompute="full", keep_attention=True), wide=False)
-
-
 def test_a_llama_of_transformers_equals_the_whole_model() -> None:
     pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-    assert not engines.violations([errors for errors, _ in rank_pool(2).run(job_family)])
-
-
-def refusal(**changes: Any) -> tuple[str, str]:
-    module = engines.pipeline_module(engines.gpt_layers())
-    return engines.raised_by(
-        lambda: terapipe_ds.initialize(model=module, config=engines.config(terapipe=engines.section(**changes)))
-    )
+    section = engines.section(slices=[7, 3, 6], recompute="full", keep_attention=True)
+    ranks = rank_pool(2).run(train_family, family="llama", terapipe=section, wide=False)
+    assert not engines.violations([errors for errors, _ in ranks])
 
 
 @pytest.mark.parametrize(
@@ -318,5 +309,7 @@ def refusal(**changes: Any) -> tuple[str, str]:
     ],
 )
 def test_a_setting_without_effect_is_refused(changes: dict[str, Any], message: str) -> None:
-    for kind, text in rank_pool(2).run(refusal, keep_attention=True, **changes):
+    terapipe = engines.section(keep_attention=True, **changes)
+    act = functools.partial(engines.build, engines.gpt_layers(), terapipe)
+    for kind, text in rank_pool(2).run(engines.raised_by, act=act):
         assert kind == "TeraPipeConfigError" and message in text, text

@@ -1,5 +1,6 @@
 """Test that cut sequences refuse experts and captured attention; and the log of the first batch."""
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,13 +31,10 @@ class MixtureLayer(torch.nn.Module):
         return self.moe(hidden)[0]
 
 
-def _build_with_experts() -> tuple[str, str]:
-    layers = gpt_layers("float32")
-    return raised_by(lambda: build([*layers[:2], LayerSpec(MixtureLayer), *layers[2:]], section(), stages=1))
-
-
 def test_experts_with_capacity_are_refused() -> None:
-    [(kind, message)] = rank_pool(1).run(_build_with_experts)
+    layers = gpt_layers("float32")
+    layers.insert(2, LayerSpec(MixtureLayer))
+    [(kind, message)] = rank_pool(1).run(raised_by, act=functools.partial(build, layers, section(), stages=1))
     assert kind == "TeraPipeConfigError" and "deepspeed.moe" in message and "terapipe.enabled" in message
 
 

@@ -1,7 +1,9 @@
 """Test executed strategies: the placement on machines, the section's values from the file, the refusals."""
 
 import contextlib
+import functools
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +45,26 @@ def ds_config_of(path: str, *without: str, section: dict[str, Any] | None = None
     return {key: value for key, value in whole.items() if key not in without}
 
 
-def engine_by(path: str, *without: str, layers: dict[str, Any] | None = None, **changes: Any) -> Any:
+@contextlib.contextmanager
+def engine_by(path: str | None, *without: str, layers: dict[str, Any] | None = None, **changes: Any) -> Iterator[Any]:
+    """Yield an engine by the strategy in a file; None: DeepSpeed's own engine on the topology that it makes."""
+    made = engines.gpt_layers(**(layers or {}))
+    if path is None:
+        with engines.engine_of(made, None, **changes) as engine:
+            yield engine
+        return
     topology = terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text()))
-    module = engines.pipeline_module(engines.gpt_layers(**(layers or {})), None, topology=topology)
+    module = engines.pipeline_module(made, None, topology=topology)
     engine = terapipe_ds.initialize(model=module, config=ds_config_of(path, *without, **changes))[0]
     engines.reduce_in_fp64(engine)
-    return engine
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def place_of(engine: Any) -> Place:
+    return engine.stage_id, engine.grid.get_data_parallel_id()
 
 
 def data_of(engine: Any, steps: int = 2) -> list[Any]:
@@ -63,24 +79,22 @@ SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 def job_placed(
     path: str, layers: dict[str, Any], **changes: Any
 ) -> tuple[Place, engines.Run, list[int], dict[str, Any]]:
-    engine = engine_by(path, *SIZES, layers=layers, **changes)
-    place = engine.stage_id, engine.grid.get_data_parallel_id()
-    settled = {
-        "sizes": (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
-        "parts": list(engine.module.parts),
-        "schedule": engine.terapipe_config.schedule,
-        "recomputes": engine.module.activation_checkpoint_interval,
-        "topology": {(at.pipe, at.data, at.model): r for at, r in engine.module.topology().mapping.items()},
-    }
-    run, pipeline = engines.train(engine, data_of(engine)), list(engine.grid.pp_group)
-    settled["slices"] = list(engine.slice_plan(engines.LENGTH).lengths)
-    engine.destroy()
-    return place, run, pipeline, settled
+    with engine_by(path, *SIZES, layers=layers, **changes) as engine:
+        settled = {
+            "sizes": (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()),
+            "parts": list(engine.module.parts),
+            "schedule": engine.terapipe_config.schedule,
+            "recomputes": engine.module.activation_checkpoint_interval,
+            "topology": {(at.pipe, at.data, at.model): r for at, r in engine.module.topology().mapping.items()},
+        }
+        run, pipeline = engines.train(engine, data_of(engine)), list(engine.grid.pp_group)
+        settled["slices"] = list(engine.slice_plan(engines.LENGTH).lengths)
+        return place_of(engine), run, pipeline, settled
 
 
 def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, engines.Run]:
-    with engines.engine_of(engines.gpt_layers(**layers), None, stages=2, **changes) as engine:
-        return (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine))
+    with engine_by(None, layers=layers, **changes) as engine:
+        return place_of(engine), engines.train(engine, data_of(engine))
 
 
 def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, engines.Run]:
@@ -142,7 +156,7 @@ def job_as_written(text: str) -> tuple[Place, engines.Run]:
     written_config = {key: value for key, value in strategy.to_deepspeed().items() if key != "optimizer"}
     engine = terapipe_ds.initialize(model=module, config=engines.config(**written_config))[0]
     engines.reduce_in_fp64(engine)
-    place, run = (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine))
+    place, run = place_of(engine), engines.train(engine, data_of(engine))
     engine.destroy()
     return place, run
 
@@ -184,32 +198,16 @@ def test_a_model_of_hugging_face_follows_a_strategy(tmp_path: Path) -> None:
     assert not engines.violations(errors) and places == ([0, 0], [1, 0], [0, 1], [1, 1])
 
 
-def job_save(path: str, folder: str) -> None:
-    engine = engine_by(path)
-    engines.train(engine, data_of(engine, 1))
-    engine.save_checkpoint(folder)
-    engine.destroy()
-
-
-def job_load(path: str, folder: str) -> tuple[Place, engines.Run]:
-    engine = engine_by(path)
-    engine.load_checkpoint(folder)
-    place = engine.stage_id, engine.grid.get_data_parallel_id()
-    run = engines.train(engine, data_of(engine)[1:])
-    engine.destroy()
-    return place, run
-
-
-def job_save_stock(folder: str) -> None:
-    with engines.engine_of(engines.gpt_layers(), None) as engine:
+def job_save(path: str | None, folder: str) -> None:
+    with engine_by(path) as engine:
         engines.train(engine, data_of(engine, 1))
         engine.save_checkpoint(folder)
 
 
-def job_load_stock(folder: str) -> tuple[Place, engines.Run]:
-    with engines.engine_of(engines.gpt_layers(), None) as engine:
+def job_load(path: str | None, folder: str) -> tuple[Place, engines.Run]:
+    with engine_by(path) as engine:
         engine.load_checkpoint(folder)
-        return (engine.stage_id, engine.grid.get_data_parallel_id()), engines.train(engine, data_of(engine)[1:])
+        return place_of(engine), engines.train(engine, data_of(engine)[1:])
 
 
 @pytest.mark.parametrize(("saved", "loaded"), [(PIPE_FIRST, DATA_FIRST), (None, DATA_FIRST), (DATA_FIRST, None)])
@@ -219,14 +217,8 @@ def test_a_checkpoint_goes_on_in_another_order_of_the_axes(
 ) -> None:
     """None is DeepSpeed's own engine on the topology that it makes, which has no model axis."""
     pool, folder = rank_pool(4), str(tmp_path / "checkpoint")
-    if saved is None:
-        pool.run(job_save_stock, folder=folder)
-    else:
-        pool.run(job_save, path=written(tmp_path, axes=list(saved)), folder=folder)
-    if loaded is None:
-        found = pool.run(job_load_stock, folder=folder)
-    else:
-        found = pool.run(job_load, path=written(tmp_path, axes=list(loaded)), folder=folder)
+    pool.run(job_save, path=written(tmp_path, axes=list(saved)) if saved else None, folder=folder)
+    found = pool.run(job_load, path=written(tmp_path, axes=list(loaded)) if loaded else None, folder=folder)
     stock = stock_runs({})
     for place, run in found:
         expected = stock[place[1]]
@@ -272,12 +264,8 @@ def test_a_run_of_something_else_is_refused_on_every_rank(
 
 
 def job_other_length(path: str) -> tuple[str, str]:
-    engine = engine_by(path)
-    (batch,) = engines.batches(1, length=engines.LENGTH - 1)
-    try:
-        return engines.raised_by(lambda: engine.train_batch(iter(batch)))
-    finally:
-        engine.destroy()
+    with engine_by(path) as engine:
+        return engines.step_error(engine, engines.batches(1, length=engines.LENGTH - 1)[0])
 
 
 def test_sequences_of_another_length_are_refused_on_every_rank(tmp_path: Path) -> None:
@@ -304,10 +292,7 @@ def test_ranks_that_read_different_files_are_told(tmp_path: Path) -> None:
         assert kind == "TeraPipeConfigError" and "the strategy's file: ranks [0, 1, 2]: checksum" in text, text
 
 
-def job_topology(path: str) -> tuple[str, str]:
-    return engines.raised_by(lambda: terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text())))
-
-
 def test_a_topology_for_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
-    for kind, text in rank_pool(2).run(job_topology, path=written(tmp_path)):
+    strategy = Strategy.from_json(Path(written(tmp_path)).read_text())
+    for kind, text in rank_pool(2).run(engines.raised_by, act=functools.partial(terapipe_ds.topology_of, strategy)):
         assert kind == "TeraPipeConfigError" and "for 4 ranks" in text and "the job has 2" in text

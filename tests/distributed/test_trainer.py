@@ -9,19 +9,10 @@ import pytest
 
 pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
+from tests.distributed import trainer_jobs
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_strategy_runs import written
 from tests.distributed.trainer_classes import refusals, train_by_plugin, without_section
-from tests.distributed.trainer_jobs import (
-    PipelineTrainer,
-    Trainer,
-    compare,
-    differences,
-    mean_of_step,
-    play_alone,
-    pushed,
-    sharded_by_rank,
-)
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 SAVE = {"save_strategy": "steps", "save_steps": 4}
@@ -77,7 +68,7 @@ def check_same(found: Mapping[str, Any], limit: float) -> None:
 
 @pytest.mark.parametrize("name", usual(USUAL, SETTINGS))
 def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
-    found = rank_pool(2).run(compare, given=SETTINGS[name], folder=str(tmp_path))[0]
+    found = rank_pool(2).run(trainer_jobs.compare, given=SETTINGS[name], folder=str(tmp_path))[0]
     check_same(found, 1e-12 if SETTINGS[name].get("fp64") else 1e-4)
     assert found["predictions"] <= 1e-5
 
@@ -97,12 +88,16 @@ UNDER_DEEPSPEED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", UNDER_DEEPSPEED)
 def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path) -> None:
     given = UNDER_DEEPSPEED[name]
-    stock = rank_pool(1).run(play_alone, given=given, folder=str(tmp_path / "one"), kind=Trainer)[0]
-    staged = rank_pool(2).run(play_alone, given=given, folder=str(tmp_path / "two"), kind=PipelineTrainer)[0]
+    stock = rank_pool(1).run(
+        trainer_jobs.play_alone, given=given, folder=str(tmp_path / "one"), kind=trainer_jobs.Trainer
+    )[0]
+    staged = rank_pool(2).run(
+        trainer_jobs.play_alone, given=given, folder=str(tmp_path / "two"), kind=trainer_jobs.PipelineTrainer
+    )[0]
     for log in (log for run in (stock, staged) for log in run["logs"]):
         log.pop("grad_norm", None)  # DeepSpeed alone does not keep it in fp32
     limit = 1e-2 if name == "bf16" else 1e-6
-    differ = differences(stock, staged)
+    differ = trainer_jobs.differences(stock, staged)
     assert differ["logs"] <= limit and differ["results"] <= limit, differ
     assert name == "bf16" or differ["weights"] <= 1e-4
 
@@ -111,7 +106,7 @@ def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path
 def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
     """One process accumulates over the micro-batches of both replicas."""
     setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}
-    found = rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0]
+    found = rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0]
     assert found["weights"] <= 1e-4 and found["logs"] <= 1e-6 and not found["events"] and found["ranks"], found
 
 
@@ -131,7 +126,7 @@ TENSOR_RANKS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", usual(("exact, saved and resumed",), TENSOR_RANKS))
 def test_stages_of_tensor_parallel_ranks_train_as_one_process(name: str, tmp_path: Path) -> None:
     setting = TENSOR_RANKS[name]
-    found = rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0]
+    found = rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0]
     check_same(found, 1e-12 if setting.get("fp64") else 1e-4)
 
 
@@ -144,20 +139,20 @@ def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
         "args": args,
         "ds": {"terapipe": {"enabled": True, "strategy": path, "granularity_tokens": 1}},
     }
-    check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+    check_same(rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0], 1e-4)
 
 
 def test_labels_of_a_step_weigh_alike_without_trainer() -> None:
-    for errors in rank_pool(4).run(mean_of_step):
+    for errors in rank_pool(4).run(trainer_jobs.mean_of_step):
         assert max(errors) <= 1e-10
 
 
 def test_sabotage_is_seen(tmp_path: Path) -> None:
     """A mean of means trains other weights, and stages with data of their own are an error."""
     means = {"fp64": True, "section": {"loss_reduction": "mean_valid"}}
-    errors = rank_pool(2).run(compare, given=means, folder=str(tmp_path / "means"))[0]
+    errors = rank_pool(2).run(trainer_jobs.compare, given=means, folder=str(tmp_path / "means"))[0]
     assert errors["weights"] > 1e-3 and errors["logs"] > 1e-4
-    for text in rank_pool(2).run(sharded_by_rank, folder=str(tmp_path / "shards")):
+    for text in rank_pool(2).run(trainer_jobs.sharded_by_rank, folder=str(tmp_path / "shards")):
         assert "the stages of a pipeline disagree on the token ids" in text
 
 
@@ -180,7 +175,7 @@ def test_without_a_section_the_mixin_does_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_hub_gets_the_model_from_one_rank(tmp_path: Path) -> None:
-    first, second = rank_pool(2).run(pushed, folder=str(tmp_path))
+    first, second = rank_pool(2).run(trainer_jobs.pushed, folder=str(tmp_path))
     assert second == [] and len(first) == 2
     wanted = {"config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "README.md"}
     assert all(wanted - {"README.md"} <= files for files in first) and wanted <= set().union(*first)
@@ -190,5 +185,5 @@ def test_the_hub_gets_the_model_from_one_rank(tmp_path: Path) -> None:
 def test_dropout_and_lengths_leave_stages_with_the_same_data(tmp_path: Path) -> None:
     """Stages draw other numbers for dropout, and the same ones for the order of the data."""
     setting = {"model": {"attention_dropout": 0.3}}
-    found = rank_pool(2).run(compare, given=setting, folder=str(tmp_path))[0]
+    found = rank_pool(2).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0]
     assert found["ranks"] and 1e-4 < found["logs"] < 1.0 and not found["events"]

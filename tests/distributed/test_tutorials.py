@@ -24,12 +24,8 @@ def program(name: str) -> dict[str, Any]:
     return names
 
 
-def losses_of_my_model() -> list[float]:
-    return program("pipeline_module")["train"](20)
-
-
-def losses_of_a_llama(folder: str) -> list[float]:
-    return program("hugging_face")["train"](20, folder)
+def losses_of(name: str, *, folder: list[str]) -> list[float]:
+    return program(name)["train"](20, *folder)
 
 
 def run_same_as_whole() -> None:
@@ -50,14 +46,14 @@ def test_programs_without_ranks(name: str) -> None:
 
 
 def test_my_pipeline_module_learns_to_count() -> None:
-    for losses in rank_pool(2).run(losses_of_my_model):
+    for losses in rank_pool(2).run(losses_of, name="pipeline_module", folder=[]):
         assert falls(losses), losses
 
 
 @pytest.mark.full
 def test_a_llama_learns_to_count(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-    for losses in rank_pool(2).run(losses_of_a_llama, folder=str(tmp_path)):
+    for losses in rank_pool(2).run(losses_of, name="hugging_face", folder=[str(tmp_path)]):
         assert falls(losses), losses
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path).config.num_hidden_layers == 2
 

@@ -4,16 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.engines import (
-    batches,
-    differences,
-    engine_of,
-    of_rank_0,
-    run_training,
-    section,
-    step_error,
-    violations,
-)
+from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.small_models.unmodified import layers_of
 
@@ -25,9 +16,11 @@ def job_equal(block: str, interval: int, changes: dict[str, Any]) -> dict[str, f
     whole = {
         "seed_layers": True
     }  # the stock engine, which drops what a recomputed embedding learns, recomputes nothing
-    ours = run_training(lambda: layers_of(block), section(slices=list(UNEVEN), **changes), batches(2), module=module)
-    stock = run_training(lambda: layers_of(block), None, batches(2), module=whole, stages=1)
-    return differences(ours, stock)
+    ours = engines.run_training(
+        lambda: layers_of(block), engines.section(slices=list(UNEVEN), **changes), engines.batches(2), module=module
+    )
+    stock = engines.run_training(lambda: layers_of(block), None, engines.batches(2), module=whole, stages=1)
+    return engines.differences(ours, stock)
 
 
 @pytest.mark.sample(3)
@@ -43,22 +36,24 @@ def job_equal(block: str, interval: int, changes: dict[str, Any]) -> dict[str, f
 )
 def test_equal_to_stock(block: str, interval: int, changes: dict[str, Any]) -> None:
     errors = rank_pool(2).run(job_equal, block=block, interval=interval, changes=changes)
-    assert not violations(errors)
+    assert not engines.violations(errors)
 
 
 def job_refused(from_slice: bool, changes: dict[str, Any]) -> tuple[str, str, int]:
-    with engine_of(layers_of("sdpa", from_slice), section(**changes)) as engine:
-        return *step_error(engine), engine.global_steps
+    with engines.engine_of(layers_of("sdpa", from_slice), engines.section(**changes)) as engine:
+        return *engines.step_error(engine), engine.global_steps
 
 
 def test_positions_from_zero_are_named_before_the_first_step() -> None:
     told = rank_pool(2).run(job_refused, from_slice=False, changes={})
-    _, text, _ = of_rank_0(told)
+    _, text, _ = engines.of_rank_0(told)
     assert [steps for _, _, steps in told] == [0, 0]
     assert "\n  layer 1 (Positions): output of tokens 8.. differs" in text
     assert "positions start at `active_slice().start`" in text and "layer 2" not in text
 
 
 def test_explicit_refuses_the_call() -> None:
-    kind, text, steps = of_rank_0(rank_pool(2).run(job_refused, from_slice=True, changes={"attention": "explicit"}))
+    kind, text, steps = engines.of_rank_0(
+        rank_pool(2).run(job_refused, from_slice=True, changes={"attention": "explicit"})
+    )
     assert (kind, steps) == ("VerifyError", 0) and "layer 2 (Block): raised PlainAttentionError" in text

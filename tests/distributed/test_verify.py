@@ -30,12 +30,6 @@ def with_fault(fault: str) -> list[Any]:
     return [*layers[:4], LayerSpec(getattr(faulty, fault)), *layers[4:]]
 
 
-def fault_of(fault: str) -> tuple[str, str]:
-    """Return the type and the text of the error, on each rank."""
-    with engines.engine_of(with_fault(fault), VERIFY) as engine:
-        return engines.step_error(engine)
-
-
 def mutated_weights() -> tuple[str, str]:
     """Return the same if the engine weighs the slices' losses alike; labels are masked."""
     with FAULTS["unweighted_losses"].broken(), engines.engine_of(engines.gpt_layers(), VERIFY) as engine:
@@ -103,7 +97,7 @@ class TestTwoRanks:
 
     @pytest.mark.parametrize("fault", ["HiddenPlainAttention", "WrongOwnBackward"])
     def test_every_rank_names_the_layer(self, fault: str) -> None:
-        text = one(rank_pool(2).run(fault_of, fault=fault))
+        text = one(rank_pool(2).run(engines.first_step_error, layers=with_fault(fault), terapipe=VERIFY))
         assert text.startswith(
             "verify: 3 slices (9 + 5 + 9) of a sequence of 23 tokens do not give what the whole sequence gives:\n"
             f"  layer 4 ({fault}): "

@@ -13,17 +13,9 @@ from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArgumen
 from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin
+from tests.distributed import trainer_jobs
 from tests.distributed.sft_jobs import tokenizer
 from tests.distributed.sft_jobs import trainer_of as sft_trainer_of
-from tests.distributed.trainer_jobs import (
-    PipelineTrainer,
-    deepspeed_of,
-    model_of,
-    play,
-    refusal,
-    setting_of,
-    trainer_of,
-)
 
 
 class Delegating(Trainer):
@@ -49,6 +41,11 @@ class OwnStep(Trainer):
         return self.compute_loss(model, inputs)
 
 
+class OwnSave(Trainer):
+    def save_model(self, *args: Any, **kwargs: Any) -> None:
+        super().save_model(*args, **kwargs)
+
+
 class GKDTrainer(trl.SFTTrainer):
     __module__ = "trl.experimental.gkd.gkd_trainer"
 
@@ -69,26 +66,26 @@ def of_trl(name: str) -> Any:
 
     def make(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
         args = getattr(trl, f"{name}Config")(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False)
-        return over_stages(getattr(trl, f"{name}Trainer"))(model=model_of(setting), args=args)
+        return over_stages(getattr(trl, f"{name}Trainer"))(model=trainer_jobs.model_of(setting), args=args)
 
     return make
 
 
 def by_position(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
     args = trl.SFTConfig(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False, torch_compile=True)
-    return over_stages(ByPosition)(model_of(setting), print, args)
+    return over_stages(ByPosition)(trainer_jobs.model_of(setting), print, args)
 
 
 def generating(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
     options = {"use_cpu": True, "report_to": [], "predict_with_generate": True}
     args = Seq2SeqTrainingArguments(folder, deepspeed=deepspeed, **options)
-    return PipelineTrainer(model=model_of(setting), args=args)
+    return trainer_jobs.PipelineTrainer(model=trainer_jobs.model_of(setting), args=args)
 
 
 def smoothing(*given: Any) -> Any:
     """Make a Trainer as in older versions of transformers."""
     with mock.patch.object(LabelSmoother, "__call__", lambda self, outputs, labels, shift_labels=False: None):
-        return trainer_of(*given)
+        return trainer_jobs.trainer_of(*given)
 
 
 def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
@@ -96,7 +93,7 @@ def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any)
     texts = tokenizer()
     texts.padding_side = "left"
     collator = DataCollatorForLanguageModeling(texts, mlm=False)
-    return PipelineTrainer(model=model_of(setting), args=args, data_collator=collator)
+    return trainer_jobs.PipelineTrainer(model=trainer_jobs.model_of(setting), args=args, data_collator=collator)
 
 
 def refusals(folder: str) -> dict[str, str]:
@@ -112,7 +109,7 @@ def refusals(folder: str) -> dict[str, str]:
     jobs: dict[str, dict[str, Any]] = {
         "neftune_noise_alpha: NEFTune": of_args(neftune_noise_alpha=5),
         "auto_find_batch_size: an error": of_args(auto_find_batch_size=True),
-        "average_tokens_across_devices=False": of_args(average_tokens_across_devices=False),
+        "average_tokens_across_devices: the labels": of_args(average_tokens_across_devices=False),
         "torch_compile: set": of_args(torch_compile=True),
         "bf16_full_eval: the engine": of_args(bf16_full_eval=True),
         "use_liger_kernel: Liger replaces": of_args(use_liger_kernel=True),
@@ -126,6 +123,7 @@ def refusals(folder: str) -> dict[str, str]:
         "model_init: stages are cut once": {"given": {}, "model_init": print},
         "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
         "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
+        "OwnSave.save_model: the stages save": {"given": {}, "kind": over_stages(OwnSave)},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
@@ -135,7 +133,7 @@ def refusals(folder: str) -> dict[str, str]:
         **{f"{name}{whole}": {"given": {}, "make": of_trl(name)} for name in ("DPO", "KTO", "GRPO", "Reward")},
     }
     delegating: dict[str, dict[str, Any]] = {"": {"given": {}, "kind": over_stages(Delegating)}}
-    return {words: refusal(folder=folder, **job) for words, job in {**jobs, **delegating}.items()}
+    return {words: trainer_jobs.refusal(folder=folder, **job) for words, job in {**jobs, **delegating}.items()}
 
 
 class AxolotlTrainer(Delegating):
@@ -157,8 +155,8 @@ def train_by_plugin(page: str, folder: str) -> tuple[str, list[int]]:
         assert plugin.get_trainer_cls(types.SimpleNamespace(rl="dpo")) is None
         plugin.pre_model_load(options)
         kind = plugin.get_trainer_cls(options)
-    setting = setting_of({"args": {"max_steps": 2}})
-    played = play(kind, setting, folder, deepspeed_of(setting), trainer_of)
+    setting = trainer_jobs.setting_of({"args": {"max_steps": 2}})
+    played = trainer_jobs.play(kind, setting, folder, trainer_jobs.deepspeed_of(setting), trainer_jobs.trainer_of)
     return kind.__name__, [log["step"] for log in played["logs"]]
 
 
@@ -168,5 +166,5 @@ def _blocks(page: str) -> Iterator[str]:
 
 def without_section(folder: str) -> tuple[bool, bool]:
     """Return whether the mixin changes nothing of a Trainer without an enabled section."""
-    trainer = trainer_of(PipelineTrainer, setting_of({}), folder, None)
-    return trainer._stages is None, all(not parameter.is_meta for parameter in trainer.model.parameters())
+    trainer = trainer_jobs.trainer_of(trainer_jobs.PipelineTrainer, trainer_jobs.setting_of({}), folder, None)
+    return not hasattr(trainer, "_stages"), all(not parameter.is_meta for parameter in trainer.model.parameters())

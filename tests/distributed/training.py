@@ -74,7 +74,6 @@ def loss_function(reduction: str) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def loss_of(case: Case) -> Callable[..., Tensor]:
-    """Return `loss_fn` of a case."""
     return LossWithAdded() if "experts" in case.mixers else loss_function(case.loss_reduction)
 
 
@@ -315,7 +314,6 @@ class DoublingModule(DrawnModule):
 
 
 def _batches(case: Case, drawn: list[tuple[Any, Tensor]]) -> list[Any]:
-    """Return micro-batches in the form of the case."""
     if case.batch == "tuple":
         return list(drawn)
     return [dict_batches.of(case.batch, *rows, labels) for rows, labels in drawn]

@@ -66,29 +66,13 @@ VALUES = {  # by the metavar of the help
     "NAME_OR_JSON": [*FILES, *NAMES],
     "yes|no": ["yes", "no", "maybe", ""],
     '"ARGUMENTS"': [
-        "--lr 1e-3 --train-iters 9",
-        "--lr x",
-        "--lr",
-        "--x y",
-        "word",
-        "",
-        "--bf16=",
-        "'",
-        "$A --lr 1",
-        "--",
+        "--lr 1e-3 --train-iters 9", "--lr x", "--lr", "--x y", "word", "", "--bf16=", "'", "$A --lr 1", "--",
     ],
     "F[,B]": ["bf16", "int8,bf16", "fp8", "fp8,int8", ",bf16", "bf16,", ",", "fp64", "off"],
     "NAME=VALUE": [
-        "policy=B",
-        "policy=C",
-        "max_live_slices=9",
-        "max_live_slices=0",
-        "max_live_slices=none",
-        "policy",
-        "=B",
-        "x=1",
+        "policy=B", "policy=C", "max_live_slices=9", "max_live_slices=0", "max_live_slices=none", "policy", "=B", "x=1",
     ],
-}
+}  # fmt: skip
 WRITTEN = {"out", "csv", "trace", "timeline", "as_json", "html", "perfetto"}
 FAST = dict.fromkeys(("stages", "sequence_length", "micro_batches"), NUMBERS[:8]) | {"granularity": NUMBERS[5:]}
 

@@ -48,14 +48,11 @@ STRATEGY = Strategy(
 )  # fmt: skip
 
 
-@files_of(
-    json.loads(STRATEGY.to_json()),
-    StrategyError,
-    lambda path: Strategy.from_json(path.read_bytes()),
-    200,
-    5000,
-    named=False,
-)
+def read_strategy(path: Path) -> Strategy:
+    return Strategy.from_json(path.read_bytes())
+
+
+@files_of(json.loads(STRATEGY.to_json()), StrategyError, read_strategy, 200, 5000, named=False)
 def test_strategies(strategy: Strategy, data: bytes) -> None:
     document = no_key_twice(data)
     assert Strategy.from_json(strategy.to_json()) == strategy

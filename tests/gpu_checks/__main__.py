@@ -113,7 +113,6 @@ def problem_of(command: list[str], limit_s: float) -> str | None:
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Parse the options."""
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_checks", description=__doc__)
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all, in this order)")
     parser.add_argument("--out", type=Path, help="folder (default: out/gpu-checks, of dry runs out/gpu-checks-dry-run)")

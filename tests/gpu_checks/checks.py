@@ -55,7 +55,6 @@ def at_most(name: str, value: float, limit: float) -> Check:
 
 
 def equal(name: str, value: str, wanted: str) -> Check:
-    """Return a check of a text that must be `wanted`."""
     return Check(name, value, wanted, value == wanted)
 
 

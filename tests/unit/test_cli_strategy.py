@@ -198,8 +198,19 @@ def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str]
     path.write_text(other.model_copy(update={"predicted_s": 1.0}).to_json())
     lines = shown(capsys, "strategy", *SMALL, *LENGTH, "--against", str(path)).splitlines()
     assert f"{other.predicted_s / best.predicted_s:.3f}x" in lines[-1] and f"{other.predicted_s:.4g} s" in lines[-1]
+    assert as_json(capsys, *SMALL, *LENGTH, "--against", str(path))["against"]["predicted_s"] == other.predicted_s
+    words = (*SMALL[:-1], "16", *LENGTH, "--against", str(path))
+    assert "its step has 8 sequences" in refused(capsys, *words) and SMALL[-2] == "--global-batch"
     words = ("--devices", "2", *SMALL[6:], *LENGTH, "--against", str(path))
     assert "is for 4 devices, the cluster has 2" in refused(capsys, *SMALL[:4], *words)
+
+
+def test_many_stages_have_a_range_of_peaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("terapipe_ds.commands.strategy._STAGES_SHOWN", 2)
+    fixed = ("--stages", "4", "--time-limit", "60")
+    peaks = as_json(capsys, *SMALL, *LENGTH, *fixed)["strategy"]["memory_bytes"]
+    least, most = (f"{of(peaks) / 2**30:.2f}" for of in (min, max))
+    assert f"memory      {least} to {most} GiB by stage;" in shown(capsys, "strategy", *SMALL, *LENGTH, *fixed)
 
 
 def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -210,6 +221,8 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
     assert of_file["strategy"]["predicted_s"] == shipped["strategy"]["predicted_s"]
     path.write_text(json.dumps(known | {"memory_bytes": -1}))
     assert "memory_bytes" in refused(capsys, *words)
+    path.write_text(json.dumps({"name": "mine"}))
+    assert "the card lacks title, peak_flops, memory_bandwidth" in refused(capsys, *words)
     assert "No such file" in refused(capsys, "--model", "mini", "--device", "none.json", *SMALL[4:], *LENGTH)
 
 

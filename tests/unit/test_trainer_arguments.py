@@ -1,6 +1,8 @@
 """Arguments of Trainers over stages, in one process."""
 
 import contextlib
+import dataclasses
+import importlib
 import types
 from pathlib import Path
 from typing import Any
@@ -10,12 +12,13 @@ import torch
 
 pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.devices import device_card
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin
-from terapipe_ds.integrations.trainer.refusals import outer_arguments
+from terapipe_ds.integrations.trainer.refusals import _REFUSED_ARGS, _of_args, _of_given, outer_arguments
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config
 from terapipe_ds.integrations.trainer.token_loss import TokenLoss
 from terapipe_ds.models.hugging_face import ModelRefusedError
@@ -71,8 +74,10 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Trainer, "_inner_training_loop", lambda self: None)
     loss = TokenLoss(keeps_sums=True)
     loss._sums[0].append(torch.ones(3))
+    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
     fields = {"_stages": without_start(Stages, _loss=loss), "_waiting": [(1, 2)], "_renew_config": lambda: None}
-    without_start(OtherOrder, **fields)._inner_training_loop()
+    without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
     assert loss.take_sums() == {} and not fields["_waiting"]
 
 
@@ -96,3 +101,124 @@ def test_a_strategy_has_the_number_of_stages(tmp_path: Path) -> None:
         assert stages._wanted_topology().get_dim("pipe") == 2
     with pytest.raises(TeraPipeConfigError, match=r"pipeline.stages = 4, .* has 2: leave out pipeline.stages"):
         without_start(Stages, _raw={"pipeline": {"stages": 4}}, section=section)._wanted_topology()
+
+
+# All arguments of Trainer and SFTTrainer, so that none is ignored. These mean with stages what they mean without.
+SAME = """
+output_dir save_strategy save_steps save_total_limit save_only_model push_to_hub hub_token hub_private_repo hub_model_id
+hub_strategy hub_always_push hub_revision load_best_model_at_end metric_for_best_model greater_is_better
+ignore_data_skip restore_callback_states_from_checkpoint
+per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps
+optim optim_args optim_target_modules weight_decay adam_beta1 adam_beta2 adam_epsilon gradient_accumulation_steps
+max_grad_norm label_smoothing_factor bf16 fp16 tf32 use_cpu use_cache deepspeed full_determinism seed data_seed
+gradient_checkpointing gradient_checkpointing_kwargs activation_checkpointing activation_checkpointing_kwargs
+logging_strategy logging_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
+include_num_input_tokens_seen disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+trackio_static_space_id skip_memory_metrics
+eval_strategy eval_steps eval_delay per_device_eval_batch_size prediction_loss_only eval_on_start eval_do_concat_batches
+eval_accumulation_steps include_for_metrics batch_eval_metrics label_names
+accelerator_config dataloader_drop_last dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
+dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns
+train_sampling_strategy length_column_name
+model_init_kwargs trust_remote_code router_aux_loss_coef chat_template_path dataset_text_field dataset_kwargs
+dataset_num_proc eos_token pad_token max_length truncation_mode shuffle_dataset packing packing_strategy padding_free
+pad_to_multiple_of eval_packing completion_only_loss assistant_only_loss loss_type
+"""
+WITHOUT_EFFECT = {
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph": "DeepSpeed reduces",
+    "ddp_backend ddp_timeout local_rank": "the processes are connected before the Trainer is made",
+    "fsdp fsdp_config": "Trainer refuses them beside DeepSpeed",
+    "torch_compile_backend torch_compile_mode": "they set torch_compile, which is refused",
+    "liger_kernel_config": "it needs use_liger_kernel, which is refused",
+    "do_train do_eval do_predict resume_from_checkpoint": "scripts read them, and Trainer does not",
+}
+
+
+@pytest.mark.skipif(IS_4, reason="the arguments of transformers 5")
+def test_each_argument_is_served_or_refused_by_name() -> None:
+    kinds = [TrainingArguments]
+    with contextlib.suppress(ImportError):
+        kinds.append(importlib.import_module("trl").SFTConfig)
+    served = [*SAME.split(), *" ".join(WITHOUT_EFFECT).split()]
+    for kind in kinds:
+        args = kind("folder", use_cpu=True, report_to=[], bf16=False)
+        names = {field.name for field in dataclasses.fields(kind)}
+        assert not names - {*served, *_REFUSED_ARGS} and not {*served} & {*_REFUSED_ARGS}
+        assert _of_args(args, {}) == []
+        for name in names & {*_REFUSED_ARGS}:
+            kept = getattr(args, name)
+            setattr(args, name, not kept)
+            assert [problem.split(": ")[0] for problem in _of_args(args, {})] == [name]
+            setattr(args, name, kept)
+
+
+@pytest.mark.parametrize(
+    ("args", "ds_config", "problem"),
+    [
+        ({"label_names": ["labels"]}, {}, ""),
+        ({"label_names": []}, {}, "label_names=[]: "),
+        ({"optim": "schedule_free_adamw"}, {}, "optim=schedule_free_adamw: "),
+        ({"optim": "adafactor"}, {"zero_optimization": {"stage": 0}}, ""),
+        ({"optim": "adafactor"}, {"zero_optimization": {"stage": 1}}, "optim=adafactor: "),
+        ({"optim": "adafactor", "bf16": True}, {}, "optim=adafactor: "),
+    ],
+)
+def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
+    problems = _of_args(TrainingArguments("folder", use_cpu=True, report_to=[], **args), ds_config)
+    assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)
+
+
+def test_a_template_that_resizes_needs_a_model_in_memory() -> None:
+    for template, model, count in (("a/model", "a/model", 1), ("a.jinja", "a/model", 0), ("a/model", object(), 0)):
+        args = types.SimpleNamespace(chat_template_path=template)
+        problems = _of_given({"args": args, "model": model})
+        assert len(problems) == count and "; ".join(problems).startswith("chat_template_path=a/model: " * count)
+
+
+def test_code_of_a_model_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(mixin, "is_sft", lambda kind: True)
+    args = types.SimpleNamespace(model_init_kwargs=None, trust_remote_code=True)
+    with pytest.raises(TypeError, match="trust_remote_code is no argument .* code from a hub is not run"):
+        without_start(OtherOrder)._with_skeleton({"args": args, "model": "a/model"})
+
+
+def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixin, "DeepSpeedOptimizerWrapper", lambda optimizer: optimizer)  # it needs an accelerator
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    stages = without_start(Stages, engine=types.SimpleNamespace(optimizer=optimizer))
+    trainer = without_start(OtherOrder, _stages=stages, optimizer=None)
+    torch.optim.lr_scheduler.LambdaLR(trainer.create_optimizer(), lambda step: 0.5)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(Trainer, "_inner_training_loop", lambda self: "trained")
+    model, module = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
+    module.checkpoint_names = dict  # type: ignore[assignment]
+    stages = without_start(Stages, module=module, _loss=None)
+    fields = {"_stages": stages, "model": model, "_waiting": [], "_renew_config": lambda: None}
+    trainer = without_start(OtherOrder, **fields)
+    assert trainer._inner_training_loop() == "trained"
+    model.bias.requires_grad_(False)
+    with pytest.raises(ModelRefusedError, match="requires_grad of bias has changed since the Trainer was built"):
+        trainer._inner_training_loop()
+
+
+def test_an_optimizer_has_the_weights_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stages, "lay_out", lambda self, config: None)
+    stages = without_start(Stages, _raw={}, module=torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters())
+    with pytest.raises(ModelRefusedError, match=r"let it call super\(\).create_optimizer"):
+        stages.start({}, optimizer)
+
+
+def test_labels_at_padding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer counts and trains them, and stages do neither."""
+    monkeypatch.setattr(Trainer, "_prepare_inputs", lambda self, inputs: inputs)
+    trainer = without_start(OtherOrder, _stages=None)
+    batch = {"labels": torch.tensor([[3, 4, -100]]), "attention_mask": torch.tensor([[1, 1, 0]])}
+    assert trainer._prepare_inputs(batch) is batch
+    with pytest.raises(BatchError, match="labels at padding"):
+        trainer._prepare_inputs({**batch, "labels": torch.tensor([[3, 4, 0]])})

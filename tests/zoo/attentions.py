@@ -190,8 +190,6 @@ layer(AFTER)(LearnedPositions=using(lambda it, x: x + it.table[torch.arange(x.si
 
 
 class PositionedEmbedding(Embedding, positions=(LONG, WIDTH, 11)):
-    """Add positions to the tokens."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens) + self.positions[torch.arange(tokens.size(1), device=tokens.device)]
 

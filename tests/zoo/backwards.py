@@ -1,13 +1,15 @@
 """Define layers whose backward or memory of earlier calls does not work per slice; experts that look at all tokens."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.distributed.engines import LENGTH, VOCAB_SIZE, MicroBatch, micro_batch
+from tests.distributed.engines import LENGTH, VOCAB_SIZE, micro_batch
 from tests.small_models.faulty import AddAuxiliary, GradientByTokens
 from tests.small_models.parts import WIDTH, Embedding, Head, Mlp, Weighted, cross_entropy, seeded, using
 from tests.zoo.members import ADDED, EARLY, ONE_VALUE, add, checkpointed, layer, stack, update
@@ -35,17 +37,13 @@ class NormalisedWeightGradient(Weighted, inner=(WIDTH, WIDTH, 101)):
         return x + (x @ self.inner).tanh()
 
 
-@layer("inner.parametrizations.weight.0._u")
-class SpectralNorm(nn.Module):
-    """Do one more step of the power iteration in each training call."""
+def with_spectral_norm() -> nn.Module:
+    """Return a layer that makes one more step of the power iteration in each training call."""
+    torch.manual_seed(3)
+    return spectral_norm(seeded(nn.Linear(WIDTH, WIDTH)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.inner = spectral_norm(seeded(nn.Linear(WIDTH, WIDTH)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+layer("inner.parametrizations.weight.0._u")(SpectralNorm=using(lambda it, x: x + it.inner(x), inner=with_spectral_norm))
 
 
 @layer(EARLY)
@@ -155,30 +153,15 @@ def loss_with_balance(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return cross_entropy(outputs[0], labels) + 0.1 * outputs[1]
 
 
-def masked_later(seed: int) -> MicroBatch:
-    """Return a micro-batch; all labels of the first one count."""
-    return micro_batch(seed, masked=seed != 0)
-
-
 class CarriedZ(Experts):
-    """Hand on the mean over the tokens of a call."""
+    """Hand on `joined` of the tokens' shares of a z-loss."""
+
+    def __init__(self, joined: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.joined = joined
 
     def forward(self, x: Tensor) -> Any:
-        return super().forward(x), (x @ self.router).logsumexp(-1).square().mean()
-
-
-class CarriedSum(Experts):
-    """Hand on a sum over the tokens of a call."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), (x @ self.router).logsumexp(-1).square().sum()
-
-
-class SharesHandedOn(Experts):
-    """Hand on each token's share of a z-loss."""
-
-    def forward(self, x: Tensor) -> Any:
-        return super().forward(x), (x @ self.router).logsumexp(-1).square()
+        return super().forward(x), self.joined((x @ self.router).logsumexp(-1).square())
 
 
 def loss_with_shares(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
@@ -186,23 +169,24 @@ def loss_with_shares(outputs: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
     return (each.sum() + outputs[1].sum()) / (2 * LENGTH)
 
 
-add("ZHandedOn", [Embedding, Mlp, CarriedZ, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)
+MEAN_HANDED_ON = [Embedding, Mlp, LayerSpec(CarriedZ, Tensor.mean), HeadBesideLoss]
+add("ZHandedOn", MEAN_HANDED_ON, ONE_VALUE, loss_fn=loss_with_balance)
 add(
     "ZHandedOn, labels later",
-    [Embedding, Mlp, CarriedZ, HeadBesideLoss],
+    MEAN_HANDED_ON,
     "loss_fn: the loss differs",
     loss_fn=loss_with_balance,
-    data=masked_later,
+    data=lambda seed: micro_batch(seed, masked=seed != 0),  # all labels of the first one count
 )
 add(
     "ZHandedOnAsTheLossIs",
-    [Embedding, Mlp, CarriedZ, HeadBesideLoss],
+    MEAN_HANDED_ON,
     loss_fn=lambda outputs, labels: (
         F.cross_entropy(outputs[0].flatten(0, 1), labels.flatten(), reduction="none").mean() + outputs[1]
     ),
     terapipe={"loss_reduction": "mean"},
 )
-for kind in (SharesHandedOn, CarriedSum):
-    handing_on = [Embedding, Mlp, kind, HeadBesideLoss]
-    add(kind.__name__, handing_on, loss_fn=loss_with_shares, terapipe={"loss_reduction": "sum"})
+for name, joined in (("SharesHandedOn", Tensor.clone), ("CarriedSum", Tensor.sum)):
+    handing_on = [Embedding, Mlp, LayerSpec(CarriedZ, joined), HeadBesideLoss]
+    add(name, handing_on, loss_fn=loss_with_shares, terapipe={"loss_reduction": "sum"})
 add("BalanceHandedOn", [Embedding, Mlp, CarriedLoss, HeadBesideLoss], ONE_VALUE, loss_fn=loss_with_balance)

@@ -25,6 +25,7 @@ from tests.small_models.parts import (
     sliced_attention,
     using,
 )
+from tests.small_models.tuples import Frozen
 from tests.zoo.attentions import SLICED, Sliced
 from tests.zoo.backwards import Experts
 from tests.zoo.members import ZOO, Member, add, adding, checkpointed, stack, update
@@ -83,8 +84,6 @@ class TwiceSliced(Sliced):
 
 @attention()
 class ParallelBlock(Sliced, mlp=Mlp):
-    """Run attention and feed-forward in parallel."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.mlp(F.layer_norm(x, (WIDTH,)))
 
@@ -199,11 +198,8 @@ add("BiasesInPlaceOffloaded", stack(BiasesInPlace, RowsInPlace), terapipe={"offl
 add("StateInPlace", [Embedding, Mlp, StateInPlace, Head])
 
 
-class SideScale(Weighted, side=(1, 60)):
-    """Compute x -> (x, one number); the number's gradient is a sum over all tokens that nearly cancels out."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return x, self.side.expand(1)
+SIDE = using(lambda it, x: (x, it.side.expand(1)), side=(1, 60))
+"""x -> (x, one number); the number's gradient is a sum over all tokens that nearly cancels out."""
 
 
 def scaled_by_side(it: Any, inputs: tuple[Tensor, Tensor]) -> Tensor:
@@ -213,7 +209,7 @@ def scaled_by_side(it: Any, inputs: tuple[Tensor, Tensor]) -> Tensor:
 
 add(
     "SideGradientCancelsInBf16",
-    [Embedding, SideScale, using(scaled_by_side, inner=lambda: nn.Linear(WIDTH, WIDTH)), Head],
+    [Embedding, SIDE, using(scaled_by_side, inner=lambda: nn.Linear(WIDTH, WIDTH)), Head],
     engine={"bf16": {"enabled": True}},
     limit=0.5,  # the rest of the cancelling gradient is mostly rounding
 )
@@ -232,6 +228,8 @@ beside()(
     ),
     # Attention of each token to learned slots: a softmax over keys that are no tokens.
     LearnedSlots=using(lambda it, x: x + scores_of(x, it.slots).softmax(-1) @ it.slots, slots=(6, WIDTH, 124)),
+    # The same weights for two layers, as ALBERT has them.
+    UsedTwice=using(lambda it, x: it.mlp(it.mlp(x)), mlp=Mlp),
     NormedWeights=using(lambda it, x: x + it.inner(x), inner=lambda: weight_norm(seeded(nn.Linear(WIDTH, WIDTH)))),
 )
 
@@ -320,12 +318,6 @@ whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granular
 # -- shared, frozen and otherwise treated weights --------------------------------------------------------------------
 
 
-class FrozenEmbedding(Embedding):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
 class SparseEmbedding(nn.Module):
     """Have a sparse gradient of the weight."""
 
@@ -341,14 +333,6 @@ class SparseEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.words(tokens.reshape(-1, 1)).view(*tokens.shape, -1) if self.bag else self.words(tokens)
-
-
-@beside()
-class UsedTwice(Mlp):
-    """Use the same weights for two layers, as ALBERT does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(super().forward(x))
 
 
 @beside()
@@ -370,32 +354,22 @@ class ScaledGradient(Mlp):
         return super().forward(x)
 
 
-def activation(x: Tensor) -> Tensor:
-    """Act as a layer that is a plain function."""
-    return F.softplus(x)
-
-
 TIED = TiedLayerSpec("words", Embedding), TiedLayerSpec("words", Embedding, forward_fn=lambda e, x: x @ e.weight.T)
 add("TiedEmbedding", [TIED[0], SLICED, Mlp, TIED[1]])
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
 for bag in (False, True):
     add(f"Sparse{'Bag' * bag or 'Embedding'}", [LayerSpec(SparseEmbedding, bag), *stack(SLICED)[1:]], engine=SGD)
-add("FrozenEmbedding", [FrozenEmbedding, *stack(SLICED)[1:]])
+add("FrozenEmbedding", [LayerSpec(Frozen, LayerSpec(Embedding)), *stack(SLICED)[1:]])
 # The embedding limits the length of words when it reads them (max_norm).
 normed = using(
     lambda it, tokens: it.words(tokens), words=lambda: nn.Embedding(VOCAB_SIZE, WIDTH, padding_idx=0, max_norm=1.2)
 )
 add("NormedEmbedding", [normed, *stack(SLICED)[1:]])
 ZOO["PlainFunctions"] = Member(
-    "PlainFunctions", [LayerSpec(Embedding), activation, SLICED, torch.tanh, LayerSpec(Head)]
+    "PlainFunctions", [LayerSpec(Embedding), F.softplus, SLICED, torch.tanh, LayerSpec(Head)]
 )
 
 # -- layouts that change on the way ----------------------------------------------------------------------------------
-
-
-class ChannelMlp(Mlp):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.transpose(1, 2)).transpose(1, 2)
 
 
 class FlatHead(Head):
@@ -429,19 +403,12 @@ def nested(x: Tensor) -> Tensor:
     return torch.nested.as_nested_tensor(list(x.unbind(0)), layout=torch.jagged)
 
 
-def unnested(x: Tensor) -> Tensor:
-    return torch.stack(x.unbind(0)).tanh()
-
-
-def complex_parts(x: Tensor) -> Tensor:
-    return x.real * x.imag
-
-
-add("NestedOnTheWay", [Embedding, nested, unnested, SLICED, Mlp, Head])
+add("NestedOnTheWay", [Embedding, nested, lambda x: torch.stack(x.unbind(0)).tanh(), SLICED, Mlp, Head])
 add("SparseOnTheWay", [Embedding, lambda x: x.to_sparse(2), lambda x: x.to_dense(), SLICED, Mlp, Head])
-add("ComplexOnTheWay", [Embedding, lambda x: torch.complex(x, x.tanh()), complex_parts, SLICED, Mlp, Head])
+add("ComplexOnTheWay", [Embedding, lambda x: torch.complex(x, x.tanh()), lambda x: x.real * x.imag, SLICED, Mlp, Head])
 streams = LayerSpec(TwoStreams, 0), LayerSpec(TwoStreams, 1)
-add("ChannelsFirst", [Embedding, SLICED, channels_first, ChannelMlp, channels_first, Head])
+over_channels = using(lambda it, x: it.mlp(x.transpose(1, 2)).transpose(1, 2), mlp=Mlp)
+add("ChannelsFirst", [Embedding, SLICED, channels_first, over_channels, channels_first, Head])
 add("TokensFirst", [Embedding, SLICED, tokens_first, Mlp, tokens_first, Head])
 add("FlatRows", [Embedding, SLICED, lambda x: x.flatten(0, 1), Mlp, FlatHead])
 add("ReversibleStreams", [Embedding, lambda x: (x, x.tanh()), *streams, lambda both: both[0] - both[1], Head])

@@ -12,6 +12,7 @@ from tests.zoo.losses import (
     CLASS_WEIGHTS,
     PAD,
     CappedHead,
+    Declaring,
     each,
     labels_as_input,
     masked_mean,
@@ -69,20 +70,12 @@ def position_ids(seed: int) -> MicroBatch:
     return with_input(seed, torch.arange(LENGTH).flip(0).expand(2, -1).clone())
 
 
-def padding(seed: int) -> MicroBatch:
-    return with_input(seed, torch.arange(LENGTH) < torch.tensor([[19], [23]]))
-
-
-def features(seed: int) -> MicroBatch:
-    return fixed(2, LENGTH, 7, seed=seed, std=1.0), micro_batch(seed)[1]
-
-
 for name, kind, data in (
     ("MemoryByHand", reads_memory, memory),
     ("MemoryByTorch", FusedMemory, memory),
     ("PositionIds", POSITION_IDS, position_ids),
     ("PositionIdsOfOneRow", POSITION_IDS, lambda seed: with_input(seed, torch.arange(LENGTH)[None])),
-    ("PaddingMask", weighed, padding),
+    ("PaddingMask", weighed, lambda seed: with_input(seed, torch.arange(LENGTH) < torch.tensor([[19], [23]]))),
     ("ConditionOfEachRow", CONDITIONED, lambda seed: with_input(seed, fixed(2, 1, WIDTH, seed=seed))),
 ):
     add(name, reading(kind, SLICED), data=data)
@@ -93,7 +86,11 @@ add(
     terapipe={"sliced_inputs": [0, 1]},
 )
 add("PositionIdsForEveryLayer", tuples(LayerSpec(Guided, 0), LayerSpec(Guided, 1)), data=position_ids)
-add("ContinuousInputs", [using(lambda it, x: x @ it.inner, inner=(7, WIDTH, 123)), SLICED, Mlp, Head], data=features)
+add(
+    "ContinuousInputs",
+    [using(lambda it, x: x @ it.inner, inner=(7, WIDTH, 123)), SLICED, Mlp, Head],
+    data=lambda seed: (fixed(2, LENGTH, 7, seed=seed, std=1.0), micro_batch(seed)[1]),
+)
 
 # -- losses ----------------------------------------------------------------------------------------------------------
 
@@ -116,14 +113,10 @@ loss(data=soft_targets)(
 
 def masked_by_three(seed: int) -> MicroBatch:
     tokens, labels = micro_batch(seed)
-    return tokens, labels.masked_fill(labels == IGNORE_INDEX, 3)
+    return tokens, labels.masked_fill(labels == IGNORE_INDEX, PAD)
 
 
-@loss(data=masked_by_three, terapipe={"ignore_index": 3})
-def declared_ignore_index(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=3)
-
-
+loss(data=masked_by_three, terapipe={"ignore_index": PAD})(declared_ignore_index=without_padding)
 loss(data=padded, terapipe={"ignore_index": PAD})(declared_padding=without_padding)
 
 
@@ -154,42 +147,14 @@ def advantages(logits: Tensor, labels: Tensor) -> Tensor:
     return (sign * (chosen - chosen.detach())).mean()
 
 
-def targets(seed: int) -> MicroBatch:
-    return micro_batch(seed)[0], fixed(2, LENGTH, seed=seed, std=1.0)
-
-
-@loss(data=targets)
-def squared_error(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.mse_loss(logits[..., 0], labels)
-
-
-class MaskedLoss:
-    """Take a mean with the weights of a mask, and declare them."""
-
-    __name__ = "MaskedLoss"
-
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        return masked_mean(logits, labels)
-
-    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
-        return float(labels[1].sum())
-
-
-class ClassWeights:
-    """Take a mean with a weight for each class."""
-
-    __name__ = "ClassWeights"
-
-    def __call__(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return with_class_weights(logits, labels)
-
-    def slice_weight(self, labels: Tensor) -> float:
-        return float(CLASS_WEIGHTS[labels[labels != IGNORE_INDEX]].sum())
+loss(data=lambda seed: (micro_batch(seed)[0], fixed(2, LENGTH, seed=seed, std=1.0)))(
+    squared_error=lambda logits, labels: F.mse_loss(logits[..., 0], labels)
+)
+masked_loss = Declaring("MaskedLoss", masked_mean, lambda labels: labels[1].sum())
+class_weights = Declaring("ClassWeights", with_class_weights, lambda labels: CLASS_WEIGHTS[labels[valid(labels)]].sum())
 
 
 class LossModule(nn.Module):
-    """Compute cross entropy in a module of one's own."""
-
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(logits, labels)
 
@@ -213,8 +178,8 @@ def prompts_are_masked(seed: int) -> MicroBatch:
     return tokens, labels
 
 
-add("MaskedLoss", stack(), loss_fn=MaskedLoss(), data=weighted_tokens)
-add("ClassWeights", stack(), loss_fn=ClassWeights())
+add("MaskedLoss", stack(), loss_fn=masked_loss, data=weighted_tokens)
+add("ClassWeights", stack(), loss_fn=class_weights)
 add("LossModule", stack(), loss_fn=LossModule())
 add("LossWithoutLogits", [*stack(SLICED)[:-1], CappedHead], loss_fn=of_hidden)
 add("LossParameter", stack(), loss_fn=Temperature())

@@ -1,5 +1,6 @@
 """Define losses with another denominator than the section's default, or with none."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -77,17 +78,13 @@ loss(LOSS, ANOTHER, terapipe={"loss_reduction": "sum"})(valid_called_sum=mean_va
 loss(LOSS, NONE)(
     by_root_of_count=lambda logits, labels: each(logits, labels).sum() / valid(labels).sum().sqrt(),
     class_weights=with_class_weights,
+    # Small labels are ignored too.
+    another_ignored_label=lambda logits, labels: mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX)),
 )
 loss("loss_reduction", "slice_weight", data=weighted_tokens, error="TeraPipeConfigError")(
     mask_in_a_tuple=masked_mean, sum_of_a_tuple=lambda logits, labels: (each(logits, labels[0]) * labels[1]).sum()
 )
 loss(LOSS, NONE, data=weighted_tokens, terapipe={"loss_reduction": "mean"})(mask_in_a_tuple_called_mean=masked_mean)
-
-
-@loss(LOSS, NONE)
-def another_ignored_label(logits: Tensor, labels: Tensor) -> Tensor:
-    """Ignore small labels too."""
-    return mean_valid(logits, labels.masked_fill(labels < 6, IGNORE_INDEX))
 
 
 PAD = 3
@@ -123,15 +120,8 @@ loss(LOSS, "loss_fn trains on label 3, which is ignored by", data=padded, terapi
 )
 
 
-@loss(
-    LOSS,
-    data=lambda seed: (micro_batch(seed)[0], micro_batch(seed, masked=False)[1] // 99),
-    terapipe={"ignore_index": 0},
-)
-def every_label_is_ignored(logits: Tensor, labels: Tensor) -> Tensor:
-    return cross_entropy(logits, labels)
-
-
+all_labels_zero = lambda seed: (micro_batch(seed)[0], micro_batch(seed, masked=False)[1] // 99)  # noqa: E731
+loss(LOSS, data=all_labels_zero, terapipe={"ignore_index": 0})(every_label_is_ignored=cross_entropy)
 loss(LOSS, NONE)(
     # A mean over each sequence, then over the sequences.
     rows_then_mean=lambda logits, labels: (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean(),
@@ -211,19 +201,22 @@ add("ForgottenScale", [*stack()[:-1], ForgottenScale], "loss_fn: without logits"
 # -- of other labels, or where no loss_fn is --------------------------------------------------------------------------
 
 
-class WrongWeight:
-    """Divide by the sum of a mask, but declare the weight of all tokens."""
+class Declaring:
+    """A loss that declares what its labels weigh."""
 
-    __name__ = "WrongWeight"
+    def __init__(self, name: str, loss: Callable[..., Tensor], weight: Callable[[Any], Tensor | int]) -> None:
+        self.__name__, self.loss, self.weight = name, loss, weight
 
-    def __call__(self, logits: Tensor, labels: tuple[Tensor, Tensor]) -> Tensor:
-        return masked_mean(logits, labels)
+    def __call__(self, logits: Tensor, labels: Any) -> Tensor:
+        return self.loss(logits, labels)
 
-    def slice_weight(self, labels: tuple[Tensor, Tensor]) -> float:
-        return float(labels[0].numel())
+    def slice_weight(self, labels: Any) -> float:
+        return float(self.weight(labels))
 
 
-add("WrongWeight", stack(), LOSS, "slice_weight(labels)", loss_fn=WrongWeight(), data=weighted_tokens)
+# Divided by the sum of a mask, but declared to weigh as many as there are tokens.
+wrong_weight = Declaring("WrongWeight", masked_mean, lambda labels: labels[0].numel())
+add("WrongWeight", stack(), LOSS, "slice_weight(labels)", loss_fn=wrong_weight, data=weighted_tokens)
 
 
 class Counting(nn.Module):
@@ -245,9 +238,9 @@ def soft_targets(seed: int) -> MicroBatch:
     return micro_batch(seed)[0], fixed(2, LENGTH, VOCAB_SIZE, seed=seed, std=1.0).softmax(-1)
 
 
-@loss(LOSS, data=soft_targets)
-def divergence_by_rows(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.kl_div(logits.log_softmax(-1), labels, reduction="batchmean")
+loss(LOSS, data=soft_targets)(
+    divergence_by_rows=lambda logits, labels: F.kl_div(logits.log_softmax(-1), labels, reduction="batchmean")
+)
 
 
 class OwnLossHead(Head):

@@ -91,16 +91,13 @@ def reads_memory(inputs: tuple[Tensor, ...]) -> Tensor:
     return x + scores_of(x, memory).softmax(-1) @ memory
 
 
-def table(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, LENGTH, seed=seed, std=1.0))
+def as_long_as_the_text(seed: int, *shape: int) -> MicroBatch:
+    return with_input(seed, fixed(2, LENGTH, *shape, seed=seed, std=1.0))
 
 
-def memory_of_the_length(seed: int) -> MicroBatch:
-    return with_input(seed, fixed(2, LENGTH, WIDTH, seed=seed, std=1.0))
-
-
+table, memory = as_long_as_the_text, lambda seed: as_long_as_the_text(seed, WIDTH)
 add("TableAsLongAsTheText", reading(PER_SEQUENCE), "input 1", "sliced_inputs", data=table, error="BatchError")
-add("MemoryAsLongAsTheText", reading(reads_memory), EARLY, data=memory_of_the_length)
+add("MemoryAsLongAsTheText", reading(reads_memory), EARLY, data=memory)
 
 
 # -- pooled states ---------------------------------------------------------------------------------------------------
@@ -135,11 +132,6 @@ def uses_distances(inputs: tuple[Tensor, ...]) -> Tensor:
     return x + products.masked_fill(later(x.shape[1]), float("-inf")).softmax(-1) @ x
 
 
-def class_labels(seed: int) -> MicroBatch:
-    tokens, labels = micro_batch(seed)
-    return tokens, labels[:, -1].clone()
-
-
 add("PooledState", [Embedding, lambda x: (x, x.mean(1)), USES_STATE, Head], ONE_VALUE)
 add("LastTokenPooled", [Embedding, lambda x: (x, x[:, -1].clone()), USES_STATE, Head], ONE_VALUE)
 add("ProductsHandedOn", [Embedding, Distances, uses_distances, Head], "layer 1 (Distances)")
@@ -148,7 +140,7 @@ add(
     "OneLabelPerSequence",
     [Embedding, Mlp, Mlp, OneClass],
     "no label tensor has dimension 1",
-    data=class_labels,
+    data=lambda seed: (micro_batch(seed)[0], micro_batch(seed)[1][:, -1].clone()),
     error="BatchError",
     stops=True,
 )

@@ -20,6 +20,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
+from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
@@ -37,7 +38,7 @@ def over_stages(method: _Method) -> _Method:
 
     @functools.wraps(method)
     def choose(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        if self._stages is None:
+        if not hasattr(self, "_stages"):
             return getattr(super(PipelineTrainerMixin, self), method.__name__)(*args, **kwargs)
         return method(self, *args, **kwargs)
 
@@ -55,7 +56,7 @@ class PipelineTrainerMixin(Trainer):
         ModelRefusedError: on all ranks, for arguments and classes that stages cannot serve.
     """
 
-    _stages: Stages = cast(Any, None)  # None without an enabled section
+    _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -77,7 +78,8 @@ class PipelineTrainerMixin(Trainer):
         options = dict(getattr(given["args"], "model_init_kwargs", None) or {})
         with refused_on_all_ranks():
             if is_sft(type(self)):
-                options = {"dtype": "float32"} | options  # as TRL reads a model
+                remote = getattr(given["args"], "trust_remote_code", False)
+                options = {"dtype": "float32", "trust_remote_code": remote} | options  # as TRL reads a model
             if (quantization := given.pop("quantization_config", None)) is not None:
                 if "quantization_config" in options:
                     raise ModelRefusedError("quantization_config: it stands in model_init_kwargs too; give it once")
@@ -119,7 +121,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _start_engine(self) -> None:
         """Build the engine if there is none yet, with the optimizer of the JSON or the one that the arguments name."""
-        if self._stages.engine is not None:
+        if self._stages.has_engine:
             return
         accepts_counts = self.model_accepts_loss_kwargs
         self._stages.section.setdefault("loss_reduction", "mean_of_step" if accepts_counts else "mean_valid")
@@ -133,6 +135,14 @@ class PipelineTrainerMixin(Trainer):
         self._renew_config()
         self._waiting.clear()
         self._stages.own_sums()  # of a step that raised
+        trained = {name: each.requires_grad for name, each in self.model.named_parameters()}
+        with refused_on_all_ranks():
+            for name, each in self._own_parameters():
+                if trained.get(name, each.requires_grad) != each.requires_grad:
+                    raise ModelRefusedError(
+                        f"requires_grad of {name} has changed since the Trainer was built, which gave the weights to "
+                        "its stages: freeze weights before"
+                    )
         return super()._inner_training_loop(*args, **kwargs)
 
     @over_stages
@@ -143,15 +153,19 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
-        if self._stages.engine is not None:  # another training run goes on with its state
+        if self._stages.has_engine:  # another training run goes on with its state
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
         self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        own, modules = self._own_parameters(), self._stages.module.modules
+        with replaced(self.model, "named_parameters", lambda **_: own), replaced(self.model, "modules", modules):
+            return super().create_optimizer()
+
+    def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of this stage by their names in the model."""
         module, prefix = self._stages.module, "" if base_of(self.model) is self.model else IN_PEFT
         names = module.checkpoint_names()
-        trained = [(prefix + names.get(name, name), each) for name, each in module.named_parameters()]
-        with replaced(self.model, "named_parameters", lambda: trained), replaced(self.model, "modules", module.modules):
-            return super().create_optimizer()
+        return [(prefix + names.get(name, name), each) for name, each in module.named_parameters()]
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -168,6 +182,18 @@ class PipelineTrainerMixin(Trainer):
         # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)
+
+    @over_stages
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        inputs = super()._prepare_inputs(inputs)
+        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
+        are_known = mask is not None and labels is not None and mask.shape == labels.shape
+        if are_known and bool(((mask == 0) & (labels != IGNORED)).any()):
+            raise BatchError(
+                "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
+                "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"
+            )
+        return inputs
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -204,7 +230,7 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        if self._stages.engine is None:
+        if not self._stages.has_engine:
             start = time.time()
             self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
             self.model_preparation_time = round(time.time() - start, 4)

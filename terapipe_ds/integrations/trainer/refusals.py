@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 from collections.abc import Mapping, Sequence
@@ -14,12 +15,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.config.conflicts import conflicting_keys
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
 from terapipe_ds.runtime.checkpoints.save import replaced
 
 _WHOLE = "needs the whole model on one rank"
-# Attributes of the arguments that are set, and why stages cannot serve them.
+# Arguments that stages cannot serve in another value than the default, and why.
 _REFUSED_ARGS = {
+    "average_tokens_across_devices": "the labels of a step weigh alike: leave it out",
     "neftune_noise_alpha": "NEFTune draws noise for whole sequences in a hook on the embedding: leave it out",
     "use_liger_kernel": "Liger replaces the model's forward, which stages do not call: leave it out",
     "torch_compile": 'set "compile": true in the terapipe section, which compiles the layers of each stage',
@@ -32,8 +34,16 @@ _REFUSED_ARGS = {
     "parallelism_config": "DeepSpeed's config describes the ranks: leave it out",
     "torch_empty_cache_steps": "the engine owns its memory within a step: leave it out",
     "debug": f"it {_WHOLE}: leave it out, and set check_finite in the terapipe section",
+    "save_on_each_node": "the stages of one model may be on several machines: save to a folder that all of them share",
+    "enable_jit_checkpoint": "ranks see the signal at different steps, and wait for each other: set save_steps",
+    "save_safetensors": "each stage writes safetensors: leave it out",
+    "use_legacy_prediction_loop": "stages serve evaluation_loop: leave it out",
+    "past_index": "stages return no states of the model: leave it out",
+    "jit_mode_eval": "stages do not trace the model: leave it out",
 }
-_REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise")
+_REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise", "grokadamw", "schedule_free")
+# These compare the numbers of a weight. DeepSpeed flattens or divides weights in half precision and with ZeRO.
+_OPTIMIZERS_OF_WHOLE_WEIGHTS = ("adafactor", "stable_adamw")
 _REFUSED_GIVEN = {
     "compute_loss_func": "stages compute the loss of the Trainer's class in slices: pass a loss_fn to "
     "terapipe_ds.from_pretrained and train without Trainer",
@@ -73,7 +83,8 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config
             "TrainingArguments(use_cpu=True)"
         )
     with refused_on_all_ranks():
-        problems = [*_of_class(kind, mixin), *_of_args(args), *_of_given(given), *conflicting_keys(ds_config)]
+        problems = [*_of_class(kind, mixin), *_of_args(args, ds_config), *_of_given(given)]
+        problems += conflicting_keys(ds_config)
         if problems:
             raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
 
@@ -84,6 +95,12 @@ def _of_class(kind: type, mixin: type) -> list[str]:
         "trainers stages serve SFTTrainer alone"
         for base in kind.__mro__
         if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
+    ]
+    problems += [
+        f"{base.__name__}.save_model: the stages save, and it would not run; override _save, or save_model in a class "
+        "above the mixin"
+        for base in kind.__mro__[kind.__mro__.index(mixin) + 1 : kind.__mro__.index(Trainer)]
+        if "save_model" in vars(base)
     ]
     # the mixin wraps each method that overrides one of Trainer
     missing = [
@@ -102,17 +119,25 @@ def _is_of_trl(kind: type) -> bool:
     return is_trainer and not kind.__name__.startswith("_") and not is_sft_itself(kind)
 
 
-def _of_args(args: TrainingArguments) -> list[str]:
-    problems = [f"{name}: {why}" for name, why in _REFUSED_ARGS.items() if getattr(args, name, None)]
-    if not args.average_tokens_across_devices:
-        problems.append("average_tokens_across_devices=False: the labels of a step weigh alike; leave it out")
+def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"{field.name}: {_REFUSED_ARGS[field.name]}"
+        for field in dataclasses.fields(args)
+        if field.name in _REFUSED_ARGS
+        and (value := getattr(args, field.name)) != field.default
+        and (value or field.default)  # an empty list is no value either
+    ]
+    if args.label_names not in (None, ["labels"]):
+        problems.append(f'label_names={args.label_names}: a causal language model has "labels" alone; leave it out')
     if args.label_smoothing_factor and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
         problems.append(
             f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
             "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
-    if any(name in optimizer for name in _REFUSED_OPTIMIZERS):
+    keys = ("zero_optimization", "stage"), ("tensor_parallel", "autotp_size"), ("terapipe", "strategy")
+    divides = args.bf16 or args.fp16 or any((ds_config.get(key) or {}).get(name) for key, name in keys)
+    if any(name in optimizer for name in _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides):
         problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch")
     if args.accelerator_config.dispatch_batches:
         problems.append("dispatch_batches: rank 0 would divide batches among stages; leave it out")
@@ -129,6 +154,13 @@ def _of_given(given: Mapping[str, Any]) -> list[str]:
         problems.append(
             "quantization_config: the model is in memory already; give its folder or name, or "
             "terapipe_ds.skeleton(name, quantization_config=...)"
+        )
+    template = getattr(given["args"], "chat_template_path", None)
+    is_file = template is None or str(template).endswith((".jinja", ".j2"))
+    if not is_file and (isinstance(given.get("model"), str | os.PathLike) or hasattr(given.get("model"), SOURCE)):
+        problems.append(
+            f"chat_template_path={template}: TRL would resize an embedding without values; give a .jinja file, or a "
+            "model in memory"
         )
     if any(each is not None for each in given.get("optimizers") or ()):
         problems.append(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import deepspeed
 import torch
@@ -28,7 +28,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.wrong_keys import refuse_misspelt_section
 from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
-from terapipe_ds.models.hugging_face import HuggingFaceModule, from_pretrained
+from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.layout.topology import topology_of
@@ -58,6 +58,8 @@ class Stages:
     call all methods.
     """
 
+    engine: TeraPipeEngine  # from `start` on
+
     def __init__(self, raw: Mapping[str, Any]) -> None:
         register()
         deepspeed.init_distributed(dist_backend=torch_dist.get_backend(), verbose=False)
@@ -68,7 +70,6 @@ class Stages:
         self.replicas: int = self._topology.get_dim("data")
         self.replica: int = place.data
         self.is_first: bool = place.pipe == 0 and getattr(place, "model", 0) == 0
-        self.engine: TeraPipeEngine = cast(Any, None)  # until `start`
 
     def _wanted_topology(self) -> ProcessTopology:
         """Return the grid of ranks that the config asks for, in a strategy's file or itself."""
@@ -151,14 +152,23 @@ class Stages:
         self.lay_out(config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
+        if optimizer is not None and any(each.is_meta for group in optimizer.param_groups for each in group["params"]):
+            raise ModelRefusedError(
+                "create_optimizer of this class gives the optimizer parameters of trainer.model, which has no weights: "
+                "let it call super().create_optimizer()"
+            )
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
 
+    @property
+    def has_engine(self) -> bool:
+        """Return whether `start` has run."""
+        return hasattr(self, "engine")
+
     def lay_out(self, config: Mapping[str, Any]) -> None:
         """Bring the layers to the stages that hold them, before an optimizer lists their parameters."""
-        if self.engine is None:
-            lay_out(self.module, {key: value for key, value in config.items() if key != "scheduler"})
+        lay_out(self.module, {key: value for key, value in config.items() if key != "scheduler"})
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""

@@ -100,7 +100,6 @@ def _loader(workers: int) -> Iterator[engines.MicroBatch]:
 
 
 def batches(step: int, pipeline_id: int = 0, length: int = SEQUENCE_LENGTH) -> Iterator[engines.MicroBatch]:
-    """Return the micro-batches of one step."""
     (batch,) = engines.batches(1, MICRO_BATCHES, 100 * step + 10 * pipeline_id, length=length, masked=False)
     return iter(batch)
 

@@ -165,7 +165,6 @@ def largest_error(result: Result, expected: Result) -> float:
 
 @contextlib.contextmanager
 def forced(backend: str | None) -> Iterator[None]:
-    """Force a backend for the body."""
     set_backend(backend)
     try:
         yield

@@ -37,13 +37,25 @@ class Sums:
         self.outs.append(out)
         return out
 
-    def forward_all(self, mode: str = "train") -> None:
+    def forward_all(self, run: Callable[[Tensor], Tensor] | None = None) -> None:
         for i in range(len(self.slices)):
-            self.forward(i, mode)
+            self.forward(i, run=run)
 
     def backward(self, i: int, **options: Any) -> None:
         with push_slice(self.slices[i].replace(mode="recompute")):
             self.outs[i].sum().backward(**options)
+
+    def play(self, units: str) -> None:
+        """Run some forwards and backwards, such as "F0 F1 B1"; W is a weight pass. A slice may have several B."""
+        for unit in units.split():
+            if unit[0] == "B":
+                self.backward(int(unit[1:]), retain_graph=True)
+            else:
+                self.forward(int(unit[1:]), {"F": "train", "W": "weight"}[unit[0]])
+
+    def backward_all(self) -> None:
+        for i in reversed(range(len(self.slices))):
+            self.backward(i)
 
 
 # -- what the modes do ------------------------------------------------------------------------------------------------
@@ -75,26 +87,27 @@ def test_a_state_is_a_leaf_with_memory_of_its_own() -> None:
     assert sums.store.pool.live_bytes == 2 * state.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
-def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
+def handed_on(written: Tensor, output: Tensor) -> Tensor:
+    """Return the state that the second slice reads."""
     first, second, _ = slices_of(LENGTHS, SliceStore())
-    x = torch.ones(2, 3, requires_grad=True)
     with push_slice(first):
-        carry.write(0, "any", torch.full((2, 2), 5, dtype=dtype), x)
+        carry.write(0, "any", written, output)
     with push_slice(second):
         state = carry.read(0, "any")
-    assert state is not None and state.dtype == dtype and state.unique().tolist() == [5]
+    assert state is not None
+    return state
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_a_state_keeps_its_dtype(dtype: torch.dtype) -> None:
+    state = handed_on(torch.full((2, 2), 5, dtype=dtype), torch.ones(2, 3, requires_grad=True))
+    assert state.dtype == dtype and state.unique().tolist() == [5]
     assert not state.requires_grad  # nothing in what was written does
 
 
 def test_a_state_may_be_a_number() -> None:
-    first, second, _ = slices_of(LENGTHS, SliceStore())
     x = torch.ones(2, 3)
-    with push_slice(first):
-        carry.write(0, "any", x.sum(), x)
-    with push_slice(second):
-        state = carry.read(0, "any")
-    assert state is not None and state.item() == 6.0
+    assert handed_on(x.sum(), x).item() == 6.0
 
 
 def test_in_evaluation_the_newest_state_alone_is_kept() -> None:
@@ -120,18 +133,8 @@ def test_a_forward_that_runs_again_reads_the_same_and_writes_nothing(mode: str) 
         sums.forward(i, mode, lambda x: sums(7 * x))
         assert sums.states[-1] is sums.states[i]
     assert sums.store.pool.live_bytes == live
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.backward_all()
     assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [8.0, 5.0, 4.0]
-
-
-def test_the_backward_of_a_weight_pass_is_an_error() -> None:
-    sums = Sums()
-    sums.forward_all()
-    sums.backward(2)
-    again = sums.forward(2, "weight")
-    with pytest.raises(SliceStoreError, match="out of order"):
-        again.sum().backward()
 
 
 def test_a_probe_may_run_any_slice_at_any_time() -> None:
@@ -157,8 +160,7 @@ def test_rows_that_begin_a_document_read_zeros_and_give_no_gradient() -> None:
     first, second = sums.states[1:]
     assert first is not None and first[:, 0].tolist() == [0.0, 3.0, 0.0]
     assert second is not None and second[:, 0].tolist() == [1.0, 4.0, 0.0]
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.backward_all()
     gradients = [leaf.grad[:, -1, 0].tolist() for leaf in sums.leaves if leaf.grad is not None]
     assert gradients == [[1.0, 6.0, 1.0], [5.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
 
@@ -168,8 +170,7 @@ def test_a_document_that_begins_in_all_rows_reads_none() -> None:
     sums.forward_all()
     assert sums.states[1] is None and sums.states[2] is not None
     assert sums.store.pool.live_bytes == sums.states[2].nbytes
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.backward_all()
     sums.store.release(0, 0)
 
 
@@ -183,10 +184,41 @@ def test_a_state_without_rows_at_an_edge() -> None:
 # -- wrong orders -----------------------------------------------------------------------------------------------------
 
 
-def test_a_state_that_no_slice_before_has_written() -> None:
+ORDERS = ("B0", "B1", "B2 B0", "B2 B2", "B2 B1 B1", "B2 B1 B0 B0")  # of backwards, of which the last is refused
+OUT_OF_ORDER = "out of order, the next one must end at token"
+LEFT_OVER = r"before any backward.*use the tensor that carry.write\(\) returns"
+WRONG: list[tuple[str, Callable[[Sums], Any], str]] = [  # what runs before, then what is refused, and the message
+    ("F0 F1 F2 B2 W2", lambda it: it.outs[-1].sum().backward(), "out of order"),
+    ("", lambda it: it.forward(1), r"slice \[3, 4\) reads the state 'recurrent', which no slice before"),
+    (
+        "F0",
+        lambda it: it.forward(0, run=lambda x: (carry.read("sums", "recurrent"), x)[1]),
+        r"\[0, 3\) has written it already: .*reads after it writes",
+    ),
+    (
+        "",
+        lambda it: it.forward(0, run=lambda x: carry.write("sums", "recurrent", x[:, -1], it(x))),
+        r"\[0, 3\) has already: two layers of this part share the name",
+    ),
+    *((f"F0 F1 F2 {order[:-2]}", lambda it, last=order[-2:]: it.play(last), OUT_OF_ORDER) for order in ORDERS),
+    (
+        "F0 F1 F2 B2 B1 B0",
+        lambda it: it.forward(2, "weight"),
+        "reads the state at token 4 again, but the slice before has run",
+    ),
+    ("F0 F1 F2", lambda it: it.store.release(0, 0), LEFT_OVER),
+    ("F0 F1 F2 B2", lambda it: it.store.release(0, 0), r"gradients of \[0, 4\) still waiting"),
+    ("F0 F1 F2 B2 B1", lambda it: it.store.release(0, 0), r"gradients of \[0, 3\) still waiting"),
+    ("F0", lambda it: it.store.assert_drained(), r"state 'recurrent' of layer 'sums' \(part 0, micro-batch 0\)"),
+]
+
+
+@pytest.mark.parametrize(("before", "refused", "message"), WRONG, ids=lambda each: "" if callable(each) else each)
+def test_what_comes_in_a_wrong_order_or_is_left_over(before: str, refused: Callable[[Sums], Any], message: str) -> None:
     sums = Sums()
-    with pytest.raises(SliceStoreError, match=r"slice \[3, 4\) reads the state 'recurrent', which no slice before"):
-        sums.forward(1)
+    sums.play(before)
+    with pytest.raises(SliceStoreError, match=message):
+        refused(sums)
 
 
 def test_a_state_that_a_slice_leaves_out() -> None:
@@ -199,25 +231,12 @@ def test_a_state_that_a_slice_leaves_out() -> None:
         sums.forward(2, run=lambda x: carry.write("sums", "recurrent", x[:, -1], x))
 
 
-def test_a_state_that_is_read_after_it_is_written() -> None:
-    sums = Sums()
-    sums.forward(0)
-    with pytest.raises(SliceStoreError, match=r"\[0, 3\) has written it already: .*reads after it writes"):
-        sums.forward(0, run=lambda x: (carry.read("sums", "recurrent"), x)[1])
-
-
 @pytest.mark.parametrize("state_and_output", [(None, torch.ones(2)), (torch.ones(2), (torch.ones(2),))])
 def test_a_state_or_an_output_that_is_no_tensor(state_and_output: Any) -> None:
     """As of a kernel that was not asked for its last state, or that gives more than one tensor."""
     message = r"layer 3, state 's': carry.write\(\) takes .* one tensor each, got .*(NoneType|tuple).*; ask the kernel"
     with push_slice(ActiveSlice(0, 5, 10, store=SliceStore())), pytest.raises(TypeError, match=message):
         carry.write(3, "s", *state_and_output)
-
-
-def test_a_state_that_is_written_twice() -> None:
-    sums = Sums()
-    with pytest.raises(SliceStoreError, match=r"\[0, 3\) has already: two layers of this part share the name"):
-        sums.forward(0, run=lambda x: carry.write("sums", "recurrent", x[:, -1], sums(x)))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "weight"])
@@ -230,25 +249,6 @@ def test_a_slice_that_runs_again_before_it_has_run(mode: str) -> None:
         sums.forward(1, mode, lambda x: carry.write("sums", "recurrent", x[:, -1], x))
 
 
-@pytest.mark.parametrize("order", [(0,), (1,), (2, 0), (2, 2), (2, 1, 1), (2, 1, 0, 0)])
-def test_a_backward_out_of_order(order: tuple[int, ...]) -> None:
-    sums = Sums()
-    sums.forward_all()
-    for i in order[:-1]:
-        sums.backward(i, retain_graph=True)
-    with pytest.raises(SliceStoreError, match="out of order, the next one must end at token"):
-        sums.backward(order[-1])
-
-
-def test_a_state_that_is_read_again_after_its_end() -> None:
-    sums = Sums()
-    sums.forward_all()
-    for i in (2, 1, 0):
-        sums.backward(i)
-    with pytest.raises(SliceStoreError, match=r"reads the state at token 4 again, but the slice before has run"):
-        sums.forward(2, "weight")
-
-
 def test_a_gradient_that_comes_too_late() -> None:
     """It passes by the output that is tied: the layer hands on a second one."""
     sums, late = Sums(), []
@@ -258,8 +258,7 @@ def test_a_gradient_that_comes_too_late() -> None:
         late.append(sums.states[-1])
         return out
 
-    for i in range(3):
-        sums.forward(i, run=with_a_second_output)
+    sums.forward_all(with_a_second_output)
     assert late[2] is not None
     second = late[2] * 2
     for i in (2, 1):
@@ -285,31 +284,12 @@ def test_a_state_that_is_changed_in_place() -> None:
 
 def test_an_output_may_be_changed_in_place() -> None:
     sums = Sums()
-    for i in range(3):
-        sums.forward(i, run=lambda x: sums(x).mul_(2))
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.forward_all(lambda x: sums(x).mul_(2))
+    sums.backward_all()
     assert [leaf.grad[0, 0, 0].item() for leaf in sums.leaves if leaf.grad is not None] == [16.0, 10.0, 8.0]
 
 
 # -- end of life ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("backwards", "message"),
-    [
-        ((), r"before any backward.*use the tensor that carry.write\(\) returns"),
-        ((2,), r"gradients of \[0, 4\) still waiting"),
-        ((2, 1), r"gradients of \[0, 3\) still waiting"),
-    ],
-)
-def test_release_of_a_micro_batch_that_is_not_drained(backwards: tuple[int, ...], message: str) -> None:
-    sums = Sums()
-    sums.forward_all()
-    for i in backwards:
-        sums.backward(i)
-    with pytest.raises(SliceStoreError, match=message):
-        sums.store.release(0, 0)
 
 
 def test_an_output_that_goes_on_untied() -> None:
@@ -319,10 +299,8 @@ def test_an_output_that_goes_on_untied() -> None:
         sums(x)
         return x
 
-    for i in range(3):
-        sums.forward(i, run=forgetful)
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.forward_all(forgetful)
+    sums.backward_all()
     with pytest.raises(SliceStoreError, match=r"use the tensor that carry.write\(\) returns"):
         sums.store.release(0, 0)
 
@@ -338,10 +316,8 @@ def test_a_state_that_is_written_without_gradients() -> None:
             carry.write("sums", "s", out[:, -1], out)
         return out
 
-    for i in range(3):
-        sums.forward(i, run=untied)
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.forward_all(untied)
+    sums.backward_all()
     with pytest.raises(SliceStoreError, match=r"gradients of its states that no backward has taken.*no_grad"):
         sums.store.release(0, 0)
 
@@ -356,10 +332,8 @@ def test_a_state_that_needs_no_gradient_in_a_checkpoint(reentrant: bool, starts:
         with_gradients: Tensor = checkpoint(lambda y, w: sums(y) * w, x.detach(), weight, use_reentrant=reentrant)
         return with_gradients
 
-    for i in range(3):
-        sums.forward(i, run=frozen)
-    for i in (2, 1, 0):
-        sums.backward(i)
+    sums.forward_all(frozen)
+    sums.backward_all()
     assert weight.grad is not None and torch.equal(weight.grad, sum(out.detach().sum((0, 1)) for out in sums.outs))
     sums.store.release(0, 0)
     sums.store.assert_drained()
@@ -386,13 +360,6 @@ def test_memory_comes_and_goes_with_the_slices() -> None:
     assert live == [2 * one, one, 0]
     sums.store.release(0, 0)
     assert sums.store.pool.peak_bytes == 2 * one and sums.store.pool.reserved_bytes == 0
-
-
-def test_the_end_of_a_batch_names_what_is_left() -> None:
-    sums = Sums()
-    sums.forward(0)
-    with pytest.raises(SliceStoreError, match=r"state 'recurrent' of layer 'sums' \(part 0, micro-batch 0\)"):
-        sums.store.assert_drained()
 
 
 def test_reset_after_an_exception() -> None:

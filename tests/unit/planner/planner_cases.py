@@ -175,7 +175,6 @@ def split_parts(seed: int, num_stages: int) -> list[Costs]:
 
 
 def every_plan(length: int, granularity: int) -> list[SlicePlan]:
-    """Return the plans of all `compositions`."""
     return [SlicePlan([tokens for tokens, _ in slices]) for slices in compositions(length, granularity)]
 
 

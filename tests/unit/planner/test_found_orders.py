@@ -1,6 +1,5 @@
 """`plan_slices(..., schedule="search")`: orders with their plans, within limits, never slower than named schedules."""
 
-import dataclasses
 import functools
 import json
 from typing import Any
@@ -19,24 +18,17 @@ from terapipe_ds.planner import (
 )
 from terapipe_ds.schedule import ScheduleError, build, from_csv, validate
 from terapipe_ds.schedule.placement import v_shape
+from tests.costs import CostsOf
 
 plan_slices = functools.partial(planner.plan_slices, budget=500_000)
 best_order = functools.partial(planner.best_order, budget=0.05)
 SHORT_W = Costs(weight=0.07, slope=0.3)
 
 
-@dataclasses.dataclass(frozen=True)
-class WholeBackwards:
-    scale: float = 1e-4
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.scale * tokens + 1e-3
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self.scale * tokens + 2e-3
+WHOLE_BACKWARDS = CostsOf(lambda tokens, prefix: 1e-4 * tokens + 1e-3, lambda tokens, prefix: 2e-4 * tokens + 2e-3)
 
 
-@pytest.mark.parametrize("costs", [SHORT_W, WholeBackwards()], ids=["split", "whole"])
+@pytest.mark.parametrize("costs", [SHORT_W, WHOLE_BACKWARDS], ids=["split", "whole"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 6])
 def test_not_slower_than_the_named_schedules(costs: Any, micro_batches: int) -> None:
     found = plan_slices(costs, 1024, 3, micro_batches, 128, "search")
@@ -95,8 +87,8 @@ def test_two_parts_per_stage_in_a_v() -> None:
     assert found.chunks_per_stage == 2 and found.build().placement == v_shape(3)
     named = plan_slices(costs, 1024, 3, 4, 256, "zbv")
     assert found.predicted_s <= named.predicted_s * (1 + 1e-9)
-    unsplit = plan_slices(WholeBackwards(), 1024, 3, 4, 256, "search", chunks_per_stage=2)
-    assert simulate(unsplit.build(), unsplit.plans, WholeBackwards()).makespan_s == pytest.approx(unsplit.predicted_s)
+    unsplit = plan_slices(WHOLE_BACKWARDS, 1024, 3, 4, 256, "search", chunks_per_stage=2)
+    assert simulate(unsplit.build(), unsplit.plans, WHOLE_BACKWARDS).makespan_s == pytest.approx(unsplit.predicted_s)
     with pytest.raises(PlannerError, match="or of two in a V; give 1 or 2"):
         plan_slices(costs, 1024, 3, 4, 256, "search", chunks_per_stage=3)
 

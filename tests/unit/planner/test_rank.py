@@ -5,21 +5,11 @@ from typing import Any
 import pytest
 from planner_cases import Costs, brute_force_s, every_plan, split_parts
 
+from terapipe_ds import planner
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import (
-    MemoryLimitError,
-    MemoryModel,
-    PartMemory,
-    PlannerError,
-    Ranking,
-    best_schedule,
-    describe,
-    describe_ranking,
-    plan_slices,
-    rank_schedules,
-)
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
+from tests.costs import constant
 
 PARTS = {
     "gpipe": (1, 2), "1f1b": (1, 2), "terapipe": (1, 2), "seq1f1b": (1, 2), "zb-h1": (1, 2), "seq1f1b-zb": (1, 2),
@@ -36,7 +26,7 @@ def cut_in(num_parts: int) -> list[Costs]:
 
 @pytest.mark.parametrize("m", [1, 4])
 def test_each_schedule_has_its_best_plan(m: int) -> None:
-    ranking = rank_schedules(cut_in, 7, 2, m, 1)
+    ranking = planner.rank_schedules(cut_in, 7, 2, m, 1)
     found = {result.schedule: result for result in ranking.results}
     assert found.keys() - {"search"} == PARTS.keys() == set(SCHEDULE_NAMES) - {"dapple"} and ranking.refused == ()
     check_orders(ranking)
@@ -49,7 +39,7 @@ def test_each_schedule_has_its_best_plan(m: int) -> None:
     assert ranking.best is ranking.results[0]
 
 
-def check_orders(ranking: Ranking) -> None:
+def check_orders(ranking: planner.Ranking) -> None:
     """An order is found for each placement that it can have, and is not slower than the named schedules there."""
     orders = {result.chunks_per_stage: result for result in ranking.results if result.order is not None}
     assert orders.keys() == {1, 2}
@@ -64,7 +54,7 @@ def check_orders(ranking: Ranking) -> None:
 
 def test_slices_that_are_given() -> None:
     plan = SlicePlan((3, 2, 2))
-    ranking = rank_schedules(cut_in, 7, 2, 3, plan=plan)
+    ranking = planner.rank_schedules(cut_in, 7, 2, 3, plan=plan)
     assert {result.schedule for result in ranking.results} == PARTS.keys() | {"search"}
     check_orders(ranking)
     for result in (one for one in ranking.results if one.order is None):
@@ -83,7 +73,7 @@ def halves(num_parts: int) -> UnitCosts:
 
 def names(*arguments: object, **options: object) -> set[str]:
     """Return the schedules with a name, and check that the others have an order and a placement that it can have."""
-    results = rank_schedules(*arguments, **options).results  # type: ignore[arg-type]
+    results = planner.rank_schedules(*arguments, **options).results  # type: ignore[arg-type]
     assert all(one.chunks_per_stage <= 2 for one in results if one.order is not None)
     return {one.schedule for one in results if one.order is None}
 
@@ -103,22 +93,22 @@ def test_what_can_be_had() -> None:
         forward_s, backward_s = UnitCosts(4).forward_s, UnitCosts(4).backward_s
 
     assert names(lambda n: Unsplit(), 4, 2, 2, 2) == whole | looped | {"chimera", "chimera-seq"}
-    with pytest.raises(PlannerError, match="chunks_per_stage = 3: no schedule"):
-        rank_schedules(lambda n: None, 4, 2, 2, 2, chunks_per_stage=3)
-    with pytest.raises(PlannerError, match="memory_limit_bytes needs memory"):
-        rank_schedules(halves, 4, 2, 2, 2, memory_limit_bytes=1e9)
+    with pytest.raises(planner.PlannerError, match="chunks_per_stage = 3: no schedule"):
+        planner.rank_schedules(lambda n: None, 4, 2, 2, 2, chunks_per_stage=3)
+    with pytest.raises(planner.PlannerError, match="memory_limit_bytes needs memory"):
+        planner.rank_schedules(halves, 4, 2, 2, 2, memory_limit_bytes=1e9)
 
 
-def memory_of(num_parts: int) -> MemoryModel:
+def memory_of(num_parts: int) -> planner.MemoryModel:
     """4000 bytes of parameters over all parts, and 5 per token of a live slice."""
-    return MemoryModel(tuple(PartMemory(4000 // num_parts, 10 / num_parts) for _ in range(num_parts)))
+    return planner.MemoryModel(tuple(planner.PartMemory(4000 // num_parts, 10 / num_parts) for _ in range(num_parts)))
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     def ranked(limit: float) -> object:
         plan = SlicePlan((4, 4)) if given else None
-        return rank_schedules(halves, 8, 2, 4, 4, plan=plan, memory_of=memory_of, memory_limit_bytes=limit)
+        return planner.rank_schedules(halves, 8, 2, 4, 4, plan=plan, memory_of=memory_of, memory_limit_bytes=limit)
 
     ranking = ranked(3000)
     refused = {one.schedule: one for one in ranking.refused}  # type: ignore[attr-defined]
@@ -132,7 +122,7 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
         assert one.need_bytes == min(needs) > 4000
     nothing = ranked(1000)
     assert nothing.results == () and len(nothing.refused) == 12  # type: ignore[attr-defined]
-    with pytest.raises(MemoryLimitError) as caught:
+    with pytest.raises(planner.MemoryLimitError) as caught:
         _ = nothing.best  # type: ignore[attr-defined]
     assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
 
@@ -142,17 +132,10 @@ def test_what_comes_on_top_counts(given: bool) -> None:
     """On two stages with F = 1, B = 2 per part of a micro-batch of one slice, m = 2: plain schedules take 3 m + 3 = 9,
     chimera, whose stages start together and each hold both parts, 6 or a little more."""
 
-    class OneSlice:
-        def forward_s(self, tokens: int, prefix: int) -> float:
-            return 1.0
-
-        def backward_s(self, tokens: int, prefix: int) -> float:
-            return 2.0
-
-    def ranked(extra_s: float | None) -> Ranking:
+    def ranked(extra_s: float | None) -> planner.Ranking:
         options: dict[str, Any] = {"both_ways_s_of": {2: extra_s}.get}
-        whole = lambda n: OneSlice() if n == 2 else None  # noqa: E731
-        return rank_schedules(whole, 4, 2, 2, 4, plan=SlicePlan((4,)) if given else None, **options)
+        whole = lambda n: constant(1.0, 2.0) if n == 2 else None  # noqa: E731
+        return planner.rank_schedules(whole, 4, 2, 2, 4, plan=SlicePlan((4,)) if given else None, **options)
 
     free = ranked(0.0)
     chimera_s = free.best.predicted_s
@@ -163,33 +146,33 @@ def test_what_comes_on_top_counts(given: bool) -> None:
         found = {one.schedule: (one.predicted_s, one.extra_s, one.total_s) for one in ranking.results}
         assert found["chimera"] == (chimera_s, extra_s, chimera_s + extra_s) and found["1f1b"] == (9, 0, 9)
         assert {one["schedule"]: one["extra_s"] for one in ranking.to_dicts()}["chimera"] == extra_s
-        ratios = {line.split()[0]: line.split("x ")[0].split()[-1] for line in describe_ranking(ranking)[1:]}
+        ratios = {line.split()[0]: line.split("x ")[0].split()[-1] for line in planner.describe_ranking(ranking)[1:]}
         assert float(ratios["chimera"]) == pytest.approx((chimera_s + extra_s) / ranking.best.total_s, abs=1e-3)
-    text = describe(next(one for one in ranked(0.5).results if one.schedule == "chimera"))
+    text = planner.describe(next(one for one in ranked(0.5).results if one.schedule == "chimera"))
     assert any("500.00 ms more to sum and step" in line for line in text)
     assert ranked(None).best.extra_s is None and ranked(None).best.total_s == chimera_s
 
 
 def test_in_words() -> None:
-    ranking = rank_schedules(halves, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
-    head, *lines = describe_ranking(ranking)
+    ranking = planner.rank_schedules(halves, 8, 2, 4, 4, memory_of=memory_of, memory_limit_bytes=3000)
+    head, *lines = planner.describe_ranking(ranking)
     assert head.split() == ["schedule", "chunks", "slices", "predicted", "ratio", "bubble", "memory"]
     assert [line.split()[0] for line in lines] == [one.schedule for one in (*ranking.results, *ranking.refused)]
     assert "1.000x" in lines[0] and "needs" in lines[-1] and len(lines) == 12 + 2
-    free = describe_ranking(rank_schedules(halves, 8, 2, 4, 4))
+    free = planner.describe_ranking(planner.rank_schedules(halves, 8, 2, 4, 4))
     assert "extra" in free[0] and all(("unknown" in line) == line.startswith("chimera") for line in free)
     two = next(one for one in ranking.results if one.schedule == "zbv")
-    assert describe(two)[0] == "schedule  zbv, 2 parts per stage"
+    assert planner.describe(two)[0] == "schedule  zbv, 2 parts per stage"
 
 
 def test_a_plan_in_words() -> None:
-    memory = MemoryModel.measured([PartMemory(10**6, 1000.0)] * 4)
-    planned = plan_slices(UnitCosts(64), 64, 4, 1, 8, "seq1f1b", memory=memory, memory_limit_bytes=10**9)
-    text = "\n".join(describe(planned))
+    memory = planner.MemoryModel.measured([planner.PartMemory(10**6, 1000.0)] * 4)
+    planned = planner.plan_slices(UnitCosts(64), 64, 4, 1, 8, "seq1f1b", memory=memory, memory_limit_bytes=10**9)
+    text = "\n".join(planner.describe(planned))
     assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text
     assert f"({planned.unsliced_s / planned.predicted_s:.3f}x)" in text
     assert f"bubble    {planned.bubble_fraction:.1%}" in text
     assert "1.0 MiB on stage 0" in text and "limit 953.7 MiB" in text and "proof" in text
-    lines = describe(best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
+    lines = planner.describe(planner.best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
     assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
     assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either

@@ -10,6 +10,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, best_schedule, plan_slices
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build
 from terapipe_ds.simulator import Replay, UnitCosts, simulate
+from tests.costs import CostsOf
 
 # --- several chunks
 
@@ -93,30 +94,20 @@ def test_what_waits_for_w_counts(schedule: str, weight_bytes: int | None) -> Non
 # --- options
 
 
-class SlowLinks:
-    """Links that take as long as a forward: what policy B of `dapple` is for."""
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return 1.0 * tokens
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return 0.4 * tokens
-
-    def send_s(self, tokens: int) -> float:
-        return 1.0 * tokens
-
-    backward_s = forward_s
+# Links take as long as a forward: what policy B of `dapple` is for.
+BY_TOKENS = lambda tokens, prefix=0: 1.0 * tokens  # noqa: E731
+SLOW_LINKS = CostsOf(BY_TOKENS, BY_TOKENS, weight_s=lambda tokens, prefix: 0.4 * tokens, send_s=BY_TOKENS)
 
 
 def planned(schedule: str, **options: object) -> float:
-    return plan_slices(SlowLinks(), 4, 3, 6, 4, schedule, schedule_options=options).predicted_s
+    return plan_slices(SLOW_LINKS, 4, 3, 6, 4, schedule, schedule_options=options).predicted_s
 
 
 @pytest.mark.parametrize(("name", "options"), [
     ("dapple", {"policy": "A"}), ("dapple", {"policy": "B"}), ("zbv", {"max_live_slices": 4}),
 ])  # fmt: skip
 def test_a_plan_is_judged_with_the_options(name: str, options: dict[str, Any]) -> None:
-    expected = simulate(build(name, 3, 6, 1, **options), SlicePlan((4,)), SlowLinks()).makespan_s
+    expected = simulate(build(name, 3, 6, 1, **options), SlicePlan((4,)), SLOW_LINKS).makespan_s
     assert planned(name, **options) == pytest.approx(expected)
     assert options == {"policy": "A"} or planned(name) != pytest.approx(expected)
 

@@ -24,6 +24,7 @@ from terapipe_ds.planner import (
 from terapipe_ds.planner.search import problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
+from tests.costs import constant
 
 SCHEDULES = ("seq1f1b", "1f1b", "terapipe", "gpipe")
 SPLIT = ("zb-h1", "seq1f1b-zb")
@@ -266,13 +267,7 @@ def test_refused(schedule: str, changes: dict[str, Any], message: str) -> None:
 
 
 def test_costs_without_any_time() -> None:
-    class Free:
-        def forward_s(self, tokens: int, prefix: int) -> float:
-            return 0.0
-
-        backward_s = forward_s
-
-    result = plan_slices(Free(), 20, 3, 2, 2, "auto")
+    result = plan_slices(constant(0.0, 0.0), 20, 3, 2, 2, "auto")
     assert (result.predicted_s, result.bubble_fraction, result.gap, result.optimal) == (0.0, 0.0, 0.0, True)
 
 

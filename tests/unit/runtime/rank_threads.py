@@ -41,7 +41,6 @@ class Ranks:
             return list(pool.map(run, self._all))
 
     def _exchange(self, name: str, value: Any, group: Any) -> list[Any]:
-        """The values of the group's ranks."""
         group, rank = group or self._all, self._local.rank
         self.calls[rank].append(name)
         with self._lock:

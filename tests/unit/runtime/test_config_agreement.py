@@ -21,7 +21,6 @@ CONFIG: dict[str, Any] = {
 
 
 def check(monkeypatch: pytest.MonkeyPatch, *configs: dict[str, Any]) -> Ranks:
-    """Every rank compares."""
     ranks = Ranks(len(configs))
     monkeypatch.setattr(agreement, "torch_dist", ranks)
     monkeypatch.setattr(agreement, "_meetings", itertools.repeat(1))

@@ -4,7 +4,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,29 +26,12 @@ from studies.dapple_search import LIMITS, PLACEMENTS, Search, place
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
+from tests.costs import constant
 
 CLUSTER, MODELS = published()
 PAGE = (Path(__file__).parents[3] / "docs" / "strategy.md").read_text(encoding="utf-8")
 by_model = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 SECONDS = st.one_of(st.just(0.0), st.floats(1e-6, 1e3))
-
-
-@dataclass(frozen=True)
-class Times:
-    """What F, B and a message of one part take."""
-
-    forward: float
-    backward: float
-    send: float = 0.0
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.forward
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return self.backward
-
-    def send_s(self, tokens: int) -> float:
-        return self.send
 
 
 @st.composite
@@ -67,7 +50,7 @@ def pipelines(draw: st.DrawFn) -> tuple[list[float], list[float], int]:
 def test_the_simulator_equals_the_recurrence(pipeline: tuple[list[float], list[float], int]) -> None:
     """Every stage ends its last backward when DAPPLE's recurrence says, in 300 random chains."""
     forward_s, backward_s, micro_batches = pipeline
-    costs = [Times(*both) for both in zip(forward_s, backward_s, strict=True)]
+    costs = [constant(*both) for both in zip(forward_s, backward_s, strict=True)]
     timeline = simulate(build("1f1b", len(costs), micro_batches, 1), SlicePlan([1]), costs)
     last = f"B{micro_batches - 1}.0"
     ends = {event.stage_id: event.end_s for event in timeline.events if event.action == last}
@@ -94,7 +77,7 @@ def test_links_are_never_slower_than_communications_as_stages(
     forward_s, backward_s = (seconds[::2] for seconds in times)
     schedule = build("dapple", len(forward_s), micro_batches, 1, policy="B")
     for send in (sent_s, 0.0):
-        costs = [Times(*both, send) for both in zip(forward_s, backward_s, strict=True)]
+        costs = [constant(*both, send) for both in zip(forward_s, backward_s, strict=True)]
         as_stages = [[s for one in seconds for s in (send, one)][1:] for seconds in (forward_s, backward_s)]
         expected = max(early_backward_ends(*as_stages, micro_batches))
         assert simulate(schedule, SlicePlan([1]), costs).makespan_s <= expected * (1 + 1e-9)

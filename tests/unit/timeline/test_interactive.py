@@ -18,6 +18,7 @@ from terapipe_ds.timeline import Timeline, TimelineError, TimelineEvent
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.interactive import build_interactive, timeline_page
 from terapipe_ds.timeline.waits import find_waits
+from tests.costs import CostsOf
 
 
 def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
@@ -31,25 +32,14 @@ def two_stages(zero_s: float = 100.0) -> Timeline:
     return Timeline(2, tuple(event(stage, name, zero_s + a, zero_s + b) for stage, name, a, b in rows), name="by hand")
 
 
-class Costs:
-    def __init__(self, factor: float = 1.0) -> None:
-        self.factor = factor
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.factor * tokens / 100
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return self.factor * tokens / 50
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return self.factor * tokens / 120
-
-    def send_s(self, tokens: int) -> float:
-        return tokens / 1000
+def costs(factor: float = 1.0) -> CostsOf:
+    """Return costs that are shares of the tokens."""
+    of_tokens = [lambda tokens, prefix, per=per: factor * tokens / per for per in (100, 50, 120)]
+    return CostsOf(*of_tokens[:2], weight_s=of_tokens[2], send_s=lambda tokens: tokens / 1000)
 
 
 def simulated(schedule: str = "seq1f1b", factor: float = 1.0) -> Timeline:
-    return simulate(build(schedule, 3, 2, 2), SlicePlan((60, 40)), [Costs(), Costs(factor), Costs()])
+    return simulate(build(schedule, 3, 2, 2), SlicePlan((60, 40)), [costs(), costs(factor), costs()])
 
 
 # --- what a stage waits for

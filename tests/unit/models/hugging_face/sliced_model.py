@@ -114,7 +114,6 @@ def drawn_batch(vocab_size: int, length: int = 16, rows: int = 2, seed: int = 5)
 
 
 def whole_model(config: PretrainedConfig, weights: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Any:
-    """Return the model of transformers with these weights."""
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **eager).train()  # sdpa of 4.57 passes over soft caps
     found = model.load_state_dict({name: p.detach() for name, p in weights.items()}, strict=False)

@@ -21,16 +21,7 @@ from terapipe_ds.models.hugging_face.forward import attention, cache
 from terapipe_ds.models.hugging_face.module import to_tuple
 from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, VOCAB_SIZE, WITH_STATES, config_of
-from tests.unit.models.hugging_face.sliced_model import (
-    Pipeline,
-    drawn_batch,
-    errors,
-    errors_of,
-    gradient_error,
-    in_fp64,
-    ways_of,
-    whole_model,
-)
+from tests.unit.models.hugging_face import sliced_model
 from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
 MIXING = {*BY_CACHE, *WITH_STATES} & CONFIGS.keys()  # the documents of packed rows
@@ -58,7 +49,7 @@ def test_missing_labels_are_refused_by_key() -> None:
 def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
     """As much spread as transformers gives, norms of ones, and the same for one seed."""
     config = config_of("llama")
-    first, again, other = (Pipeline(config, seed=seed).parameters for seed in (1, 1, 2))
+    first, again, other = (sliced_model.Pipeline(config, seed=seed).parameters for seed in (1, 1, 2))
     torch.manual_seed(0)
     fresh = dict(AutoModelForCausalLM.from_config(config).named_parameters())
     assert fresh.keys() == first.keys()
@@ -73,7 +64,7 @@ def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:
 
 
 def test_numbers_that_are_set_as_a_module_is_built_are_kept() -> None:
-    pipeline = Pipeline(config_of("apertus"))
+    pipeline = sliced_model.Pipeline(config_of("apertus"))
     (name,) = [name for name in pipeline.parameters if name.endswith("0.mlp.act_fn.alpha_p")]
     fresh = AutoModelForCausalLM.from_config(config_of("apertus"), dtype=torch.float64)
     assert torch.allclose(pipeline.parameters[name], fresh.get_parameter(name))
@@ -83,7 +74,7 @@ def test_numbers_that_are_set_as_a_module_is_built_are_kept() -> None:
 
 
 def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
-    pipeline, tokens = Pipeline(config_of("llama")), torch.ones(2, 4, dtype=torch.long)
+    pipeline, tokens = sliced_model.Pipeline(config_of("llama")), torch.ones(2, 4, dtype=torch.long)
     places = torch.arange(4).expand(2, 4)
     assert torch.equal(pipeline((tokens, places)), pipeline(tokens))
     with pytest.raises(ModelRefusedError, match='"documents": 1'):
@@ -95,11 +86,11 @@ def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
 def test_documents_train_as_if_each_were_alone(family: str) -> None:
     """Packed rows in slices, against the model of transformers on each document by itself."""
     starts = ((0, 6, 7), (0, 9))
-    with in_fp64():
+    with sliced_model.in_fp64():
         config = config_of(family)
-        pipeline = Pipeline(config)
-        model = whole_model(config, pipeline.parameters)
-        tokens = drawn_batch(VOCAB_SIZE)["input_ids"]
+        pipeline = sliced_model.Pipeline(config)
+        model = sliced_model.whole_model(config, pipeline.parameters)
+        tokens = sliced_model.drawn_batch(VOCAB_SIZE)["input_ids"]
         positions = torch.tensor([[*range(6), 0, *range(9)], [*range(9), *range(7)]])
         _, labels = to_tuple({"input_ids": tokens, "labels": tokens, "position_ids": positions})
         texts = [tokens[:1, :6], tokens[:1, 6:7], tokens[:1, 7:], tokens[1:, :9], tokens[1:, 9:]]
@@ -111,18 +102,18 @@ def test_documents_train_as_if_each_were_alone(family: str) -> None:
         expected.backward()  # type: ignore[union-attr]
         loss = pipeline.loss(tokens, labels, (5, 4, 7), starts)
     assert abs(loss / float(expected) - 1) <= 1e-10
-    assert gradient_error(pipeline.parameters, dict(model.named_parameters())) <= 1e-10
+    assert sliced_model.gradient_error(pipeline.parameters, dict(model.named_parameters())) <= 1e-10
 
 
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", sorted(MIXING))
 def test_documents_are_refused_where_a_layer_would_mix_them(family: str) -> None:
     with (
-        in_fp64(),
+        sliced_model.in_fp64(),
         documents(torch.tensor([[0, 1, 0, 1]])),
         pytest.raises(ModelRefusedError, match="mix the documents"),
     ):
-        Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
+        sliced_model.Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
 
 
 # -- what attention asks for
@@ -166,15 +157,15 @@ def test_a_mask_says_what_is_causal_before_the_flag() -> None:
 @needs_states
 def test_a_slice_of_one_token_is_refused_where_it_would_be_a_step_of_generation() -> None:
     with pytest.raises(ModelRefusedError, match="give slices of 2 tokens or more"):
-        errors(config_of("mamba2"), (3, 1, 4))
-    assert max(errors(config_of("llama"), (3, 1, 4))) <= 1e-10
+        sliced_model.errors(config_of("mamba2"), (3, 1, 4))
+    assert max(sliced_model.errors(config_of("llama"), (3, 1, 4))) <= 1e-10
 
 
 def test_dropout_acts_in_training_alone() -> None:
     """In what runs around the decoder layers as well, which no piece holds as a module."""
     config = config_of("gpt2")
     config.embd_pdrop = 0.5
-    pipeline, tokens = Pipeline(config), torch.ones(2, 4, dtype=torch.long)
+    pipeline, tokens = sliced_model.Pipeline(config), torch.ones(2, 4, dtype=torch.long)
     drawn = [pipeline(tokens) for _ in range(2)]
     assert not torch.equal(*drawn)
     for piece in pipeline.pieces:
@@ -183,8 +174,8 @@ def test_dropout_acts_in_training_alone() -> None:
 
 
 def test_a_recomputed_forward_sees_the_same_slice() -> None:
-    pipeline, store = Pipeline(config_of("mistral")), SliceStore()
-    tokens = drawn_batch(64)["input_ids"]
+    pipeline, store = sliced_model.Pipeline(config_of("mistral")), SliceStore()
+    tokens = sliced_model.drawn_batch(64)["input_ids"]
     with torch.no_grad():
         for start, stop in ((0, 6), (6, 16)):
             active = ActiveSlice(start, stop, 16, store=store)
@@ -253,8 +244,8 @@ def test_a_broken_piece_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     if IS_4 and family == "mamba2":
         pytest.skip("transformers 4.57 has no cache for the states of all families")
 
-    def breaks(pipeline: Pipeline) -> None:
-        ways_of(pipeline)  # found by whole code: a layer that is tried later would take another way
+    def breaks(pipeline: sliced_model.Pipeline) -> None:
+        sliced_model.ways_of(pipeline)  # found by whole code: a layer that is tried later would take another way
         for where, name, new in changes:
             if isinstance(where, dict):
                 monkeypatch.setitem(where, name, new)
@@ -265,12 +256,12 @@ def test_a_broken_piece_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     config = copy.deepcopy(config_of(family))
     config.initializer_range = 0.5
-    with in_fp64():
+    with sliced_model.in_fp64():
         if refusal:
             with pytest.raises((ModelRefusedError, SliceStoreError), match=refusal):
-                errors(config, change=breaks)
+                sliced_model.errors(config, change=breaks)
         else:
-            assert (max(errors(config, change=breaks)) > 1e-6) == bool(changes)
+            assert (max(sliced_model.errors(config, change=breaks)) > 1e-6) == bool(changes)
 
 
 # -- compiled layers -------------------------------------------------------------------------------------------
@@ -297,19 +288,19 @@ def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, m
     config, graphs = config_of(family), CountedGraphs()
     if family == "llama":
         config.num_hidden_layers = 3
-    with in_fp64():
-        pipeline = Pipeline(config)
+    with sliced_model.in_fp64():
+        pipeline = sliced_model.Pipeline(config)
         for index, piece in enumerate(pipeline.pieces):
             for part in compiled_parts(piece):
                 compile_layer(part, f"layer {index}", graphs)
-        model = whole_model(config, pipeline.parameters)
+        model = sliced_model.whole_model(config, pipeline.parameters)
         for lengths in ((3, 5, 2, 6), (7, 4), (12,)):
-            batch = drawn_batch(config.vocab_size, sum(lengths))
-            assert max(errors_of(pipeline, model, batch, lengths)) <= 1e-10
+            batch = sliced_model.drawn_batch(config.vocab_size, sum(lengths))
+            assert max(sliced_model.errors_of(pipeline, model, batch, lengths)) <= 1e-10
     assert 1 <= graphs.count <= most
 
 
 @pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
 def test_a_layer_with_states_runs_as_it_is() -> None:
-    pipeline = Pipeline(config_of("mamba2"))
+    pipeline = sliced_model.Pipeline(config_of("mamba2"))
     assert not [part for piece in pipeline.pieces for part in compiled_parts(piece)]

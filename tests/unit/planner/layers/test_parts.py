@@ -8,6 +8,7 @@ from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster
+from tests.costs import CostsOf
 
 
 @pytest.mark.parametrize(
@@ -22,21 +23,10 @@ def test_zero_1_sums_whole_gradients_and_gathers_parameters(dtype: str, zero_sta
     assert summed[1] == per_parameter * size.layer_parameters() / 2
 
 
-class Layer:
-    """Takes a second per token forward, two backward, of which one and a half are W's."""
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return 1.0 * tokens
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2.0 * tokens
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return 1.5 * tokens
-
-
-class Unsplit:
-    forward_s, backward_s = Layer.forward_s, Layer.backward_s
+# A second per token forward, two backward, of which one and a half are W's.
+FORWARD_AND_BACKWARD = lambda tokens, prefix: 1.0 * tokens, lambda tokens, prefix: 2.0 * tokens
+UNSPLIT = CostsOf(*FORWARD_AND_BACKWARD)
+SPLIT = CostsOf(*FORWARD_AND_BACKWARD, weight_s=lambda tokens, prefix: 1.5 * tokens)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -44,10 +34,10 @@ def test_a_layer_of_a_chain_splits_its_backward_where_its_costs_do(recompute: bo
     numbers = [[1.0, 1.0]] * 5
 
     def part_of(last: object) -> PartCosts:
-        layers = LayerChain(*numbers, costs=[Layer(), last]).of_length(8)
+        layers = LayerChain(*numbers, costs=[SPLIT, last]).of_length(8)
         return PartCosts(layers.layer_costs(Setting(1, 3), recompute))
 
-    split = part_of(Layer())
+    split = part_of(SPLIT)
     assert split.weight_s(4, 0) == 2 * 3 * 1.5 * 4  # two layers, three rows; W computes no forward again
     assert split.backward_s(4, 0) == 2 * 3 * (2 + recompute) * 4
-    assert not hasattr(part_of(Unsplit()), "weight_s")
+    assert not hasattr(part_of(UNSPLIT), "weight_s")

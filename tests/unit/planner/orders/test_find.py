@@ -1,42 +1,20 @@
 """Orders found are never slower than the named ones, keep the limit, and equal brute force on tiny cases."""
 
 import random
-from dataclasses import dataclass
 from itertools import product
 
 import pytest
 
-from studies.orders import brute_force_s, merged
+from studies.orders import Costs, brute_force_s, merged
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.orders.find import NAMED, find_order
 from terapipe_ds.planner.orders.ramps import find_order_and_slices
 from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, validate
 from terapipe_ds.schedule.placement import v_shape
+from tests.costs import CostsOf
 
 LENGTH = 1024
-
-
-@dataclass(frozen=True)
-class Costs:
-    forward: float = 0.1
-    backward: float = 0.2
-    weight: float = 0.1
-    base: float = 0.004
-    send: float = 0.0015
-    slope: float = 0.0
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.forward * tokens / LENGTH * (1 + self.slope * prefix / LENGTH) + self.base / 3
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return self.backward * tokens / LENGTH * (1 + self.slope * prefix / LENGTH) + 2 * self.base / 3
-
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return self.weight * tokens / LENGTH + self.base / 3
-
-    def send_s(self, tokens: int) -> float:
-        return self.send
 
 
 def random_case(seed: int) -> tuple[list[Costs], SlicePlan, int, int]:
@@ -81,21 +59,13 @@ def test_equal_to_brute_force(lengths: tuple[int, ...], micro_batches: int, seed
     assert result.makespan_s == pytest.approx(brute_force_s(costs, plan, micro_batches, limit), rel=1e-12)
 
 
-@dataclass(frozen=True)
-class WholeBackwards:
-    """Costs without W."""
-
-    scale: float
-    send: float
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.scale * tokens * (1 + prefix / LENGTH)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self.scale * tokens * (1 + prefix / LENGTH)
-
-    def send_s(self, tokens: int) -> float:
-        return self.send
+def whole_backwards(scale: float, send: float) -> CostsOf:
+    """Return costs without W."""
+    return CostsOf(
+        lambda tokens, prefix: scale * tokens * (1 + prefix / LENGTH),
+        lambda tokens, prefix: 2 * scale * tokens * (1 + prefix / LENGTH),
+        send_s=lambda tokens: send,
+    )
 
 
 def timed(orders: tuple[list, list], costs: list, plan: SlicePlan) -> float:
@@ -139,7 +109,7 @@ def test_equal_to_brute_force_with_four_slices(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_equal_to_brute_force_with_two_micro_batches_of_two_slices(seed: int) -> None:
     chance = random.Random(seed)
-    costs = [WholeBackwards(chance.uniform(0.8, 1.2), chance.uniform(0, 100)) for _ in range(2)]
+    costs = [whole_backwards(chance.uniform(0.8, 1.2), chance.uniform(0, 100)) for _ in range(2)]
     plan = SlicePlan((576, 448))
     chains = [
         [(Kind.FORWARD, m, 0), (Kind.FORWARD, m, 1), (Kind.BACKWARD, m, 1), (Kind.BACKWARD, m, 0)] for m in range(2)

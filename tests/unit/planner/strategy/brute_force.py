@@ -17,6 +17,7 @@ from terapipe_ds.costs.devices import device_card
 from terapipe_ds.planner import MemoryModel, PartMemory
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
+from tests.costs import constant
 
 WITHIN, BETWEEN = 20e9, 2e9  # bytes per second
 LATENCY_WITHIN, LATENCY_BETWEEN = 1e-5, 5e-5
@@ -66,28 +67,6 @@ class Instance:
         latencies: Any = {"within_latency_s": LATENCY_WITHIN, "between_latency_s": LATENCY_BETWEEN}
         card = dataclasses.replace(device_card("v100"), context_bytes=None)  # the brute force counts layers alone
         return terapipe_ds.Cluster(card, self.nodes, self.devices_per_node, **rates, **latencies)
-
-
-@dataclasses.dataclass
-class Stage:
-    """Costs of one stage: constants for a whole sequence."""
-
-    forward: float
-    backward: float
-    sent: float = 0.0
-    sent_back: float = 0.0
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return self.forward
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return self.backward
-
-    def send_s(self, tokens: int) -> float:
-        return self.sent
-
-    def send_gradient_s(self, tokens: int) -> float:
-        return self.sent_back
 
 
 def least_s(instance: Instance) -> float | None:
@@ -141,7 +120,7 @@ def step_s(
     costs = []
     for k, (start, stop) in enumerate(itertools.pairwise(cut)):
         forward, backward = size * sum(instance.forward_s[start:stop]), size * sum(instance.backward_s[start:stop])
-        costs.append(Stage(forward, backward + recomputes[k] * forward, wires[k + 1], wires[k]))
+        costs.append(constant(forward, backward + recomputes[k] * forward, wires[k + 1], wires[k]))
     timeline = simulate(order, plan, costs)
     ends = [max(e.end_s for e in timeline.events if e.stage_id == k and e.kind in "FB") for k in range(stages)]
     return max(end + end_s(instance, cut, k, replicas, zero, nodes[k]) for k, end in enumerate(ends))
@@ -160,7 +139,7 @@ def peaks_of(
         gradients = 0 if zero else round(parameters)
         rates = size * kept / LENGTH, 0, 0, 0, size * working / LENGTH
         parts.append(PartMemory(round(static), *rates, gradient_bytes=gradients))
-    return simulate(order, plan, [Stage(1, 1)] * len(parts), memory=MemoryModel(tuple(parts))).peak_bytes
+    return simulate(order, plan, [constant(1, 1)] * len(parts), memory=MemoryModel(tuple(parts))).peak_bytes
 
 
 def nodes_of(instance: Instance, stages: int, replicas: int, pipe_outside: bool) -> list[list[int]]:

@@ -23,6 +23,7 @@ from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid, StrategyError
+from tests.costs import CostsOf, constant
 
 SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}
 
@@ -82,24 +83,7 @@ def test_no_cut_and_no_plan_beats_the_bound(schedule: str) -> None:
 
 def test_gradients_go_back_over_the_link_that_they_take() -> None:
     """The link behind the middle stage is slow, the one before it is not."""
-
-    class Part:
-        def __init__(self, send_s: float, back_s: float) -> None:
-            self.sends = send_s, back_s
-
-        def forward_s(self, tokens: int, prefix: int) -> float:
-            return 1.0
-
-        def backward_s(self, tokens: int, prefix: int) -> float:
-            return 1.0
-
-        def send_s(self, tokens: int) -> float:
-            return self.sends[0]
-
-        def send_gradient_s(self, tokens: int) -> float:
-            return self.sends[1]
-
-    parts = [Part(0.5, 0), Part(7, 0.5), Part(0, 7)]
+    parts = [constant(1, 1, *sends) for sends in ((0.5, 0), (7, 0.5), (0, 7))]
     timeline = simulate(build("1f1b", 3, 1, 1), terapipe_ds.SlicePlan((8,)), parts)
     assert timeline.makespan_s == 6 + 2 * 0.5 + 2 * 7
 
@@ -312,19 +296,9 @@ def test_numbers_that_no_chain_and_no_cluster_has_are_refused() -> None:
 # --- chains with slices, and searches that are stopped
 
 
-class Attention:
-    """A layer whose tokens see all before them."""
-
-    def forward_s(self, tokens: int, prefix: int) -> float:
-        return 1e-5 + 1e-6 * tokens + 1e-9 * tokens * (prefix + tokens / 2)
-
-    def backward_s(self, tokens: int, prefix: int) -> float:
-        return 2 * self.forward_s(tokens, prefix)
-
-
 def test_a_chain_with_costs_is_sliced() -> None:
-    layer = Attention()
-    whole_s = layer.forward_s(4096, 0)
+    forward_s = lambda tokens, prefix: 1e-5 + 1e-6 * tokens + 1e-9 * tokens * (prefix + tokens / 2)  # noqa: E731
+    layer, whole_s = CostsOf(forward_s, lambda *span: 2 * forward_s(*span)), forward_s(4096, 0)
     numbers: Any = [whole_s] * 6, [2 * whole_s] * 6, [1e6] * 6, [1e8] * 6, [1e8] * 6
     question: Any = {"global_batch_size": 1, "sequence_length": 4096}
     cluster = Cluster("v100", 1, 2)

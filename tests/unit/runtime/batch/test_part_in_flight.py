@@ -8,16 +8,9 @@ import torch
 
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.batch import in_flight
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.in_flight import (
-    BatchInFlight,
-    InFlightError,
-    MicroBatchInFlight,
-    OrderIndex,
-    PartInFlight,
-    SliceInFlight,
-)
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.action import Action, Kind
@@ -28,18 +21,18 @@ KEY = (1, 0, 0)
 
 def part(
     schedule: str = "seq1f1b", training: bool = True, is_first: bool = False, is_last: bool = False, sends: bool = True
-) -> PartInFlight:
+) -> in_flight.PartInFlight:
     """Part 1 of two, on stage 1, with all of F of slice 0 kept."""
     tokens = SliceableTensors.of_labels(torch.zeros(1, 6, dtype=torch.int64), 1)
-    micro_batch = MicroBatchInFlight(PLAN, MicroBatchShape(1, 6), tokens, tokens)
-    batch = BatchInFlight(build(schedule, 2, 1, 2, forward_only=not training), 1, training, [micro_batch])
+    micro_batch = in_flight.MicroBatchInFlight(PLAN, MicroBatchShape(1, 6), tokens, tokens)
+    batch = in_flight.BatchInFlight(build(schedule, 2, 1, 2, forward_only=not training), 1, training, [micro_batch])
     place = Place(1, is_first=is_first, is_last=is_last)
-    slices = PartInFlight(batch, place, mock.create_autospec(SliceStore, instance=True), sends, sends)
+    slices = in_flight.PartInFlight(batch, place, mock.create_autospec(SliceStore, instance=True), sends, sends)
     slices.keep(Action(Kind.FORWARD, 0, 0), (torch.zeros(()),), torch.ones(()), torch.ones(()))
     return slices
 
 
-def finish(slices: PartInFlight, *kinds: Kind, slice_id: int = 0) -> None:
+def finish(slices: in_flight.PartInFlight, *kinds: Kind, slice_id: int = 0) -> None:
     for kind in kinds:
         slices.finish(Action(kind, 0, slice_id))
 
@@ -52,7 +45,7 @@ def test_a_slice_lives_from_its_forward_until_its_gradients_are_sent() -> None:
     kept = slices.batch.get(KEY)
     assert kept.outputs is None and kept.loss is None and len(kept.inputs) == 1
     finish(slices, Kind.SEND_GRAD)
-    with pytest.raises(InFlightError, match=r"slice 0\.0 is not live"):
+    with pytest.raises(in_flight.InFlightError, match=r"slice 0\.0 is not live"):
         finish(slices, Kind.SEND_GRAD)
 
 
@@ -102,29 +95,29 @@ def test_inputs_labels_keys_and_values_of_a_micro_batch(training: bool, is_first
 
 def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
     batch = part(training=True).batch
-    a_slice = SliceInFlight((), torch.zeros(()))
-    with pytest.raises(InFlightError, match=r"F0\.0 ran twice on stage 1"):
+    a_slice = in_flight.SliceInFlight((), torch.zeros(()))
+    with pytest.raises(in_flight.InFlightError, match=r"F0\.0 ran twice on stage 1"):
         batch.put(KEY, a_slice)
     batch.put((1, 0, 1), a_slice)
     assert batch.get((1, 0, 1)) is a_slice and batch.get(KEY) is not a_slice
     batch.drop((1, 0, 1))
     for missing in (batch.get, batch.drop):
-        with pytest.raises(InFlightError, match=r"slice 0\.1 is not live on stage 1"):
+        with pytest.raises(in_flight.InFlightError, match=r"slice 0\.1 is not live on stage 1"):
             missing((1, 0, 1))
-    with pytest.raises(InFlightError, match=r"stage 1 still holds slices \[\(1, 0, 0\)\]"):
+    with pytest.raises(in_flight.InFlightError, match=r"stage 1 still holds slices \[\(1, 0, 0\)\]"):
         batch.assert_done(expected_peak=2)
     batch.drop(KEY)
     batch.put(KEY, a_slice)
     batch.drop(KEY)
     batch.assert_done(expected_peak=2)
     for wrong in (1, 3):
-        with pytest.raises(InFlightError, match=f"held 2 live slices at once, the schedule says {wrong}"):
+        with pytest.raises(in_flight.InFlightError, match=f"held 2 live slices at once, the schedule says {wrong}"):
             batch.assert_done(expected_peak=wrong)
 
 
 def test_the_index_of_a_computation_is_that_in_the_order_of_its_stage() -> None:
     schedule = build("seq1f1b", 3, 2, 2)
-    indices = OrderIndex(schedule)
+    indices = in_flight.OrderIndex(schedule)
     for stage_id, order in enumerate(schedule.orders):
         assert [indices.find(stage_id, a.kind, a.part_id, a.unit) for a in order] == list(range(len(order)))
 
@@ -134,8 +127,8 @@ def test_packed_rows_run_other_kernels() -> None:
 
     def kinds(starts: Any) -> Any:
         shape = MicroBatchShape(1, 6, starts)
-        return BatchInFlight(
-            build("terapipe", 1, 1, PLAN.num_slices), 0, True, [MicroBatchInFlight(PLAN, shape)]
+        return in_flight.BatchInFlight(
+            build("terapipe", 1, 1, PLAN.num_slices), 0, True, [in_flight.MicroBatchInFlight(PLAN, shape)]
         ).kinds()
 
     assert kinds(((0, 2),)) == kinds(((0, 3),)) != kinds(None)

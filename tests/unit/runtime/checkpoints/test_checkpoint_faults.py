@@ -33,6 +33,7 @@ from terapipe_ds.runtime.checkpoints.choose import ChosenCheckpoint, find_checkp
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
 from terapipe_ds.runtime.checkpoints.save import CheckpointPaths, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
+from tests.distributed.failing_calls import Killed
 
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 FILES = ("mp_rank_00_model_states.pt", "layer_00-model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -82,10 +83,6 @@ class OneRank:
 
 
 # -- a kill in any line, and a disk that fails once ------------------------------------------------------------------
-
-
-class Killed(BaseException):
-    """Like a kill: nothing that catches errors sees it."""
 
 
 def fault_of(name: str) -> BaseException:

@@ -1,6 +1,7 @@
 """Profiles of the parts of a model, one after the other on one device."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -115,6 +116,19 @@ def test_a_config_that_cannot_be(
 ) -> None:
     assert main(["profile", *_files(tmp_path, **config)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_pipe_sees_how_far_the_measurement_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def half(_: object, progress: Callable[[int, float], None], __: object) -> None:
+        progress(0, 0.5)
+        raise ValueError("stopped")
+
+    monkeypatch.setattr("terapipe_ds.commands.options._LINE_EVERY_S", 0.0)
+    monkeypatch.setattr("terapipe_ds.runtime.profiling.one_device.profile_model", half)
+    assert main(["profile", *_files(tmp_path), "--stages", "2"]) == 2
+    assert "terapipe: measuring, 25% of this step" in capsys.readouterr().err
 
 
 def _sums_of_a_profile() -> tuple[set[str], float | None]:

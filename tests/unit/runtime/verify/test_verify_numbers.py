@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.verify import compare
 from tests.small_models.faulty import WIDTH
+from tests.small_models.parts import Calls
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
 
 
@@ -79,15 +80,6 @@ class Weight(nn.Module):
         if self.weight.is_sparse:
             return x + torch.sparse.mm(self.weight, x.flatten(0, 1).T).T.view_as(x)
         return x + (x.to(torch.promote_types(x.dtype, self.weight.dtype)) @ self.weight).real
-
-
-class Calls(nn.Module):
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Any) -> Any:
-        return self.function(x)
 
 
 def nested(x: Tensor) -> Tensor:

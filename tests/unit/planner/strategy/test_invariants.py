@@ -94,9 +94,7 @@ TIGHT: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("device", "hosts"), [((4, 8), (20,)), ((4,), (1, 20))], ids=["device memory", "host memory"]
-)
+@pytest.mark.parametrize(("device", "hosts"), [((4, 8), (20,)), ((4,), (1, 20))], ids=["device memory", "host memory"])
 def test_more_memory_never_makes_a_plan_slower(device: tuple[float, ...], hosts: tuple[float, ...]) -> None:
     plans = [best(**TIGHT, memory_limit_gb=limit, host_gb=host, options={}) for limit in device for host in hosts]
     seconds = [math.inf if plan is None else plan.predicted_s for plan in plans]

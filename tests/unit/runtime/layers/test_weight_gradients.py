@@ -139,6 +139,17 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
         torch.testing.assert_close(total.double(), theirs.grad, rtol=1e-5, atol=1e-5)  # the sums are fp32
 
 
+def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
+    """Otherwise they would go to the sums of the optimizer before it. A forward of the user's own stays."""
+    model, ours, inputs = example()
+    ours[2].forward = partial(model[2].forward)
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)])
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+        ours(inputs.requires_grad_()).sum().backward()
+    assert gradients.compute((0, 0, 0), nullcontext) == 1 and model[2].weight.grad is not None
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_a_copy_of_a_layer_has_its_own_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
     """A moving average or a reference of the layers in training does not train with them."""

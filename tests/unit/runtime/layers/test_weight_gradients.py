@@ -192,6 +192,15 @@ def test_weights_and_inputs_of_other_classes_keep_their_own_products(split: bool
     assert_same(ours, plain)
 
 
+def test_a_table_of_another_class_keeps_its_own_gradient() -> None:
+    layer = nn.Embedding.from_pretrained(torch.ones(5, 4).as_subclass(TwiceAWeight), freeze=False)
+    gradients = WeightGradients(is_watched=True, sums=OwnSums(layer))
+    gradients.open_batch([(0, 0, 0)])
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+        gradients.lookup(torch.tensor([[1, 4]]), layer.weight).sum().backward()
+    assert gradients.compute((0, 0, 0), nullcontext) == 0 and layer.weight.grad is not None
+
+
 def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:
     _, ours, inputs = example()
     seen: list[str] = []

@@ -181,12 +181,12 @@ class Options(BaseModel):
                 needed.setdefault(declared["group"], []).append(name)
             elif declared["required"]:
                 needed[name] = [name]
-        absent = [names for names in needed.values() if not any(name in given for name in names)]
         return [
             f"one of the arguments {' '.join(map(cls.name_of, names))} is required"
             if len(names) > 1
             else f"{cls.name_of(names[0])} is missing"
-            for names in absent
+            for names in needed.values()
+            if not any(name in given for name in names)
         ]
 
     @classmethod

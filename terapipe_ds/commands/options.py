@@ -162,14 +162,13 @@ class Options(BaseModel):
     def read(cls, arguments: argparse.Namespace) -> Self:
         """Return the options that argparse has parsed; refuse all that are missing or invalid together."""
         given = {name: value for name, value in vars(arguments).items() if name in cls.model_fields}
-        missing = cls._missing(given)
+        problems = cls._missing(given)
         try:
             options = cls(**given)
         except ValidationError as error:
-            mistakes = map(cls._mistake, error.errors(include_url=False))
-            raise CommandError("; ".join([*missing, *mistakes])) from None
-        if missing:
-            raise CommandError("; ".join(missing))
+            problems += map(cls._mistake, error.errors(include_url=False))
+        if problems:
+            raise CommandError("; ".join(problems))
         return options
 
     @classmethod
@@ -182,12 +181,12 @@ class Options(BaseModel):
                 needed.setdefault(declared["group"], []).append(name)
             elif declared["required"]:
                 needed[name] = [name]
-        absent = [names for names in needed.values() if not any(name in given for name in names)]
         return [
             f"one of the arguments {' '.join(map(cls.name_of, names))} is required: give one"
             if len(names) > 1
             else f"{cls.name_of(names[0])} is missing: give it"
-            for names in absent
+            for names in needed.values()
+            if not any(name in given for name in names)
         ]
 
     @classmethod

@@ -69,6 +69,8 @@ def parse_as(model: type[_Model], text: str | bytes) -> _Model:
 def describe_error(error: ValidationError, whole: str = "the file") -> str:
     """Return the first complaint of pydantic as `parts[0].tokens = 0: expected greater than or equal to 1`.
 
+    It names all keys that one object lacks.
+
     Args:
         whole: names the document, for complaints about its top level.
     """
@@ -77,9 +79,9 @@ def describe_error(error: ValidationError, whole: str = "the file") -> str:
     # "<...>" tags a member of a union
     place, kind = [key for key in complaint["loc"] if not str(key).startswith("<")], complaint["type"]
     if kind == "missing":
-        beside = [other["loc"] for other in complaints if other["type"] == kind and len(other["loc"]) == len(place)]
+        beside = [other["loc"] for other in complaints if other["type"] == kind]
         absent = ", ".join(str(loc[-1]) for loc in beside if loc[:-1] == complaint["loc"][:-1])
-        return f"{_dotted(place[:-1]) or whole} lacks {absent or place[-1]}"
+        return f"{_dotted(place[:-1]) or whole} lacks {absent}"
     if kind in ("unexpected_keyword_argument", "extra_forbidden"):
         return f"{_dotted(place[:-1]) or whole} has an unknown key {show_value(place[-1])}"
     if kind == "value_error":  # from one of our own checks, with its own text

@@ -197,7 +197,7 @@ class TokenEmbedding(nn.Module):
 
     def defer_weight_gradients(self, gradients: Any) -> None:
         """Let the engine make the gradient of the table, once for several slices."""
-        self._lookup = lambda tokens, weight: gradients.lookup(tokens, weight)  # a copy of the layer shares it
+        self._lookup = gradients.lookup
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs

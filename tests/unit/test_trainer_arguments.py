@@ -168,6 +168,15 @@ def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[s
     assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)
 
 
+def test_a_class_of_arguments_may_have_other_defaults() -> None:
+    @dataclasses.dataclass
+    class Noisy(TrainingArguments):
+        neftune_noise_alpha: float | None = 5.0
+
+    [problem] = _of_args(Noisy("folder", use_cpu=True, report_to=[]), {})
+    assert problem.startswith("neftune_noise_alpha: ")
+
+
 def test_a_template_that_resizes_needs_a_model_in_memory() -> None:
     for template, model, count in (("a/model", "a/model", 1), ("a.jinja", "a/model", 0), ("a/model", object(), 0)):
         args = types.SimpleNamespace(chat_template_path=template)

@@ -158,7 +158,7 @@ class PipelineTrainerMixin(Trainer):
             return self.optimizer
         self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
         own, modules = self._own_parameters(), self._stages.module.modules
-        with replaced(self.model, "named_parameters", lambda **_: own), replaced(self.model, "modules", modules):
+        with replaced(self.model, "named_parameters", lambda *_, **__: own), replaced(self.model, "modules", modules):
             return super().create_optimizer()
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:

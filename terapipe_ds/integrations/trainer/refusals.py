@@ -120,12 +120,13 @@ def _is_of_trl(kind: type) -> bool:
 
 
 def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> list[str]:
+    # the library's defaults, which a class of the user may change; an empty list is no value either
+    kinds = [kind for kind in type(args).__mro__ if dataclasses.is_dataclass(kind)]
+    defaults = {each.name: each.default for kind in kinds for each in dataclasses.fields(kind)}
     problems = [
-        f"{field.name}: {_REFUSED_ARGS[field.name]}"
-        for field in dataclasses.fields(args)
-        if field.name in _REFUSED_ARGS
-        and (value := getattr(args, field.name)) != field.default
-        and (value or field.default)  # an empty list is no value either
+        f"{name}: {why}"
+        for name, why in _REFUSED_ARGS.items()
+        if (value := getattr(args, name, None)) != defaults.get(name) and (value or defaults.get(name))
     ]
     if args.label_names not in (None, ["labels"]):
         problems.append(f'label_names={args.label_names}: a causal language model has "labels" alone; leave it out')

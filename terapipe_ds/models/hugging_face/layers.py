@@ -112,7 +112,8 @@ class Piece(nn.Module):
         """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
         for layer in self.modules():
             make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
-            if make is not None and "forward" not in vars(layer):
+            replaced = vars(layer).get("forward")  # by an earlier engine, which does not matter, or by the user
+            if make is not None and (replaced is None or getattr(replaced, "func", None) is make):
                 layer.forward = functools.partial(make, gradients, layer)  # a copy of the layer has its own weights
 
     @property

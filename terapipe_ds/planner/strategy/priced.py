@@ -200,22 +200,20 @@ class Priced(Bounded):
         """
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
         kinds = self.layers.kinds if self.may_recompute(schedule) else self.layers.kinds[:1]
-        everything = (True,) * self.num_stages
-        over, best = everything, None
+        offloads = self.candidate.levers.offload_activations
+        over, best = (everything := (True,) * self.num_stages), None
         # nothing recomputes, then the kind that takes the least time, full recomputation last
         for kind in (kinds[0], *reversed(kinds[1:])):
-            for again in dict.fromkeys((over, everything)) if self.candidate.levers.offload_activations else (over,):
+            for again in filter(any, dict.fromkeys((over, everything)) if offloads else (over,)):
                 recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
-                score = (
-                    self._replayed(bounds, shape, plan, recompute, limit_bytes, most, beat_s) if any(again) else None
-                )
+                score = self._replayed(bounds, shape, plan, recompute, limit_bytes, most, beat_s)
                 if score is None:
                     continue
                 if kind == Again.OFF:
                     over = tuple(peak > limit_bytes for peak in score.peak_bytes)
                 if (need := max(score.peak_bytes)) > limit_bytes:
                     self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
-                elif not self.candidate.levers.offload_activations:
+                elif not offloads:
                     return score
                 elif score.seconds <= beat_s:
                     best, beat_s = score, score.seconds

@@ -226,7 +226,8 @@ class PartRunner:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
             except RuntimeError as error:
                 self._handed.explain(error)
-                explain_refusal(error)
+                if stage.offload is not None:
+                    explain_refusal(error)
                 raise
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan

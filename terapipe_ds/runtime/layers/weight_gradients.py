@@ -37,9 +37,9 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
             defer(gradients)
-        elif type(layer) is nn.Linear and "forward" not in vars(layer):
+        elif type(layer) is nn.Linear and not _is_replaced(layer):
             layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
-        elif type(layer) is nn.Embedding and "forward" not in vars(layer) and _is_plain(layer):
+        elif type(layer) is nn.Embedding and not _is_replaced(layer) and _is_plain(layer):
             layer.forward = partial(_looked_up, layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
 
@@ -377,6 +377,12 @@ def _in_autograd(by_weight: dict[_Sum, list[_Product]]) -> None:
             gradient = rows.t() @ inputs
         del products, rows, inputs
         torch.autograd.backward([weight], [gradient])
+
+
+def _is_replaced(layer: nn.Module) -> bool:
+    """Return whether the user has replaced the forward of a layer; that of an earlier engine does not count."""
+    forward = vars(layer).get("forward")
+    return forward is not None and getattr(forward, "func", None) not in (_multiplied, _looked_up)
 
 
 def _is_plain(layer: nn.Embedding) -> bool:

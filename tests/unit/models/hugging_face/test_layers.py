@@ -1,7 +1,9 @@
 """Pieces of a model: weights, positions, documents, dropout, short slices; and broken ones, which are seen."""
 
 import copy
+import types
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -12,6 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from terapipe_ds.attention import documents
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, push_slice
@@ -304,3 +307,15 @@ def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, m
 def test_a_layer_with_states_runs_as_it_is() -> None:
     pipeline = sliced_model.Pipeline(config_of("mamba2"))
     assert not [part for piece in pipeline.pieces for part in compiled_parts(piece)]
+
+
+def test_another_engine_has_the_weight_gradients_of_the_models_own_linear_layers() -> None:
+    own = Conv1D(3, 2)
+    piece: Any = types.SimpleNamespace(modules=lambda: [own])
+    for engine in (mock.Mock(), last := mock.Mock()):
+        layers.Piece.defer_weight_gradients(piece, engine)
+    own(torch.ones(1, 2))
+    assert last.linear.call_count == 1
+    own.forward = replaced = lambda inputs: inputs
+    layers.Piece.defer_weight_gradients(piece, mock.Mock())
+    assert own.forward is replaced

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.devices import LinkCard, device_card
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy, price_strategy
@@ -99,3 +99,11 @@ def test_more_memory_never_makes_a_plan_slower(device: tuple[float, ...], hosts:
     plans = [best(**TIGHT, memory_limit_gb=limit, host_gb=host, options={}) for limit in device for host in hosts]
     seconds = [math.inf if plan is None else plan.predicted_s for plan in plans]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) > 1
+
+
+def test_stages_recompute_where_copies_to_the_host_take_longer() -> None:
+    """Everything fits without recomputation, and a slow link makes a copy more expensive than a second forward."""
+    card = dataclasses.replace(device_card("h100"), host_link=LinkCard(1e9, 1e-5, "slow"), host_memory_bytes=None)
+    question: dict[str, Any] = {"global_batch_size": 2, "sequence_length": 16384, "stages": 2, "schedule": "terapipe"}
+    plan = plan_strategy(SIZES[0], Cluster(card, 1, 2), offload_activations=True, **question)
+    assert plan.recompute == "full"

@@ -1,6 +1,7 @@
 """Schedules with several parts per stage and with split backwards: times, memory, and the bound that none beats."""
 
 import dataclasses
+import itertools
 import math
 import random
 from typing import Any
@@ -78,6 +79,46 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                         scored += 1
                         assert score.seconds >= bound_s * (1 - 1e-9), (candidate, schedule, cut, slices)
     assert scored > (20 if limit == math.inf else 0)
+
+
+def equal_chain(num_layers: int, pipe: int) -> tuple[Search, Priced]:
+    """Return a search over layers that cost the same, and its candidate of `pipe` stages and whole batches."""
+    cluster, layer = Cluster("v100", 1, pipe), Layer(0.0, 1e-6, 0.0, 0.5)
+    whole_s = layer.forward_s(4096, 0)
+    numbers = ([number] * num_layers for number in (whole_s, 2 * whole_s, 0.0, 0.0, 0.0))
+    space = Space(
+        layers_of(LayerChain(*numbers, costs=[layer] * num_layers), cluster, 4096, "auto"), cluster, 1, 4096, math.inf
+    )
+    [candidate] = [
+        each for each in space.candidates() if each.grid.pipe == pipe and not any(vars(each.levers).values())
+    ]
+    search = Search(space)
+    return search, search.price(candidate)
+
+
+def test_stages_of_several_parts_have_equal_work() -> None:
+    """Three stages of three layers in two parts each: parts as equal as possible may leave a stage with four."""
+    _, priced = equal_chain(9, 3)
+    cuts = priced.chunked_cuts(4, Shape("seq1f1b-interleaved", 2))
+    sizes = [[stop - start for start, stop in itertools.pairwise(cut)] for cut in cuts]
+    assert [3] * 3 in [[one + other for one, other in zip(of[:3], of[3:], strict=True)] for of in sizes]
+
+
+def test_slices_are_halved_while_that_saves_time() -> None:
+    """Without a cost per slice more slices are always better; planned slices are at most twice as many."""
+    search, priced = equal_chain(4, 4)
+    score = priced.score((0, 1, 2, 3, 4), "seq1f1b", SlicePlan.equal(4096, 2), math.inf)
+    assert score is not None
+    search.scores[priced.candidate] = score
+    search._improve({priced.candidate: priced})
+    assert search.scores[priced.candidate].plan.num_slices >= 32
+
+
+def test_more_schedules_are_tried_for_all_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(Search, "_try_variants", lambda self, priced, score, beat_s: tried.append(score.candidate))
+    rank_strategies("mini", CLUSTER, **SMALL)
+    assert len(set(tried)) == len(tried) > 3
 
 
 @pytest.mark.parametrize(

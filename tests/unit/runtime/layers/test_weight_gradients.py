@@ -139,6 +139,17 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
         torch.testing.assert_close(total.double(), theirs.grad, rtol=1e-5, atol=1e-5)  # the sums are fp32
 
 
+def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
+    """Otherwise they would go to the sums of the optimizer before it. A forward of the user's own stays."""
+    model, ours, inputs = example()
+    ours[2].forward = partial(model[2].forward)
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)])
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+        ours(inputs.requires_grad_()).sum().backward()
+    assert gradients.compute((0, 0, 0), nullcontext) == 1 and model[2].weight.grad is not None
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
 def test_a_copy_of_a_layer_has_its_own_weights(copied: Callable[[nn.Module], nn.Module]) -> None:
     """A moving average or a reference of the layers in training does not train with them."""
@@ -179,6 +190,15 @@ def test_weights_and_inputs_of_other_classes_keep_their_own_products(split: bool
                 torch.stack(model[1](rows).unbind()).square().sum().backward()
             gradients.compute((0, 0, 0), nullcontext)
     assert_same(ours, plain)
+
+
+def test_a_table_of_another_class_keeps_its_own_gradient() -> None:
+    layer = nn.Embedding.from_pretrained(torch.ones(5, 4).as_subclass(TwiceAWeight), freeze=False)
+    gradients = WeightGradients(is_watched=True, sums=OwnSums(layer))
+    gradients.open_batch([(0, 0, 0)])
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+        gradients.lookup(torch.tensor([[1, 4]]), layer.weight).sum().backward()
+    assert gradients.compute((0, 0, 0), nullcontext) == 0 and layer.weight.grad is not None
 
 
 def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:

@@ -2,6 +2,7 @@
 default it compares layers and losses that are not the package's own, on a cut of the first batch; the loss always.
 """
 
+import math
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,7 +19,7 @@ from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
 from tests.small_models import faulty, tuples
 from tests.small_models.parts import cross_entropy
-from tests.zoo.losses import PAD, masked_mean, mean_of_all_tokens, padded, shifting, without_padding
+from tests.zoo.losses import PAD, each, masked_mean, mean_of_all_tokens, padded, shifting, valid, without_padding
 
 VERIFY = engines.section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = engines.section(slices=[9, 5, 9])
@@ -377,6 +378,19 @@ class TestBatchesWithoutLabels:
             assert (kind, steps, later) == ("VerifyError", 2, []) and "\n  loss_fn: the loss differs" in text
 
 
+def twice_the_padding(logits: Tensor, labels: Tensor) -> Tensor:
+    weights = 1.0 + (labels == PAD)
+    return (each(logits, labels) * weights).sum() / weights.sum()
+
+
+def mean_of_each_row(logits: Tensor, labels: Tensor) -> Tensor:
+    return (each(logits, labels).sum(1) / valid(labels).sum(1).clamp(min=1)).mean()
+
+
+def mean_of_present(logits: Tensor, labels: Tensor) -> Tensor:
+    return (logits.mean(-1) - labels).square().nanmean()
+
+
 class TestLabelsThatAreIgnoredLater:
     """While all labels count, a mean over the valid ones and a mean over all are the same."""
 
@@ -412,6 +426,20 @@ class TestLabelsThatAreIgnoredLater:
         assert (others.kind, last.kind, last.steps) == ("BatchError", "VerifyError", 1)
         assert f"set terapipe.ignore_index to {PAD}" in last.text
         assert on_ranks(first, padding, loss_fn=without_padding, ignore_index=PAD)[::3] == ("", 2)
+
+    @pytest.mark.parametrize("loss", [twice_the_padding, mean_of_each_row, mean_of_present])
+    def test_losses_that_differ_from_a_mean_on_later_labels(self, loss: Any) -> None:
+        """Each is a mean over all tokens while no label is PAD, ignored or NaN."""
+        first, second = engines.batches(2, masked=False)
+        for _, labels in first:
+            labels[labels == PAD] = PAD + 1
+        later = [padded(7) if loss is twice_the_padding else engines.micro_batch(7), second[1]]
+        if loss is mean_of_present:
+            first, later = ([(tokens, labels.double()) for tokens, labels in batch] for batch in (first, later))
+            later[0][1][0, :9] = math.nan
+        others, last = rank_pool(2).run(said, data=[first, later], loss_fn=loss)
+        assert (others.kind, last.kind, last.steps) == ("BatchError", "VerifyError", 1)
+        assert "or appear for the first time, and the losses of slices differ" in last.text
 
     def test_another_micro_batch_of_the_first_batch(self) -> None:
         data = [engines.micro_batch(0, masked=False), engines.micro_batch(1, masked=True)]

@@ -27,6 +27,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.messages import show_value
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
@@ -78,8 +79,13 @@ class CheckpointPaths:
         """Clean up after killed saves, and make the folder to save in.
 
         Raises:
-            CheckpointError: the tag is a symbolic link.
+            CheckpointError: the tag is a symbolic link, or names no folder of its own in `latest`.
         """
+        if self.final in (self.folder, self.folder / LATEST) or self.final.is_file() or not self.tag.isprintable():
+            raise CheckpointError(
+                f"the tag {show_value(self.tag)} cannot name a folder of its own in {self.folder}: it must be "
+                f"printable text, neither empty nor {LATEST!r} nor the name of a file there"
+            )
         if self.final.is_symlink():  # a move would take the link, and leave the checkpoint behind it without a name
             raise CheckpointError(
                 f"{self.final} is a symbolic link to {os.readlink(self.final)}, and the save would replace only the "

@@ -15,7 +15,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import counts_any, slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.verify.cut import Cut, num_rows
+from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TokenDim
 
@@ -71,10 +71,14 @@ class LabelProbe:
             return None
         with untouched(holder, with_gradients=False):
             calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-            return next(filter(None, (self._try(self._at(labels, each)) for each in calls)), None)
+            return next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
 
-    def _try(self, labels: SliceableTensors) -> str | None:
-        """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole."""
+    def _try(self, labels: SliceableTensors, is_later: bool) -> str | None:
+        """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
+
+        Later batches are not compared window by window, so this compares their other kinds too: `loss_fn` may weigh
+        them unlike those of the first batch.
+        """
         config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
         num_kinds, ranks = labels.length, self._check.slicing.ranks
         # which kinds get a gradient; NaN, when all labels are ignored, is none
@@ -91,9 +95,10 @@ class LabelProbe:
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
         if self._regular is None and regular.any():
             self._regular = _picked(labels, regular.nonzero().flatten().numpy()[:1])
-        if not special.any():
-            return None
-        problem = self._compare(_picked(labels, special.nonzero().flatten().numpy()))
+        chosen = [special] if special.any() else []
+        chosen += [regular] if is_later and regular.any() else []
+        picked = (_picked(labels, each.nonzero().flatten().numpy()) for each in chosen)
+        problem = next(filter(None, map(self._compare, picked)), None)
         ignored, trained = (_named(labels, kinds) for kinds in (~is_trained & is_counted, is_trained & ~is_counted))
         return problem and problem + "".join(
             f"; loss_fn {does} label {values}, which {which} the section (ignore_index {config.ignore_index}): "
@@ -103,7 +108,10 @@ class LabelProbe:
         )
 
     def _compare(self, special: SliceableTensors) -> str | None:
-        """Compare two slices: one of tokens with a gradient and a weight, one with as many such tokens as others."""
+        """Compare two slices: one of tokens with a gradient and a weight, one with as many such tokens as others.
+
+        The others are in the first row alone, because a mean over rows may follow a mean over the tokens of each.
+        """
         # unequal slices, in which special labels are spread unevenly, tell the means apart
         first = self._tokens // 3
         plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
@@ -113,6 +121,8 @@ class LabelProbe:
             kinds[:] = special.length - 1
             kinds[first::2] = others
         labels = _picked(special, kinds)
+        if self._regular is not None:
+            labels = _with_first_row(_picked(special, np.full_like(kinds, special.length - 1)), labels)
         values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
         check = _with_labels(self._check, labels, plan, plan.shares if self._is_even else None)
         return replace(check, other_ignored=tuple(values)).run()
@@ -199,6 +209,15 @@ def _joined(a: SliceableTensors, b: SliceableTensors) -> SliceableTensors:
     return replace(a, tensors=tuple(torch.cat((x, y), a.dim) if cut else x for x, y, cut in triples))
 
 
+def _with_first_row(labels: SliceableTensors, other: SliceableTensors) -> SliceableTensors:
+    """Return copies of the labels, with the first row of `other`."""
+    tensors = [tensor.clone() for tensor in labels.tensors]
+    for tensor, source, is_cut in zip(tensors, other.tensors, labels.sliced, strict=True):
+        if is_cut and tensor.dim() > 1:
+            tensor.select(row_dim(labels), 0).copy_(source.select(row_dim(labels), 0))
+    return replace(labels, tensors=tuple(tensors))
+
+
 def _tokens_first(tensor: Tensor, dim: int) -> Tensor:
     """Return labels as [tokens, rows, ...], with one row if there are none."""
     tokens = tensor.movedim(dim, 0)
@@ -211,7 +230,8 @@ def _kinds(labels: SliceableTensors, are_joined: bool = False) -> np.ndarray:
     for tensor in itertools.compress(labels.tensors, labels.sliced):
         tokens = _tokens_first(tensor.detach().cpu(), labels.dim)
         if tensor.is_floating_point() or tensor.dtype == torch.bool:  # a mask, weights, a distribution
-            kinds = kinds * 2 + (tokens != 0).flatten(2).any(2) if tokens.dim() > 2 else kinds * 2 + (tokens != 0)
+            flat = tokens[..., None].flatten(2)
+            kinds = kinds * 3 + (flat != 0).any(2) + flat.isnan().any(2)  # NaN may stand for a missing value
         elif tokens.dim() == 2:
             if are_joined:
                 values, places, counts = tokens.long().unique(return_inverse=True, return_counts=True)

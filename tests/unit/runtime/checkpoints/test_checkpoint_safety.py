@@ -191,6 +191,18 @@ def test_a_tag_that_is_a_symbolic_link_is_refused(is_there: bool, tmp_path: Path
     assert (tmp_path / "a").is_symlink() and [*tmp_path.glob(".*")] == [] and steps_of(tmp_path, "elsewhere") == 1
 
 
+@pytest.mark.parametrize("tag", ["", ".", "latest", "a\nb", "a file"])
+def test_a_tag_that_names_no_folder_of_its_own_is_refused(tag: str, tmp_path: Path) -> None:
+    """A save of "" would have replaced the whole folder, and one of "latest" the file of that name."""
+    folder = tmp_path / "out"
+    save(folder, "first", 1)
+    (folder / "a file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="cannot name a folder of its own in .*out: it must be printable text"):
+        CheckpointPaths(folder, tag, OWN).prepare()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_cannot_be_read_now_is_not_removed(tmp_path: Path) -> None:
     place = save(tmp_path, "a", 1, finish=False)
     failing = mock.patch("terapipe_ds.runtime.checkpoints.manifest.read_bytes", side_effect=OSError(errno.EIO, "EIO"))

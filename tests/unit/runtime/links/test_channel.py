@@ -96,7 +96,6 @@ class TestMessageSpec:
         with pytest.raises(LinkError, match="hands on 60 tensors, more than one message can announce; pack them"):
             MessageSpec((TensorSpec((1, 1), torch.int64, False),) * 60, True).encode()
 
-
     @pytest.mark.parametrize("kind", ["nested", "torch.sparse_coo", "quantized", "torch.float8_e4m3fn"])
     def test_a_tensor_that_no_message_carries_is_named(self, kind: str) -> None:
         x = torch.ones(2, 3)

@@ -82,9 +82,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig, raw:
 
     device = torch.device(get_accelerator().device_name())
     module = job.build_part(0, len(job.layers))
-    # here one stage has all layers: those that some stage may recompute are checked so
-    recomputes = section.recompute not in (None, "off", ())
-    set_recompute(module, section.model_copy(update={"recompute": "full"}) if recomputes else section, raw)
+    set_recompute(module, section, raw, stands_for_all=True)  # layers that some stage may recompute are checked so
     module.set_checkpoint_interval(module.activation_checkpoint_interval)
     labels = SliceableTensors.of_labels(job.labels.to(device), 1)
     inputs = inputs_of(SliceableTensors.of_inputs(job.inputs.to(device), labels.length, 1))

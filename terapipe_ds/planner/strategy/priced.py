@@ -46,8 +46,8 @@ class Priced(Bounded):
             return next(iter(self.estimates(num_slices, limit_bytes, shape)), None)
         if self.least_bytes(shape, num_slices) > limit_bytes:
             return None
-        estimate_s = self.estimates(num_slices, math.inf, shape)[0][0]
-        return estimate_s, self.chunked_cuts(num_slices, shape.chunks)[0]
+        cuts = self.chunked_cuts(num_slices, shape)
+        return (self.estimates(num_slices, math.inf, shape)[0][0], cuts[0]) if cuts else None
 
     def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
         """Return cuts for `num_slices` equal slices with the approximate seconds of each, the least first.
@@ -73,14 +73,19 @@ class Priced(Bounded):
         cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
         return [(value + max(self.ends_s(bounds, stages)), bounds) for value, bounds in cuts]
 
-    def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
-        """Return cuts for several parts per stage, as equal as possible, the best first."""
-        num_parts = chunks * self.num_stages
-        if num_parts > self.layers.num_layers:
+    def chunked_cuts(self, num_slices: int, shape: Shape) -> list[Bounds]:
+        """Return cuts for several parts per stage: parts as equal as possible, and such that stages are too."""
+        if shape.chunks * self.num_stages > self.layers.num_layers:
             return []
         work = spans_matrix(self._work(num_slices, False))
-        nothing = np.zeros_like(work)
-        return [bounds for _, bounds in best_cuts([work] * num_parts, [nothing] * num_parts, 1.0, 0.0)]
+        # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
+        of_stage = round(self.layers.num_layers / self.num_stages)
+        uneven = [work / max(1, (of_stage + chunk) // shape.chunks) for chunk in range(shape.chunks)]
+        cuts = []
+        for times in ([work] * shape.chunks, uneven):
+            parts = [time for time in times for _ in range(self.num_stages)]
+            cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
+        return list(dict.fromkeys(cuts))
 
     def even_s(self, num_slices: int) -> float:
         """Return about the seconds with equal stages, in `num_slices` equal slices."""
@@ -186,43 +191,69 @@ class Priced(Bounded):
         limit_bytes: float,
         chunks_per_stage: int = 1,
         most: float | None = MOST_WHOLE,
+        beat_s: float = math.inf,
     ) -> Score | None:
-        """Replay a cut under a schedule and return its score; None where it does not fit in memory.
+        """Replay a cut under a schedule and return its score; None where it does not fit, or takes more than `beat_s`.
 
-        Stages that do not fit otherwise recompute, where they may. A few micro-batches predict a batch of more than
-        `most` computations.
+        Stages that do not fit otherwise recompute, where they may. With offloaded activations recomputation saves
+        copies too: the fastest choice counts. A few micro-batches predict a batch of more than `most` computations.
         """
-        owners = owners_of(schedule, self.num_stages, chunks_per_stage)
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
-        replays = functools.partial(replay_of, shape)
-        replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
-        host_limit = USABLE * (self.cluster.card.host_memory_bytes or math.inf)
-        few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
         kinds = self.layers.kinds if self.may_recompute(schedule) else self.layers.kinds[:1]
-        again, held = [True] * self.num_stages, None
+        everything = (True,) * self.num_stages
+        over, best = everything, None
         # nothing recomputes, then the kind that takes the least time, full recomputation last
         for kind in (kinds[0], *reversed(kinds[1:])):
-            recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
-            memory = self.memory(bounds, recompute, owners)
-            # the host's bytes are known sooner; if it has too little memory, all stages recompute
-            hosts = self.host_bytes(few, bounds, plan, memory, owners)
-            if hosts > host_limit:
-                again = [True] * self.num_stages
-                continue
-            held = replay(memory=memory)
-            if max(held.peak_bytes) <= limit_bytes:
-                break
-            if kind == Again.OFF:
-                again = [peak > limit_bytes for peak in held.peak_bytes]
-        if held is None or hosts > host_limit:
+            for again in dict.fromkeys((over, everything)) if self.candidate.levers.offload_activations else (over,):
+                recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
+                score = (
+                    self._replayed(bounds, shape, plan, recompute, limit_bytes, most, beat_s) if any(again) else None
+                )
+                if score is None:
+                    continue
+                if kind == Again.OFF:
+                    over = tuple(peak > limit_bytes for peak in score.peak_bytes)
+                if (need := max(score.peak_bytes)) > limit_bytes:
+                    self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
+                elif not self.candidate.levers.offload_activations:
+                    return score
+                elif score.seconds <= beat_s:
+                    best, beat_s = score, score.seconds
+        return best
+
+    def _replayed(
+        self,
+        bounds: Bounds,
+        shape: ScheduleShape,
+        plan: SlicePlan,
+        recompute: tuple[Again, ...],
+        limit_bytes: float,
+        most: float | None,
+        beat_s: float,
+    ) -> Score | None:
+        """Return the score of one choice of recomputation; None where its host is too small, or it is too slow.
+
+        Beyond the limit of the device, its seconds are without copies to the host.
+        """
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks_per_stage)
+        replays = functools.partial(replay_of, shape)
+        replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
+        costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
+        # no copy takes time off, and replays without memory take the least time
+        timed = replay(costs=costs)
+        if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
             return None
-        if (need := max(held.peak_bytes)) > limit_bytes:
-            self.replayed_bytes = need if self.replayed_bytes is None else min(need, self.replayed_bytes)
+        # the host's bytes are known sooner than the device's
+        few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
+        hosts = self.host_bytes(few, bounds, plan, memory, owners)
+        if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
             return None
-        timed = replay(costs=self.parts(bounds, recompute, owners), memory=memory if memory.offloads else None)
-        seconds = self._step_s(list(timed.ends_s), bounds, owners)
+        held = replay(memory=memory)
+        if memory.offloads and max(held.peak_bytes) <= limit_bytes:
+            timed = replay(costs=costs, memory=memory)
+            seconds = self._step_s(list(timed.ends_s), bounds, owners)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
-        how = schedule, plan, held.peak_bytes, is_final, chunks_per_stage, hosts
+        how = shape.schedule, plan, held.peak_bytes, is_final, shape.chunks_per_stage, hosts
         return Score(seconds, self.candidate, bounds, recompute, *how)
 
     def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:

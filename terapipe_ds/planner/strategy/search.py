@@ -2,8 +2,9 @@
 
 Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
 answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number
-of slices. The search replays the twelve best proposals, and the best two of these also with other schedules, several
-parts per stage, planned slices and moved layers. The bounds of all unsettled candidates limit the answer's error.
+of slices. The search replays the twelve best proposals, then with other schedules, several parts per stage and more
+slices, and the best of these with planned slices and moved layers. The bounds of all unsettled candidates limit the
+answer's error.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ REPLAYED = 12
 _FINALISTS = 3
 _LIKELY = 4  # numbers of slices that are tried first
 _MOST_SLICES = 256
-_SHORT_TOKENS = 4096  # more than 64 slices are at least so long
+_SHORT_TOKENS = 4096  # proposals of more than 64 slices have at least so long ones
+_LEAST_TOKENS = 64
+_NEAR = 1.02
 _BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 400_000  # replayed computations while layers move
 
@@ -212,45 +215,67 @@ class Search:
                     self._score(priced, shape, proposal[1], slices)
 
     def _score(
-        self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None
+        self,
+        priced: Priced,
+        shape: Shape,
+        bounds: Bounds,
+        slices: int | SlicePlan,
+        most: float | None = None,
+        beat_s: float = math.inf,
     ) -> None:
         """Replay a cut, and keep it where it is the best of its candidate."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
-        score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most)
         best = self.scores.get(priced.candidate)
+        beat_s = beat_s if best is None else min(beat_s, best.seconds)
+        score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most, beat_s)
         if score is not None and (best is None or score.rank < best.rank):
             self.scores[priced.candidate] = score
         self._check_stop()
 
     def _improve(self, priced: dict[Candidate, Priced]) -> None:
         """Try other schedules and planned slices for the finalists, and move layers of the best; replay it whole."""
-        finalists = sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]
-        for done, score in enumerate(finalists):
-            self._report("finalists", done, len(finalists))
+        ranked = sorted(self.scores.values(), key=lambda score: score.rank)
+        for done, score in enumerate(ranked):
+            self._report("finalists", done, len(ranked))
             costs = priced[score.candidate]
             if self.space.layers.is_sliceable and costs.num_stages > 1:
-                self._try_variants(costs, score)
-                if self.scores[score.candidate].plan.num_slices > 1 and done == 0:
-                    self._plan_slices(costs, self.scores[score.candidate])
-        if self.scores:
-            best = min(self.scores.values(), key=lambda score: score.rank)
-            self._move_layers(priced[best.candidate], best.candidate)
+                # of the others only the variants that may become the best of all
+                beat_s = math.inf if done < _FINALISTS else self._best_s
+                self._try_variants(costs, score, beat_s)
+                self._halve_slices(costs, beat_s)
+        # planned slices and moved layers save little: they decide between the best
+        near_s = _NEAR * self._best_s
+        for score in sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]:
+            costs = priced[score.candidate]
+            if score.seconds <= near_s and costs.num_stages > 1:
+                if score.plan.num_slices > 1:
+                    self._plan_slices(costs, score)
+                self._move_layers(costs, score.candidate)
         # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
         while self.scores and not (best := min(self.scores.values(), key=lambda score: score.rank)).is_final:
             del self.scores[best.candidate]
             shape = Shape(best.schedule, best.chunks_per_stage)
             self._score(priced[best.candidate], shape, best.bounds, best.plan, MOST_WHOLE)
 
-    def _try_variants(self, priced: Priced, score: Score) -> None:
-        """Replay a finalist with other schedules, and with several parts per stage."""
+    def _try_variants(self, priced: Priced, score: Score, beat_s: float) -> None:
+        """Replay a score with other schedules, and with several parts per stage."""
         choices, rows = self.space.choices, priced.num_micro_batches
         for slices in dict.fromkeys((score.plan.num_slices, max(1, score.plan.num_slices // 2))):
             for shape in variants(slices, choices.schedule, choices.chunks_per_stage):
                 is_possible = not shape.is_split or priced.can_split
                 if is_possible and shape.is_short(priced.num_stages, rows, slices):
-                    cuts = [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape.chunks)[:1]
-                    for cut in cuts:
-                        self._score(priced, shape, cut, slices)
+                    for cut in [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape):
+                        self._score(priced, shape, cut, slices, beat_s=beat_s)
+
+    def _halve_slices(self, priced: Priced, beat_s: float) -> None:
+        """Replay a candidate's best score with twice as many slices, and so on while that makes the batch shorter."""
+        best = None
+        while self.scores[priced.candidate] is not best:
+            best = self.scores[priced.candidate]
+            shape, slices = Shape(best.schedule, best.chunks_per_stage), 2 * best.plan.num_slices
+            is_short = shape.is_short(priced.num_stages, priced.num_micro_batches, slices)
+            if slices > 2 and is_short and priced.length >= _LEAST_TOKENS * slices:
+                self._score(priced, shape, best.bounds, slices, beat_s=beat_s)
 
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""
@@ -325,7 +350,7 @@ class Search:
         if not self.space.layers.is_sliceable or self.space.choices.schedule in ("1f1b", "gpipe"):
             return [1]
         length = self.space.sequence_length
-        most = min(_MOST_SLICES, -(-length // min(64, granule_of(length))), max(64, length // _SHORT_TOKENS))
+        most = min(_MOST_SLICES, -(-length // min(_LEAST_TOKENS, granule_of(length))), max(64, length // _SHORT_TOKENS))
         return [count for count in slice_counts(most) if count & (count - 1) == 0]
 
     def price(self, candidate: Candidate) -> Priced:

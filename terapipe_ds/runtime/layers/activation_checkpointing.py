@@ -24,13 +24,16 @@ _KEPT_CALLS = "_terapipe_kept_calls"
 logger = logging.getLogger("terapipe_ds")
 
 
-def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> None:
+def set_recompute(
+    module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any], *, stands_for_all: bool = False
+) -> None:
     """Let the layers of this stage be checkpointed one by one, or not at all, if `config` says so.
 
     Call it before DeepSpeed's engine is built, which then checkpoints as if the module had been built in this way.
 
     Args:
         raw: DeepSpeed's config, whose `pipeline.activation_checkpoint_interval` counts before that of the module.
+        stands_for_all: the one stage has the layers of all stages, and recomputes if some stage may.
 
     Raises:
         TeraPipeConfigError: the module does not have a named stage, or a different interval is set as well.
@@ -42,7 +45,7 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
     section = raw.get("pipeline")
     if config.keep_attention:
         _require_reentrant(module, section)
-    recomputing = stages_to_recompute(config, module.num_stages, raw, own)
+    recomputing = stages_to_recompute(config, module.num_stages, raw, own, stands_for_all=stands_for_all)
     if recomputing is None:
         if config.keep_attention and not (own or _interval_of(raw)):
             raise TeraPipeConfigError(
@@ -60,14 +63,19 @@ def set_recompute(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[s
 
 
 def stages_to_recompute(
-    config: TeraPipeConfig, num_stages: int, raw: Mapping[str, Any], own: int = 0
+    config: TeraPipeConfig, num_stages: int, raw: Mapping[str, Any], own: int = 0, *, stands_for_all: bool = False
 ) -> frozenset[int] | None:
     """Return the stages that recompute by `config`; None where it leaves it to the module, whose interval is `own`.
+
+    A stage that stands for all recomputes if some stage may.
 
     Raises:
         TeraPipeConfigError: the interval of the module, or of DeepSpeed's config `raw`, says otherwise.
     """
-    recomputing = config.recomputing_stages(num_stages)
+    if stands_for_all and config.recompute not in (None, "off", ()):
+        recomputing: frozenset[int] | None = frozenset(range(num_stages))
+    else:
+        recomputing = config.recomputing_stages(num_stages)
     if recomputing is None:
         return None
     # it is no error to set the same interval twice

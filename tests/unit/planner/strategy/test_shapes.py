@@ -13,7 +13,7 @@ from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.question import layers_of
 from terapipe_ds.planner.strategy.search import Search
-from terapipe_ds.planner.strategy.shapes import NAMES
+from terapipe_ds.planner.strategy.shapes import NAMES, Shape
 from terapipe_ds.planner.strategy.space import Space
 
 CLUSTER = Cluster("v100", 2, 2)
@@ -70,7 +70,7 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                 continue
             for slices in (1, 4):
                 inner = sorted(rng.sample(range(1, layers.num_layers), parts - 1))
-                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, chunks)[:1]]
+                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, Shape(schedule, chunks))]
                 for cut in cuts:
                     plan = SlicePlan.equal(256, slices)
                     score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)

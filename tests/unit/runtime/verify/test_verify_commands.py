@@ -110,6 +110,12 @@ def test_the_command_recomputes_as_training_does(
     assert printed.rstrip().split("; ")[1:] == [note] * bool(note)
 
 
+def test_the_command_names_the_stages_that_another_interval_contradicts(tmp_path: Path) -> None:
+    words = {"section": {"recompute": [0, 3]}, "pipeline": {"activation_checkpoint_interval": 2}}
+    with pytest.raises(Exception, match=r"terapipe\.recompute = \[0, 3\]: .* = 2, which says otherwise"):
+        rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
+
+
 @pytest.mark.parametrize(
     ("section", "length", "lengths"),
     [

@@ -83,9 +83,15 @@ class Offloaded:
         self.lane, self._device, self._size = lane, device, storage.nbytes()
         self._on_device: torch.UntypedStorage | None = storage
         self._buffer: Tensor | None = lane.buffers.take(self._size)
-        flat = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
-        self._leaves = lane.copy(self._buffer, flat)
+        self._leaves: Any = None
         self._back: Any = None
+
+    def begin_to_leave(self) -> None:
+        """Begin the copy out. The memory has to have its final content by now."""
+        if self._buffer is not None and self._on_device is not None:
+            flat = torch.empty(0, dtype=torch.uint8, device=self._device)
+            flat.set_(self._on_device)  # type: ignore[call-overload]
+            self._leaves = self.lane.copy(self._buffer, flat)
 
     def leave(self) -> None:
         """Free the memory of the device, once the copy is done."""
@@ -158,6 +164,8 @@ class ActivationOffload:
         self._step = -1  # of the order
         self._leaving: list[tuple[int, dict[tuple[int, int], tuple[Offloaded, Tensor]]]] = []
         self._away: dict[Key, list[weakref.ref[Offloaded]]] = {}
+        self._fresh: list[Offloaded] = []  # of the node that autograd makes now
+        self._node = -1  # its number
         self._fixed: frozenset[int] = frozenset()
         if batch is None or not batch.training:
             return
@@ -174,6 +182,8 @@ class ActivationOffload:
         if not self._until:
             return
         self._step += 1
+        self._node = -1  # the last one is complete as well
+        self._begin_copies()
         # one whole computation has hidden the copies of the slice before
         while self._leaving and self._leaving[0][0] < self._step - 1:
             _, made = self._leaving.pop(0)
@@ -198,6 +208,7 @@ class ActivationOffload:
 
         def pack(tensor: Tensor) -> Callable[[], Tensor]:
             # autograd calls this for each tensor that it saves
+            self._begin_copies()
             if not self._goes(tensor):
                 return functools.partial(_unchanged, tensor, tensor._version)
             storage = tensor.untyped_storage()
@@ -206,10 +217,24 @@ class ActivationOffload:
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
                 away.append(weakref.ref(made[of][0]))
+                self._fresh.append(made[of][0])
             offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
             return functools.partial(made[of][0].view, tensor.dtype, offset, size, stride)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack())
+
+    def _begin_copies(self) -> None:
+        """Copy the tensors of nodes that are complete.
+
+        Autograd saves an operator's arguments before it runs, and it may write to one (rrelu writes the noise that it
+        draws), so that copies begin with the next node.
+        """
+        node = torch._C._autograd._get_sequence_nr()
+        if node != self._node:
+            self._node = node
+            for memory in self._fresh:
+                memory.begin_to_leave()
+            self._fresh.clear()
 
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":

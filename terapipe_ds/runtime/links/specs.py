@@ -30,6 +30,14 @@ class TensorSpec:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorSpec:
+        is_other = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+        if is_other or tensor.dtype not in _DTYPES:
+            layout = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else str(tensor.layout)
+            kind = layout if is_other else tensor.dtype
+            raise LinkError(
+                f"a layer hands a tensor to another stage that no message carries ({kind}): "
+                "convert it in the last layer of the stage, or move the border by terapipe.partition"
+            )
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property

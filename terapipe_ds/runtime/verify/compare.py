@@ -177,6 +177,8 @@ def _numbers(tensor: Tensor) -> Tensor:
 def _sizes(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return ||a - b||, ||b|| and the largest |a - b| of each row, in fp64. Equal infinities (masks) do not differ."""
     a, b = (each if each.dim() > 1 else each.reshape(-1, 1) for each in map(_numbers, (a, b)))
+    if not a.numel():  # torch knows no largest number of none
+        return (a.new_zeros(1, dtype=torch.float64),) * 3
     sizes = []
     # in pieces, because fp64 takes several times the memory
     rows = max(1, _NUMBERS // max(1, b[:1].numel()))

@@ -140,6 +140,21 @@ def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
             explain_refusal(error)
 
 
+def test_noise_that_an_operator_writes_after_autograd_has_saved_it() -> None:
+    """Autograd saves the noise of `rrelu` empty, and the operator then draws it: a copy must not begin before."""
+    offload, batch = ActivationOffload(nn.Linear(1, 1), torch.device("cpu")), Batch()
+    offload.open_batch(batch)  # type: ignore[arg-type]
+    first, *rest = computations(batch)
+    offload.begin(first)
+    x = torch.full((64, 40), -1.0, requires_grad=True)
+    with offload.saving((0, *first.unit)):
+        y = nn.functional.rrelu(x, training=True)
+    for action in rest[:2]:
+        offload.begin(action)
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, -y) and offload.buffers.peak_bytes > 0
+
+
 VIEWS = {
     "whole": lambda x: x,
     "transposed": lambda x: x.t(),

@@ -96,6 +96,18 @@ class TestMessageSpec:
         with pytest.raises(LinkError, match="hands on 60 tensors, more than one message can announce; pack them"):
             MessageSpec((TensorSpec((1, 1), torch.int64, False),) * 60, True).encode()
 
+    @pytest.mark.parametrize("kind", ["nested", "torch.sparse_coo", "quantized", "torch.float8_e4m3fn"])
+    def test_a_tensor_that_no_message_carries_is_named(self, kind: str) -> None:
+        x = torch.ones(2, 3)
+        make: dict[str, Callable[[], Tensor]] = {
+            "nested": lambda: torch.nested.as_nested_tensor([x, x[:1]], layout=torch.jagged),
+            "torch.sparse_coo": x.to_sparse,
+            "quantized": lambda: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+            "torch.float8_e4m3fn": lambda: x.to(torch.float8_e4m3fn),
+        }
+        with pytest.raises(LinkError, match=rf"no message carries \({kind}\): convert it in the last layer"):
+            MessageSpec.of([x, make[kind]()], True)
+
 
 class TestMessages:
     def test_all_kinds_of_tensors_arrive(self, post: Post) -> None:

@@ -102,6 +102,8 @@ KINDS: dict[str, list[nn.Module]] = {
         Calls(lambda both: both),
         Calls(lambda both: both[0]["hidden"] * both[2]),
     ],
+    "none of the tokens": [Calls(lambda x: (x.tanh(), x[:, :0])), Calls(lambda both: both[0] * 2 + both[1].sum())],
+    "no features": [Calls(lambda x: (x, x[..., :0])), Calls(lambda both: torch.cat(both, -1).tanh())],
     "quantized": [
         Calls(lambda x: torch.quantize_per_tensor(x.detach().float(), 0.1, 0, torch.qint8)),
         Calls(lambda x: x.dequantize().double()),

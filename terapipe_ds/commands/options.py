@@ -184,9 +184,9 @@ class Options(BaseModel):
                 needed[name] = [name]
         absent = [names for names in needed.values() if not any(name in given for name in names)]
         return [
-            f"one of the arguments {' '.join(map(cls.name_of, names))} is required"
+            f"one of the arguments {' '.join(map(cls.name_of, names))} is required: give one"
             if len(names) > 1
-            else f"{cls.name_of(names[0])} is missing"
+            else f"{cls.name_of(names[0])} is missing: give it"
             for names in absent
         ]
 

@@ -142,7 +142,7 @@ ERRORS = {
     f"{SHOW} --json no/such/x.json": "there is no such folder",
     "show": "one of the arguments --schedule --from-csv FILE is required",
     "show --schedule gpipe --stages 0 --micro-batches x": "--stages 0: give a number >= 1; --micro-batches x: give an",
-    "simulate --micro-batches 0": "--slices is missing; one of the arguments --profile --model --unit is required; --",
+    "simulate --micro-batches 0": "--slices is missing: give it; one of the arguments --profile --model --unit is",
     "simulate --scheduel gpipe": "--scheduel gpipe; did you mean --schedule?",
     "plan --model nano-2 --device h1000": "--stages is missing: give the number of pipeline stages; unknown model size",
     f"{SHOW} --from-csv x.csv": "not allowed with argument --schedule",

@@ -99,7 +99,9 @@ class EngineSetup:
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
             refuse_other_tensor_ranks(module, raw)
-            problem = problem_of_sequence_axis(module, config, raw)
+            # before DeepSpeed turns autocast on, for this process and all engines to come
+            problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
             multiple = token_multiple(module)
@@ -125,8 +127,7 @@ class EngineSetup:
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
         refuse_everywhere(
-            problem_of_grad_scaler(engine)
-            or problem_of_foreign_parameters(engine.module, self.trained)
+            problem_of_foreign_parameters(engine.module, self.trained)
             or problem_of_layers(engine.module, config, engine.has_moe_layers, self.sequence.size > 1)
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)

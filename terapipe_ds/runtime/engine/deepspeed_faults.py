@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -118,12 +119,12 @@ def may_overflow(engine: PipelineEngine) -> bool:
     return _has_grad_scaler(engine) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
 
 
-def problem_of_grad_scaler(engine: PipelineEngine) -> str | None:
+def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
     """Return an error about `torch_autocast` in fp16 with several stages, which fails in DeepSpeed's first step."""
-    if engine.num_stages == 1 or not _has_grad_scaler(engine):
+    if num_stages == 1 or not config.torch_autocast_enabled or config.torch_autocast_dtype != torch.float16:
         return None
     return (
-        f'torch_autocast.dtype = "float16" with {engine.num_stages} stages: each stage has a GradScaler, and only the '
+        f'torch_autocast.dtype = "float16" with {num_stages} stages: each stage has a GradScaler, and only the '
         "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
         "enable fp16 instead of torch_autocast"
     )

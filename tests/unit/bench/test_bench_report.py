@@ -365,7 +365,7 @@ def test_the_command_makes_a_report_of_a_result_that_was_kept(
         (b"{}", [*words, str(kept)], "is the result itself"),
         (b"{}", words[:3], "--from needs --html"),
         (b"{}", [*words, str(out), "--full", "--stages", "4"], "does not use --full, --stages: give --from"),
-        (b"{}", [*words, str(out), "cpu-8stage"], "does not use preset"),
+        (b"{}", [*words, str(out), "cpu-8stage"], "does not use PRESET"),
         (b"nonsense", [*words, str(out)], "no JSON"),
         (b"[]", [*words, str(out)], "holds no object"),
         (b"\x1f\x8bxx", [*words, str(out)], "no JSON"),

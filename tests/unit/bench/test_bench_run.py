@@ -414,7 +414,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("words", "told"), [
     (["gpu-attention"], "is a study now: use `python -m studies.gpu attention` in a checkout of the repository"),
     (["gpu-layer", "--full"], "use `python -m studies.gpu layer`"),
-    (["cpu-3stage"], "preset cpu-3stage: give 'cpu-2stage' or 'cpu-8stage'"),
+    (["cpu-3stage"], "PRESET cpu-3stage: give 'cpu-2stage' or 'cpu-8stage'"),
     (["--slices", "many"], "--slices 'many'"),
     (["--slices", "plan8"], "--slices 'plan8'"),
     (["--slices", "plan:0"], "--slices 'plan:0'"),

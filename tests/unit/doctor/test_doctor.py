@@ -174,7 +174,7 @@ def test_launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nothing_could_be_built(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("deepspeed")
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    verdict, text, fix = one(machine.builds)
+    verdict, text, fix = one(machine.builds, "DeepSpeed's ops")  # this machine may have a killed build
     assert verdict == "warning" and "needs ninja and c++" in text and "torch_adam" in fix
     monkeypatch.setattr(shutil, "which", lambda name: name)
     assert found(machine.builds, "ops") == []

@@ -125,7 +125,10 @@ LATE = [MEASURED["events"][0] | {"start_s": 1e9}]
         (MEASURED | {"format": "other"}, "not a timeline"),
         (MEASURED | {"version": 2}, "version = 2: expected 1; give a file"),
         (MEASURED | {"extra": 1}, "the file has an unknown key .extra."),
-        ({"format": "terapipe_ds.timeline", "version": 1, "name": ""}, "the file lacks num_stages; give a file of"),
+        (
+            {"format": "terapipe_ds.timeline", "version": 1, "name": ""},
+            "the file lacks num_stages, peak_live_slices, .*; give a file of",
+        ),
         (MEASURED | {"num_stages": 2.0}, "num_stages = 2.0: expected a valid integer"),
         (MEASURED | {"num_stages": 1}, "is on stage 1 of 1 stages"),
         (MEASURED | {"events": [3]}, r"events\[0\] = 3: expected an object"),

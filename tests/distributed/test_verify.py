@@ -18,8 +18,10 @@ from tests.distributed import engines
 from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
 from tests.small_models import faulty, tuples
-from tests.small_models.parts import cross_entropy
+from tests.small_models.parts import Calls, Head, cross_entropy
+from tests.zoo.attentions import Sliced
 from tests.zoo.losses import PAD, each, masked_mean, mean_of_all_tokens, padded, shifting, valid, without_padding
+from tests.zoo.members import spec_of, stack
 
 VERIFY = engines.section(verify="first_batch", slices=[9, 5, 9])
 PLAIN = engines.section(slices=[9, 5, 9])
@@ -59,6 +61,23 @@ def trainings(case: str) -> list[engines.Run]:
             assert not torch.equal(before, torch.get_rng_state()) or "dropout" not in case
             assert engine.slice_store.pool.live_bytes == 0
     return runs
+
+
+def scaled_from_thirty_tokens(x: Tensor) -> Tensor:
+    """Scale long sequences by the length of the call, as rotary positions for long texts do."""
+    return x * max(1.0, x.shape[1] / 30)
+
+
+def errors_of_lengths(lengths: list[list[int]]) -> tuple[list[str], list[str], int]:
+    """Train on micro-batches of these lengths, in turns; return texts of errors, the log of checks, and the steps."""
+    layers = [*stack(LayerSpec(Sliced, 0))[:-1], LayerSpec(Calls, scaled_from_thirty_tokens), LayerSpec(Head)]
+    with (
+        engines.logged() as said,
+        engines.engine_of([spec_of(each) for each in layers], engines.section(), loss_fn=cross_entropy) as engine,
+    ):
+        steps = ([engines.micro_batch(length, length=length) for length in each] for each in lengths)
+        told = [engines.step_error(engine, batch) for batch in steps]
+        return [text for _, text in told if text], [text for text in said if "agree on" in text], engine.global_steps
 
 
 def _tuple_batches(draw: Any) -> Any:
@@ -110,6 +129,21 @@ class TestTwoRanks:
     def test_training_is_bit_for_bit_what_it_is_without(self, case: str) -> None:
         for plain, verified in rank_pool(2).run(trainings, case=case):
             assert engines.error_of(vars(verified), vars(plain)) == 0.0
+
+    @pytest.mark.parametrize("later", [[40, 20], [20, 40]])
+    def test_layers_are_compared_again_if_sequences_have_become_longer(self, later: list[int]) -> None:
+        """The longest sequence of a batch is compared: a short one shows nothing."""
+        lengths = [[16, 16], [20, 18], later]
+        for errors, said, steps in rank_pool(2).run(errors_of_lengths, lengths=lengths):
+            [error] = errors
+            assert "of a sequence of 40 tokens" in error or error.endswith("the error of rank 0 names the layers")
+            assert steps == 2 and all("of a sequence of 16 tokens" in text for text in said) and len(said) <= 1
+
+    def test_layers_are_not_compared_again_for_a_few_more_tokens(self) -> None:
+        first, _ = rank_pool(2).run(errors_of_lengths, lengths=[[16, 16], [23, 16], [24, 16], [29, 16]])
+        errors, said, steps = first
+        assert (errors, steps) == ([], 4)
+        assert [text.split(" tokens")[0].split()[-1] for text in said] == ["16", "24"]
 
 
 # -- megatron-core layers, with tensor parallelism -------------------------------------------------------------------

@@ -108,6 +108,7 @@ SAMPLE = (
     "SparseBag", "NestedOnTheWay", "LossWithoutLogits", "ForgottenScale",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
+    "CentredByTheModule", "ScaledByAHook",
     "Scripted", "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""

@@ -1,8 +1,10 @@
 """Define attention by hand, which sees the keys of the call, and positions that count from 0 in every call."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as captured_attention
 
@@ -22,7 +24,7 @@ from tests.small_models.parts import (
     sliced_attention,
     using,
 )
-from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, add, attend, layer, update
+from tests.zoo.members import AFTER, BACKWARD, EARLY, FIRST, add, attend, layer, stack, update
 
 PLAIN = "plain attention"
 
@@ -244,3 +246,24 @@ class Sliced(Attention):
 
 
 SLICED = LayerSpec(Sliced, 0)
+
+
+class CentredByTheModule(PipelineModule):  # type: ignore[misc]
+    """Subtract a mean over tokens beside the layers: in the module's own forward."""
+
+    def forward(self, forward_input: Any) -> Tensor:
+        out: Tensor = super().forward(forward_input)
+        return out - out.mean(1, keepdim=True) if self.stage_id == self.num_stages - 1 else out
+
+
+class ScaledByAHook(PipelineModule):  # type: ignore[misc]
+    """Scale the outputs in a hook of the module: each token on its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.register_forward_hook(lambda it, _, out: 1.5 * out if it.stage_id == it.num_stages - 1 else out)
+
+
+AROUND = "with the forward and the hooks of the PipelineModule"
+add("CentredByTheModule", stack(SLICED), AROUND, EARLY, engine={"module_class": CentredByTheModule})
+add("ScaledByAHook", stack(SLICED), engine={"module_class": ScaledByAHook})

@@ -53,13 +53,15 @@ _UNWEIGHTED = (
 _ELSEWHERE = (
     "verify: slices do not give what the whole sequence gives, first in {}; the error of rank 0 names the layers"
 )
+_GROWTH = 1.5  # a curriculum of lengths causes few checks
 
 
 class FirstBatchCheck:
-    """Compare slices with whole sequences, once: on a cut of the first training batch that is sliced.
+    """Compare slices with whole sequences: on a cut of the first training batch that is sliced.
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
-    a later batch. It does not change parameters, gradients, buffers, random numbers and the data.
+    a later batch. Layers that agreed are compared again when sequences have become half as long again. It does not
+    change parameters, gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -74,6 +76,7 @@ class FirstBatchCheck:
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._is_done = False
+        self._longest = 0  # tokens of the longest sequence whose layers agreed
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
         self._labels_agreed = False  # it is known how labels weigh the losses of slices
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
@@ -90,10 +93,16 @@ class FirstBatchCheck:
         """
         micro_batches, training = batch.micro_batches, batch.training
         # an evaluation before the first step only needs the weights of labels
-        if self._is_done or (not training and (self._labels_agreed or not needs_loss)):
+        if not training and (self._is_done or self._labels_agreed or not needs_loss):
             return
         sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
-        self._labels_agreed, has_foreign_layers = self._agree(sliced)
+        sliced.sort(key=lambda one: -one.plan.sequence_length)  # long sequences show more
+        longest = sliced[0].plan.sequence_length if sliced else 0
+        if self._is_done and not 0 < _GROWTH * self._longest <= longest:
+            return
+        has_foreign_layers = True
+        if not self._is_done:
+            self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
@@ -112,10 +121,18 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise RaisedEverywhere(VerifyError(text if is_first_rank else _ELSEWHERE.format(result.findings[0].layer)))
-        self._is_done, self._loss_waits = not result.loss_waits, result.loss_waits
+            raise self._error(text, result.findings[0].layer)
+        self._longest = max(self._longest, longest) if with_layers else self._longest
+        self._is_done |= not result.loss_waits
+        self._loss_waits = not self._is_done
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
+
+    def _error(self, text: str, layer: str) -> Exception:
+        """Return the error of this rank, of which only rank 0 has the whole text."""
+        if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
+            return VerifyError(text)
+        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(layer)))
 
     def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
         """Return the micro-batches with the share of each sequence rank as a slice of its own.
@@ -173,8 +190,11 @@ class FirstBatchCheck:
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
             found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in one_of_each]
-            copies = self._groups.num_replicas * self._tensor_ranks.size * self._shares
-            everyone = gather(found or [Findings(with_layers)], self._groups.world)
+            copies, group = self._groups.num_replicas * self._tensor_ranks.size * self._shares, self._groups.world
+            if self._is_done:  # each pipeline has lengths of its own
+                copies, group = 1, self._groups.control
+            found = found or [Findings(with_layers)]
+            everyone = [found] if group is None else gather(found, group)
             # plan by plan: other replicas may have fewer plans
             by_plan = ([one for one in ranks if one is not None] for ranks in itertools.zip_longest(*everyone))
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in by_plan])

@@ -13,7 +13,11 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients, kept_calls
+from terapipe_ds.runtime.layers.activation_checkpointing import (
+    checkpoint_with_gradients,
+    checkpointing_with_gradients,
+    kept_calls,
+)
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part
@@ -40,6 +44,8 @@ class NamedLayer:
     def __str__(self) -> str:
         if isinstance(self.function, _Chain):
             return " with ".join(map(str, self.function.layers))
+        if isinstance(self.function, _WholePart):
+            return str(self.function)
         return layer_title(self.function, self.layer_id)
 
 
@@ -57,13 +63,46 @@ class _Chain(nn.Module):
         return values
 
 
+class _WholePart(nn.Module):
+    """Run a part as training does: by the forward and the hooks that the user has given to the `PipelineModule`."""
+
+    def __init__(self, part: Any) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, values: Any) -> Any:
+        # DeepSpeed's hooks belong to its engine, which does not run here
+        hooks = [(own, dict(own)) for own in (self.part._forward_pre_hooks, self.part._forward_hooks)]
+        calls = self.part.micro_offset  # counted by DeepSpeed
+        for own, before in hooks:
+            for key in [key for key, hook in before.items() if _root(hook) in _WATCHERS]:
+                del own[key]
+        try:
+            with checkpointing_with_gradients(self.part):
+                return self.part(values)
+        finally:
+            self.part.micro_offset = calls
+            for own, before in hooks:
+                own.clear()
+                own.update(before)
+
+    def __str__(self) -> str:
+        first, last, kind = self.part._local_start, self.part._local_stop - 1, type(self.part).__name__
+        return f"layers {first} to {last} with the forward and the hooks of the PipelineModule ({kind})"
+
+
 def chained(layers: Sequence[NamedLayer]) -> NamedLayer:
     """Return consecutive layers as one, each with its own checkpointing."""
     return layers[0] if len(layers) == 1 else NamedLayer(layers[0].layer_id, _Chain(layers))
 
 
 def layers_of(module: Any) -> list[NamedLayer]:
-    """Return the layers of a stage, each with the checkpointing that `PipelineModule.forward` runs it under."""
+    """Return the layers of a stage, each with the checkpointing that `PipelineModule.forward` runs it under.
+
+    If the user's code runs around the layers, all are one.
+    """
+    if _has_own_forward(module):
+        return [NamedLayer(module._local_start, _WholePart(module))]
     interval = module.activation_checkpoint_interval
     layers = []
     for index, function in enumerate(module.forward_funcs):
@@ -85,7 +124,16 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 def all_own(module: Any) -> bool:
     """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
     functions = [function for _ in each_part(module) for function in module.forward_funcs]
+    if _has_own_forward(module):
+        return False
     return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+
+
+def _has_own_forward(module: Any) -> bool:
+    """Return whether the user's code runs around the layers: a forward of the `PipelineModule`, or a hook of it."""
+    hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    forwards = [kind.forward for kind in (module, *type(module).__mro__) if "forward" in vars(kind)]
+    return any(_root(each) not in (*_BUILDING_BLOCKS, "deepspeed") for each in (*hooks, *forwards))
 
 
 def _is_own(layer: Any) -> bool:

@@ -2,9 +2,9 @@
 
 Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
 answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number
-of slices. The search replays the twelve best proposals, then with other schedules, several parts per stage and more
-slices, and the best of these with planned slices and moved layers. The bounds of all unsettled candidates limit the
-answer's error.
+of slices. The search replays the twelve best proposals, the best four of them also with other schedules, several parts
+per stage and more slices, and the best of these with planned slices and moved layers. The bounds of all unsettled
+candidates limit the answer's error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed, each with its two best proposals."""
 
-_FINALISTS = 3
+_FINALISTS = 4  # replays of other schedules take most of the search
 _LIKELY = 4  # numbers of slices that are tried first
 _MOST_SLICES = 256
 _SHORT_TOKENS = 4096  # proposals of more than 64 slices have at least so long ones
@@ -215,18 +215,12 @@ class Search:
                     self._score(priced, shape, proposal[1], slices)
 
     def _score(
-        self,
-        priced: Priced,
-        shape: Shape,
-        bounds: Bounds,
-        slices: int | SlicePlan,
-        most: float | None = None,
-        beat_s: float = math.inf,
+        self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None
     ) -> None:
         """Replay a cut, and keep it where it is the best of its candidate."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
         best = self.scores.get(priced.candidate)
-        beat_s = beat_s if best is None else min(beat_s, best.seconds)
+        beat_s = math.inf if best is None else best.seconds
         score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most, beat_s)
         if score is not None and (best is None or score.rank < best.rank):
             self.scores[priced.candidate] = score
@@ -234,15 +228,13 @@ class Search:
 
     def _improve(self, priced: dict[Candidate, Priced]) -> None:
         """Try other schedules and planned slices for the finalists, and move layers of the best; replay it whole."""
-        ranked = sorted(self.scores.values(), key=lambda score: score.rank)
-        for done, score in enumerate(ranked):
-            self._report("finalists", done, len(ranked))
+        finalists = sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]
+        for done, score in enumerate(finalists):
+            self._report("finalists", done, len(finalists))
             costs = priced[score.candidate]
             if self.space.layers.is_sliceable and costs.num_stages > 1:
-                # of the others only the variants that may become the best of all
-                beat_s = math.inf if done < _FINALISTS else self._best_s
-                self._try_variants(costs, score, beat_s)
-                self._halve_slices(costs, beat_s)
+                self._try_variants(costs, score)
+                self._halve_slices(costs)
         # planned slices and moved layers save little: they decide between the best
         near_s = _NEAR * self._best_s
         for score in sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]:
@@ -257,7 +249,7 @@ class Search:
             shape = Shape(best.schedule, best.chunks_per_stage)
             self._score(priced[best.candidate], shape, best.bounds, best.plan, MOST_WHOLE)
 
-    def _try_variants(self, priced: Priced, score: Score, beat_s: float) -> None:
+    def _try_variants(self, priced: Priced, score: Score) -> None:
         """Replay a score with other schedules, and with several parts per stage."""
         choices, rows = self.space.choices, priced.num_micro_batches
         for slices in dict.fromkeys((score.plan.num_slices, max(1, score.plan.num_slices // 2))):
@@ -265,9 +257,9 @@ class Search:
                 is_possible = not shape.is_split or priced.can_split
                 if is_possible and shape.is_short(priced.num_stages, rows, slices):
                     for cut in [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape):
-                        self._score(priced, shape, cut, slices, beat_s=beat_s)
+                        self._score(priced, shape, cut, slices)
 
-    def _halve_slices(self, priced: Priced, beat_s: float) -> None:
+    def _halve_slices(self, priced: Priced) -> None:
         """Replay a candidate's best score with twice as many slices, and so on while that makes the batch shorter."""
         best = None
         while self.scores[priced.candidate] is not best:
@@ -275,7 +267,7 @@ class Search:
             shape, slices = Shape(best.schedule, best.chunks_per_stage), 2 * best.plan.num_slices
             is_short = shape.is_short(priced.num_stages, priced.num_micro_batches, slices)
             if slices > 2 and is_short and priced.length >= _LEAST_TOKENS * slices:
-                self._score(priced, shape, best.bounds, slices, beat_s=beat_s)
+                self._score(priced, shape, best.bounds, slices)
 
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""

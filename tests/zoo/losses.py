@@ -111,7 +111,12 @@ def without_padding(logits: Tensor, labels: Tensor) -> Tensor:
 
 PADDED = f"set terapipe.ignore_index to {PAD};", f"loss_fn ignores label {PAD}, which counts by"
 loss(LOSS, *PADDED, data=padded)(padding=without_padding)
-loss(LOSS, *PADDED, data=padded_below, engine={"train_micro_batch_size_per_gpu": 4})(padding_below=without_padding)
+loss(
+    LOSS,
+    "ignores label 3, by the loss and by its gradients: set terapipe.ignore_index to 3;",
+    data=padded_below,
+    engine={"train_micro_batch_size_per_gpu": 4},
+)(padding_below=without_padding)
 loss(LOSS, "loss_fn ignores label ", ", which counts by", data=padded)(
     two_kinds_of_padding=lambda logits, labels: mean_valid(logits, labels.masked_fill(labels // 2 == 1, IGNORE_INDEX))
 )

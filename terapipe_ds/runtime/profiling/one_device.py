@@ -63,8 +63,8 @@ class OfflineJob:
 @contextmanager
 def single_process() -> Iterator[None]:
     """Have a process group of one rank, which `PipelineModule` needs, unless there is a group already."""
+    had_rank, had = "LOCAL_RANK" in os.environ, torch_dist.is_initialized()
     os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
-    had = torch_dist.is_initialized()
     if not had:
         torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
@@ -75,6 +75,8 @@ def single_process() -> Iterator[None]:
         # who called a command from Python, as a test does, is no job afterwards
         if not had:
             deepspeed.comm.destroy_process_group()
+        if not had_rank:
+            os.environ.pop("LOCAL_RANK", None)
 
 
 @single_process()

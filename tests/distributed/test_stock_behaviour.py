@@ -168,6 +168,29 @@ def tied_layers() -> list[Any]:
     ]
 
 
+class TableWithBias(nn.Embedding):
+    """Hold a bias that a head may add to its logits, and that the lookup does not use."""
+
+    def __init__(self) -> None:
+        super().__init__(31, 16)
+        self.bias = nn.Parameter(torch.zeros(31))
+
+
+def bias_of_the_head_only(options: dict[str, Any]) -> tuple[str, str]:
+    """Return the error of a step whose last stage alone uses a parameter that both stages tie."""
+    tied = functools.partial(TiedLayerSpec, "table", TableWithBias, tied_weight_attr=["weight", "bias"])
+    head = tied(forward_fn=lambda table, hidden: F.linear(hidden, table.weight, table.bias))
+    layers = [tied(), *engines.gpt_layers("float32")[1:5], head]
+    return engines.first_step_error(layers, engines.section(), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}], ids=str)
+def test_a_tied_parameter_that_one_stage_uses_is_named_where_stages_would_wait(options: dict[str, Any]) -> None:
+    for kind, text in rank_pool(2).run(bias_of_the_head_only, options=options):
+        assert kind == "TeraPipeConfigError"
+        assert "tied layer 'table': 'bias' is in tied_weight_attr, and only some of its stages use it" in text
+
+
 # -- labels, shapes and checkpoints of any kind ------------------------------------------------------------------------
 
 

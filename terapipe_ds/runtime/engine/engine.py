@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.layout.tied_and_copied import Gradients, sum_gradients
+from terapipe_ds.runtime.layout.tied_and_copied import Gradients, problem_of_tied_gradients, sum_gradients
 from terapipe_ds.runtime.links.choose_formats import packed_wires
 from terapipe_ds.runtime.links.groups import make_pipeline_groups
 from terapipe_ds.runtime.links.staging import neighbours_staged
@@ -329,7 +329,10 @@ class TeraPipeEngine(ModelEndsEngine):
         if self._outside is not None:
             with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
                 self._stage.links.close_batch()  # a caller may go on after the error
-                problem = self._written and self._written.problem()
+                # with copies every sum has all gradients
+                tied = self.module, self.optimizer, self._groups.world
+                problem = None if self._layout.has_copies else problem_of_tied_gradients(*tied)
+                problem = problem or (None if self._written is None else self._written.problem())
                 problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
                 refuse_in_batch(problem, self._groups.world)
             self._written = self._outside = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.utils._pytree import tree_map_only
 
+from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.schedule.placement import BIDIRECTIONAL
@@ -118,6 +119,28 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
                     "and not at the other: freeze it, or leave it out of the optimizer, on both stages"
                 )
             gradients.complete(weight, anywhere=bool(anywhere))
+
+
+def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | None:
+    """Return an error about a tied parameter that has a gradient on some of its stages only. A collective.
+
+    DeepSpeed sums a tied gradient where there is one, so that these stages would wait for the others for ever.
+    """
+    gradients, comms = Gradients(optimizer), module.tied_comms
+    here = {
+        (key, name): gradients.is_there(module._recursive_getattr(comm["module"], name))
+        for key, comm in comms.items()
+        for name in comm["weight_attr"]
+    }
+    everyone = gather(here, world)
+    for key, name in here:
+        if len({everyone[rank][key, name] for rank in comms[key]["ranks"]}) > 1:
+            return (
+                f"tied layer {key!r}: {name!r} is in tied_weight_attr, and only some of its stages use it. Stages "
+                "sum the gradients of tied parameters, and those with one would wait for ever: leave the name out of "
+                "tied_weight_attr, or use the parameter in the forward_fn of each stage"
+            )
+    return None
 
 
 def sum_gradients(module: Any, optimizer: Any) -> None:

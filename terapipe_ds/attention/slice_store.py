@@ -285,7 +285,6 @@ class SliceStore:
         entry: SliceEntry | None = of_micro_batch.get(layer)
         if entry is None:
             entry = SliceEntry(active, layer, like, reach, self)
-            # a probe measures a slice whose prefix was never computed
             if active.mode == "probe":  # the prefix never ran; its numbers only have to cost what real ones cost
                 entry.make_room(active)
                 for x in entry.kept.at(0, active.sequence_length):

@@ -243,7 +243,7 @@ _SECOND_TIME = (
 
 
 class CarriedStates:
-    """Read and write the carried states of one engine. The slice store holds their entries beside those of attention.
+    """Read and write the carried states of one engine. The slice store holds their entries and attention's.
 
     The store calls `count` with the bytes that come and go. It calls `on_gradient`, if set, for each gradient that a
     slice's backward has left for the state at a token.

@@ -13,8 +13,8 @@ replays      of the schedule that the engine will run, for the twelve best propo
 
 Costs come per layer, from one source (see `planner.layers`). The answer has its distance from the bound of all
 unsettled candidates. Proposals are replayed with `1f1b` and `gpipe` unsliced, and with `seq1f1b` and `terapipe` sliced.
-The search also tries them with split backwards and with two and four parts per stage (see `shapes`), where a batch is
-short enough for that to matter. Layers without costs of slices have only `1f1b` and `gpipe`.
+The search also tries the best four with split backwards and with two and four parts per stage (see `shapes`), where a
+batch is short enough for that to matter. Layers without costs of slices have only `1f1b` and `gpipe`.
 """
 
 from __future__ import annotations

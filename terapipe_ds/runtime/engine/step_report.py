@@ -32,7 +32,7 @@ T = TypeVar("T")
 PREFIX = "Train/TeraPipe/"
 _STEPS = 20  # after this many steps the log reports their speed; the first one, which warms up, does not count
 _FAR = 0.15  # if a prediction is off by more, the measured costs no longer hold
-_SLOWER = 0.95  # below this ratio of whole sequences' time to that of slices a log line names the way out
+_SLOWER = 0.95  # a log line names the way out where whole sequences take less than this share of the slices' time
 
 
 @dataclass(frozen=True)

@@ -380,7 +380,7 @@ def _in_autograd(by_weight: dict[_Sum, list[_Product]]) -> None:
 
 
 def _is_replaced(layer: nn.Module) -> bool:
-    """Return whether the user has replaced the forward of a layer; that of an earlier engine does not count."""
+    """Return whether the user has replaced the forward of a layer; an earlier engine's does not count."""
     forward = vars(layer).get("forward")
     return forward is not None and getattr(forward, "func", None) not in (_multiplied, _looked_up)
 

@@ -129,7 +129,7 @@ class FirstBatchCheck:
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
     def _error(self, text: str, layer: str) -> Exception:
-        """Return the error of this rank, of which only rank 0 has the whole text."""
+        """Return the error of this rank; only rank 0's has the whole text."""
         if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
             return VerifyError(text)
         return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(layer)))

@@ -77,7 +77,7 @@ class LabelProbe:
         """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
 
         Later batches are not compared window by window, so this compares their other kinds too: `loss_fn` may weigh
-        them unlike those of the first batch.
+        them unlike the kinds of the first batch.
         """
         config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
         num_kinds, ranks = labels.length, self._check.slicing.ranks

@@ -28,6 +28,7 @@ from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.layers.compiled import uncompile_layers
 from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
 from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
@@ -218,6 +219,8 @@ class TeraPipeEngine(ModelEndsEngine):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
+            self._stage.weights.close()  # the layers, which refer to it, may go on
+            uncompile_layers(self.module)
         super().destroy()
         if "_groups" in vars(self):
             self._groups.close()

@@ -19,6 +19,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
+from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
@@ -338,6 +339,7 @@ class TeraPipeEngine(ModelEndsEngine):
                 problem = problem or (None if self._written is None else self._written.problem())
                 problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
                 refuse_in_batch(problem, self._groups.world)
+                refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
             self._written = self._outside = None
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()

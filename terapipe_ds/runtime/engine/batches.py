@@ -121,7 +121,7 @@ class IncomingBatches:
         if len(counts) == number and all(0.0 <= count < math.inf for count in counts):
             return None
         return (
-            f"engine.step_label_counts = {show_value(list(counts))}: with loss_reduction \"mean_of_step\" it must have "
+            f'engine.step_label_counts = {show_value(list(counts))}: with loss_reduction "mean_of_step" it must have '
             f"one finite count for each of the {number} micro-batches of the next batch, or be None, so that the "
             "engine counts labels itself"
         )

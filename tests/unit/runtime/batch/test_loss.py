@@ -109,7 +109,9 @@ class TestWeightedLoss:
             weighted_loss(torch.tensor(float("nan")), None, 0.0, None)
 
     def test_a_loss_that_is_not_reduced(self) -> None:
-        with pytest.raises(SliceLossError, match=r"returned shape \[2, 3\], but .* a scalar tensor: reduce it in loss_fn"):
+        with pytest.raises(
+            SliceLossError, match=r"returned shape \[2, 3\], but .* a scalar tensor: reduce it in loss_fn"
+        ):
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
 
     def test_only_an_evaluation_may_have_several_losses(self) -> None:

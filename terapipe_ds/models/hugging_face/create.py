@@ -324,7 +324,8 @@ def _problem_of_version() -> str:
     """Return why not even a tiny Llama can be cut, if that fails: then the model's family is not the cause."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     try:
-        outline = Outline(model_without_weights(transformers.LlamaConfig(**sizes, vocab_size=8), torch.float32))
+        llama = transformers.LlamaConfig(**sizes, vocab_size=8)
+        outline = Outline(model_without_weights(llama, torch.get_default_dtype()))
         DecoderLayer(Blueprint(outline, DrawnWeights(outline, 0)), 0).find_way()
     except Exception as error:
         return str(error) if isinstance(error, ModelRefusedError) else f"{type(error).__name__}: {error}"

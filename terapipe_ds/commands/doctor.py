@@ -40,11 +40,11 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   terapipe doctor
-  terapipe doctor --config ds.json                           (what will run, what is refused and why)
-  terapipe doctor --config ds.json --stages 4 --data 2       (on 8 ranks)
-  terapipe doctor --config ds.json --sequence-length 8192    (do the slices fit that length?)
-  terapipe doctor --quiet                                    (failures and warnings alone)
-  terapipe doctor --json > doctor.json                       (to attach to a report)
+  terapipe doctor --config ds.json                           # also keys, layout and conflicts
+  terapipe doctor --config ds.json --stages 4 --data 2       # on 8 ranks
+  terapipe doctor --config ds.json --sequence-length 8192    # do the slices fit that length?
+  terapipe doctor --quiet                                    # failures and warnings alone
+  terapipe doctor --json > doctor.json                       # to attach to a report
 """
 
 

@@ -14,9 +14,8 @@ DESCRIPTION = (
     "lists the arguments that stay with the training script, and those without a counterpart, with the reason."
 )
 EXAMPLES = """\
-  terapipe convert --out ds.json \\
-                   --megatron-args "--micro-batch-size 1 --global-batch-size 64 --train-iters 1000"
-  terapipe convert --megatron-args "$(cat arguments.txt)"
+  terapipe convert --megatron-args "--micro-batch-size 1 --lr 3e-4 --train-iters 1000"
+  terapipe convert --megatron-args "$(cat arguments.txt)" --out ds.json
 """
 
 

@@ -156,6 +156,20 @@ def test_sabotage_is_seen(tmp_path: Path) -> None:
         assert "the stages of a pipeline disagree on the token ids" in text
 
 
+FAULTS = [
+    ("train", "labels", "BatchError", "labels at padding"),
+    ("evaluate", "labels", "BatchError", "labels at padding"),
+    ("evaluate", "logits", "LookupError", "no such label, with logits of [4, 16, 48]"),
+]
+
+
+@pytest.mark.parametrize(("phase", "fault", "kind", "text"), FAULTS)
+def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, text: str, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "phase": phase, "fault": fault}
+    for raised in rank_pool(2).run(trainer_jobs.error_of_one_rank, **job, timeout_s=60):
+        assert raised[0] == kind and text in raised[1], raised
+
+
 def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
     """On all ranks, as the Trainer is made; a class that only delegates is taken."""
     for told in rank_pool(2).run(refusals, folder=str(tmp_path)):

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin
 from terapipe_ds.integrations.trainer.refusals import _REFUSED_ARGS, _of_args, _of_given, outer_arguments
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config
@@ -221,13 +220,3 @@ def test_an_optimizer_has_the_weights_of_the_stages(monkeypatch: pytest.MonkeyPa
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ModelRefusedError, match=r"let it call super\(\).create_optimizer"):
         stages.start({}, optimizer)
-
-
-def test_labels_at_padding_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer counts and trains them, and stages do neither."""
-    monkeypatch.setattr(Trainer, "_prepare_inputs", lambda self, inputs: inputs)
-    trainer = without_start(OtherOrder, _stages=None)
-    batch = {"labels": torch.tensor([[3, 4, -100]]), "attention_mask": torch.tensor([[1, 1, 0]])}
-    assert trainer._prepare_inputs(batch) is batch
-    with pytest.raises(BatchError, match="labels at padding"):
-        trainer._prepare_inputs({**batch, "labels": torch.tensor([[3, 4, 0]])})

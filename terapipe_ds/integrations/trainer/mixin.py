@@ -20,11 +20,10 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
-from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
-from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
+from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
@@ -182,18 +181,6 @@ class PipelineTrainerMixin(Trainer):
         # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)
-
-    @over_stages
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        are_known = mask is not None and labels is not None and mask.shape == labels.shape
-        if are_known and bool(((mask == 0) & (labels != IGNORED)).any()):
-            raise BatchError(
-                "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
-                "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"
-            )
-        return inputs
 
     # -- steps --------------------------------------------------------------------------------------------------------
 

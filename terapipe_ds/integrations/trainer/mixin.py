@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
@@ -230,10 +229,8 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        if not self._stages.has_engine:
-            start = time.time()
-            self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
-            self.model_preparation_time = round(time.time() - start, 4)
+        # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
+        self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics
         with replaced(self, "preprocess_logits_for_metrics", None):
             return super().evaluation_loop(*args, **kwargs)
@@ -244,13 +241,9 @@ class PipelineTrainerMixin(Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
-
-        def reduce(logits: Tensor) -> Any:
-            return logits if self._reduce_logits is None else self._reduce_logits(logits, labels)
-
-        wanted = None if prediction_loss_only else reduce
+        labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
         count = None if labels is None else self._labels_of(inputs)
+        wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
         loss, logits, sums = self._stages.evaluate(inputs, count, wanted)
         self._note_metrics("eval", inputs, sums, 0)
         loss = None if loss is None else loss.to(self.args.device)

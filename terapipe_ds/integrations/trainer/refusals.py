@@ -62,13 +62,9 @@ def is_sft(kind: type) -> bool:
 def outer_arguments(kind: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the arguments that the mixin of a class of Trainer got; its parents may pass them on unnamed."""
     parents = kind.__mro__[kind.__mro__.index(mixin) + 1 :]  # classes before the mixin have handed theirs on
-    signatures = (inspect.signature(vars(base)["__init__"]) for base in parents if "__init__" in vars(base))
-    names = next(list(each.parameters)[1:] for each in signatures if "args" in _named(each))
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _named(signature: inspect.Signature) -> list[str]:
-    return [each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    starts = (inspect.unwrap(vars(base)["__init__"]) for base in parents if "__init__" in vars(base))
+    names = next(names for start in starts if "args" in (names := inspect.getfullargspec(start).args))
+    return dict(zip(names[1:], args, strict=False)) | dict(kwargs)
 
 
 def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> None:

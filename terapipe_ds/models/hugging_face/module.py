@@ -26,7 +26,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import partial_in
 from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
-from terapipe_ds.models.hugging_face.weights.quantized import refuse_tensor_ranks
+from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
@@ -103,7 +103,7 @@ class HuggingFaceModule(PipelineModule):
             )
         tensor_ranks = axes.get("model", 1)
         if tensor_ranks > 1:
-            refuse_tensor_ranks(blueprint.outline.model)
+            refuse_quantized(blueprint.outline.model.config, "divided")
             adapters = blueprint.adapters
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor

@@ -8,12 +8,15 @@ the places where the loop touches the model: forwards, the optimizer's parameter
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
@@ -21,7 +24,7 @@ from transformers import AutoTokenizer, Trainer
 
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
-from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
+from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
@@ -104,8 +107,9 @@ class PipelineTrainerMixin(Trainer):
         loss = TokenLoss(0.0 if is_dft else smoothing, is_dft, keeps_sums=sft) if sft or smoothing else None
         stages.build_module(self.model, loss, self.args.seed)
         leave_no_weights(self.model)
-        # from here on Trainer and Accelerator count replicas
-        count_replicas(self.args, stages)
+        # from here on Trainer counts replicas; `process_index` stays the rank, which decides who writes files
+        self.args.distributed_state = copy.copy(PartialState())
+        self.args.distributed_state.num_processes = stages.replicas
         self._renew_config()
         super().create_accelerator_and_postprocess()
         PipelineAccelerator.adopt(self.accelerator, stages, self._start_engine)
@@ -170,7 +174,7 @@ class PipelineTrainerMixin(Trainer):
 
     @over_stages
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self.args, "_replica", self._stages.replica):  # for samplers and workers
+        with replaced(self.args.distributed_state, "process_index", self._stages.replica):  # for samplers and workers
             return super()._get_dataloader(*args, **kwargs)
 
     @over_stages
@@ -274,21 +278,25 @@ class PipelineTrainerMixin(Trainer):
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(self._stages.engine, folder)
-        # Trainer adds its files beside the weights; as a rank, for a pickle names the class that the user made
+        # Trainer adds its files beside the weights, and its own state of processes
         if self.args.should_save:
-            with replaced(self.model, "save_pretrained", lambda *_, **__: None), as_rank(self.args):
+            with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
                 self._save(folder, state_dict={})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _as_rank(self) -> AbstractContextManager[None]:
+        """Let the arguments count ranks again, whose random numbers differ."""
+        return replaced(self.args, "distributed_state", PartialState())
+
     @over_stages
     def _save_rng_state(self, output_dir: str) -> None:
-        with as_rank(self.args):
+        with self._as_rank():
             super()._save_rng_state(output_dir)
 
     @over_stages
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with as_rank(self.args):
+        with self._as_rank():
             super()._load_rng_state(checkpoint)
 
 

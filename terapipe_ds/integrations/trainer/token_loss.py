@@ -27,7 +27,8 @@ class TokenLoss(LinearCrossEntropy):
 
     def __init__(self, smoothing: float = 0.0, is_dft: bool = False, keeps_sums: bool = False) -> None:
         super().__init__(ignore_index=IGNORED)
-        self.label_smoothing, self.factors = smoothing, _confidence if is_dft else None
+        self.label_smoothing = smoothing
+        self.factors = (lambda losses: torch.exp(-losses)) if is_dft else None  # probabilities of the labels
         self._keeps_sums, self._sums = keeps_sums, defaultdict[int, list[Tensor]](list)
         self.store: SliceStore | None = None  # the engine's: checks and measurements have others, and do not count
 
@@ -51,8 +52,3 @@ class TokenLoss(LinearCrossEntropy):
         sums = {index: torch.stack(parts).sum(0).tolist() for index, parts in self._sums.items() if parts}
         self._sums.clear()
         return sums
-
-
-def _confidence(losses: Tensor) -> Tensor:
-    """Return the probabilities of labels with these losses."""
-    return torch.exp(-losses)

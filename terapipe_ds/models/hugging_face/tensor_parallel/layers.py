@@ -27,6 +27,9 @@ class Products(Protocol):
     def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies by the weight of `layer`, and takes care of its gradient."""
 
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
+        """Return the product, with care of the weight's gradient."""
+
 
 class _Share(autotp.TensorParallel_Layer):
     """Hold a share of a weight, by rank and along `dim`."""

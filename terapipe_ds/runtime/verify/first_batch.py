@@ -24,7 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import counts_any, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
@@ -258,7 +258,7 @@ class FirstBatchCheck:
         """Return the cut with the weights of its slices' losses; if no label counts, weigh by tokens."""
         assert micro_batch.labels is not None
         labels, weights = cut.of(micro_batch.labels), cut.plan.shares
-        if counts_any(labels, cut.plan, self._config, self._module.loss_fn):
+        if any(slice_counts(labels, cut.plan, self._config, self._module.loss_fn)):
             weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
         return replace(cut, weights=weights)
 

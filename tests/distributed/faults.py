@@ -357,8 +357,8 @@ fault("engine", EXPERTS, "only the first tensor of a tuple gets a gradient", f"{
 fault("engine", PACKED, "the edges of one row are ignored", f"{RUNNER}:Documents")(
     edges_of_one_row_ignored=lambda documents, starts, *span: documents(((0,), *starts[1:]), *span)
 )
-fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:from_numbers")(
-    edges_of_another_micro_batch=lambda read, numbers: read(numbers)[::-1]
+fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:_from_stage")(
+    edges_of_another_micro_batch=lambda from_stage, *args: from_stage(*args)[::-1]
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -21,7 +21,8 @@ from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
+
+T = TypeVar("T")
 
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
@@ -122,7 +123,7 @@ class StageReport:
 
 
 class _Header(NamedTuple):
-    """Hold the numbers that the stages of a pipeline add up. Only the loss stage sets the fields after `edges`."""
+    """Hold the numbers that the stages of a pipeline add up. Only the loss stage sets the fields after `has_edges`."""
 
     other_counts: int  # 0: all stages have the same number of micro-batches
     other_labels: int  # 0: the stages that draw got labels of the same shapes
@@ -130,7 +131,7 @@ class _Header(NamedTuple):
     other_contents: int  # 0: and the same labels in tuples
     without_contents: int  # stages that draw but have no such labels to compare
     without_labels: int  # stages that draw but got no labels
-    edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
+    has_edges: int = 0  # some rows have several documents; the stage of the first part says where these start
     is_uniform: int = 0  # all micro-batches have the shape that follows
     rows: int = 0
     length: int = 0
@@ -196,7 +197,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         of_drawing(digest(report.contents)),
         draws and not report.contents,
         draws and not report.seen,
-        len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
+        place.stage_id == place.first_stage and any(report.starts),
     )
     # one shape is enough if micro-batches are alike; otherwise a second message has all shapes
     if place.stage_id == place.loss_stage and report.shapes:
@@ -218,18 +219,20 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     if header.is_uniform:
         shapes: Shapes = (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
     else:
-        sizes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
-        if place.control is not None:
-            torch_dist.broadcast(sizes, group=place.control, group_src=place.loss_stage)
-        shapes = tuple(MicroBatchShape(rows, length) for rows, length in sizes.tolist())
+        shapes = _from_stage(place.loss_stage, report.shapes or (), place)
     # one message more if some rows have several documents
-    if not header.edges:
+    if not header.has_edges:
         return shapes
-    numbers = torch.tensor(to_numbers(report.starts) if place.stage_id == place.first_stage else [0] * header.edges)
-    if place.control is not None:
-        torch_dist.broadcast(numbers, group=place.control, group_src=place.first_stage)
-    starts = from_numbers(numbers.tolist())
+    starts = _from_stage(place.first_stage, report.starts, place)
     return tuple(replace(shape, starts=each) for shape, each in zip(shapes, starts, strict=True))
+
+
+def _from_stage(stage_id: int, value: T, place: PlaceInJob) -> T:
+    """Return the value of a stage on all stages of the pipeline."""
+    values = [value]
+    if place.control is not None:
+        torch_dist.broadcast_object_list(values, group=place.control, group_src=stage_id)
+    return values[0]
 
 
 class _Message(NamedTuple):

@@ -198,7 +198,8 @@ class BatchSource:
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
         if self._config.is_stock_order and self._tells_nothing(labels):
-            return UncutLabels.of(_copied(labels), _length_of(inputs, self._config.sequence_dim))
+            length = _length_of(inputs, self._config.sequence_dim)
+            return UncutLabels((), (), 0, False, _copied(labels), length)
         if not _is_absent(labels):
             return self._labels_of(_copied(labels))
         if needs_labels:

@@ -116,7 +116,8 @@ def missing_loss_scale(optimizer: Any) -> float:
 
 def may_overflow(engine: PipelineEngine) -> bool:
     """Return whether overflowing gradients are expected: DeepSpeed then skips the step, and lowers the scale."""
-    return _has_grad_scaler(engine) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
 
 
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
@@ -128,8 +129,3 @@ def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | No
         "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
         "enable fp16 instead of torch_autocast"
     )
-
-
-def _has_grad_scaler(engine: PipelineEngine) -> bool:
-    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None)

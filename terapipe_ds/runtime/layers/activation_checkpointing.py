@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,18 +144,6 @@ def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
     module.is_checkpointable_results_interval = module.activation_checkpoint_interval or None
     if isinstance(module, PartedModule):  # it may activate the part again
         module.held_parts[module.active_chunk].checkpointable = module.is_checkpointable_results
-
-
-def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
-    """Let all layers recompute that any length in a batch needs: recomputing more layers takes less memory.
-
-    `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
-    everything recomputes.
-    """
-    wanted: set[int] = set()
-    for layers in choices:
-        wanted |= set(range(len(module._layer_specs))) if layers is None else layers
-    recompute_layers(module, wanted)
 
 
 @contextmanager

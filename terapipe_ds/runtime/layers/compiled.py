@@ -46,13 +46,11 @@ def compile_layers(module: nn.Module) -> None:
     """Compile the layers that `module` runs, of all parts that the stage holds."""
     kinds: set[str] = set()
     others: set[str] = set()
-    for chunk_id, part in enumerate(getattr(module, "held_parts", (module,))):
-        for index, layer in enumerate(getattr(part, "forward_funcs", ())):
-            if isinstance(layer, nn.Module):
-                parts = compiled_parts(layer)
-                (kinds if parts else others).add(type(layer).__name__)
-                for number, piece in enumerate(parts):
-                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}")
+    for index, layer in enumerate(layers_run_by(module)):
+        parts = compiled_parts(layer)
+        (kinds if parts else others).add(type(layer).__name__)
+        for number, piece in enumerate(parts):
+            compile_layer(piece, f"layer {index} of the stage, part {number}")
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(

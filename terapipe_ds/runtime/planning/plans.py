@@ -13,7 +13,7 @@ from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
-from terapipe_ds.runtime.layers.activation_checkpointing import recompute_for
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
@@ -157,7 +157,10 @@ class Plans:
         for choice in choices:
             self._note_run(replace(choice, schedule=how.schedule))
         if self._config.recompute == "auto":
-            recompute_for(self._engine.module, [choice.recompute for choice in choices])
+            # all layers that any length needs, and with slices that were set by hand every layer: it takes less memory
+            every = frozenset(range(len(self._engine.module._layer_specs)))
+            chosen = (every if choice.recompute is None else choice.recompute for choice in choices)
+            recompute_layers(self._engine.module, frozenset().union(*chosen))
         return how, plans
 
     def _plan_missing(

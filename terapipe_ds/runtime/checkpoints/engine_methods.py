@@ -249,6 +249,6 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     process groups. Megatron-DeepSpeed, where it is a method, passes the method's dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
-    if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
-        return state  # with experts, DeepSpeed makes the dict itself and accepts none from the client
+    if name in state or not callable(getattr(engine.module, name, None)):
+        return state
     return {**state, name: _description(engine.module)}

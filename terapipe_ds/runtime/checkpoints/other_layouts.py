@@ -231,7 +231,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
         return None
     # All ranks end up with the same reasons against moving states, so they decide alike
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
-    if engine.has_moe_layers or form is None:
+    if form is None:
         stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"

@@ -245,7 +245,6 @@ def undisturbed(runs: Sequence[Taken]) -> list[float]:
 
     Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
-    # every run waits for a peer inside the layers, so this disturbs none
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
 

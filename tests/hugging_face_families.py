@@ -280,7 +280,7 @@ CONFIGS, REFUSED = ({name: each[name] for name in each if name not in NEWER} for
 WITH_STATES -= NEWER
 if IS_4:
     STATEFUL = WITH_STATES & set(CONFIGS) | {"falcon_mamba", "jamba", "mamba", "rwkv", "zamba2"}
-    for name in STATEFUL:
+    for name in sorted(STATEFUL):  # in one order, for workers that collect the same tests
         fields = CONFIGS.pop(name) if name in CONFIGS else REFUSED[name][0]
         REFUSED[name] = (fields, "a cache of a kind of its own")
     REFUSED["recurrent_gemma"] = (REFUSED["recurrent_gemma"][0], "takes no cache")

@@ -113,17 +113,18 @@ def _measured(
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
+    from deepspeed.accelerator import get_accelerator
+
     from terapipe_ds.runtime.engine.batches import BatchEnd
-    from terapipe_ds.runtime.profiling import slice_timer
 
     real = BatchEnd.timed
 
     @contextlib.contextmanager
     def timed(batch_end: BatchEnd) -> Iterator[None]:
-        slice_timer.synchronize()
+        get_accelerator().synchronize()
         with real(batch_end):
             yield
-            slice_timer.synchronize()
+            get_accelerator().synchronize()
 
     with mock.patch.object(BatchEnd, "timed", timed):
         yield

@@ -44,13 +44,12 @@ def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
 def random_states_kept() -> Iterator[None]:
     """Restore the random states of Python, NumPy, the host and the current device at the end."""
     accelerator = get_accelerator()
-    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device, host = accelerator.get_rng_state(), torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(host)
-        if on_device is not None:
-            accelerator.set_rng_state(on_device)
+        accelerator.set_rng_state(on_device)

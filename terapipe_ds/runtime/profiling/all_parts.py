@@ -43,7 +43,7 @@ from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
@@ -255,7 +255,7 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
     packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
     back = [incoming.buffer(t) for t in (unpacks or spec).tensors]
-    synchronize()
+    get_accelerator().synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     works: list[Any] = [incoming.irecv(buffer) for buffer in back]
     called_s = time.perf_counter() - begin_s
@@ -271,7 +271,7 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     came = [incoming.incoming(*each) for each in zip(back, (unpacks or spec).tensors, strict=True)]
     if unpacks is not None:
         unpacks.unpack(*came)
-    synchronize()
+    get_accelerator().synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2
 

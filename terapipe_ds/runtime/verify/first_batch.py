@@ -201,8 +201,7 @@ class FirstBatchCheck:
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
+        get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
     def _check_plan(

@@ -389,8 +389,3 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 def _now_s() -> float:
     get_accelerator().synchronize()
     return time.perf_counter()
-
-
-def processor_clock() -> Callable[[], float] | None:
-    """Return the clock of this process's processor time; None if a device computes beside the host."""
-    return time.process_time if get_accelerator().is_synchronized_device() else None

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_forms import (
@@ -33,7 +34,6 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     StateForm,
     form_of,
 )
-from terapipe_ds.runtime.checkpoints.save import replaced
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
 from terapipe_ds.runtime.layout.layout import Layout

@@ -15,6 +15,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
@@ -154,11 +155,9 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
-    try:
+    ours = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
+    with replaced(module, "activation_checkpoint_func", ours):
         yield
-    finally:
-        module.activation_checkpoint_func = checkpoint
 
 
 def checkpoint_with_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from terapipe_ds.version import __version__
 
 logger = logging.getLogger("terapipe_ds")
 
-_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
+_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches
 
 
 class Plans:
@@ -45,7 +46,7 @@ class Plans:
         self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
-        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+        self.schedule = functools.lru_cache(_SCHEDULES_KEPT)(self._schedule)
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
@@ -214,19 +215,11 @@ class Plans:
 
     # -- schedules ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+    def _schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run.
 
         It holds a list of computations for each stage, such as F0.0, F0.1, B0.1, B0.0 (micro-batch, slice).
         """
-        key = name, training, num_slices
-        if key not in self._schedules:
-            self._schedules[key] = self._built(name, training, num_slices)
-            if len(self._schedules) > _SCHEDULES_KEPT:
-                del self._schedules[next(iter(self._schedules))]
-        return self._schedules[key]
-
-    def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
         if not name.endswith(".csv"):
             options = self._config.options_of(name)

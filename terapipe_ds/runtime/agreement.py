@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import pickle
 import platform
 import time
@@ -26,9 +25,8 @@ from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import describe
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.version import __version__
-
-logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +25,7 @@ from terapipe_ds.runtime.batch.batch_agreement import (
 from terapipe_ds.runtime.batch.checksums import checksum, contents_of
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -23,9 +22,7 @@ from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, 
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from terapipe_ds.runtime.layout.parted_module import each_part
-from terapipe_ds.runtime.log import first_line
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import first_line, logger
 
 Damaged = Mapping[str, str]  # damage in the contents of checkpoints, by `read_as`
 

@@ -7,7 +7,6 @@ this module checks a checkpoint before DeepSpeed reads it, and every rank refuse
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,9 +28,8 @@ from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.planning.plans import Plans
-
-logger = logging.getLogger("terapipe_ds")
 
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
 MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints

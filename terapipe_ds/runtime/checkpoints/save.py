@@ -12,7 +12,6 @@ written their files. A kill leaves an incomplete checkpoint that looks whole. So
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import secrets
 import shutil
@@ -33,8 +32,7 @@ from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:

@@ -7,7 +7,6 @@ that the runners of a stage share. `DeepSpeedCalls` contains all their calls of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -51,10 +50,10 @@ from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.links.stage_links import StageLinks
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 T = TypeVar("T")
-logger = logging.getLogger("terapipe_ds")
 _NOTHING = nullcontext()
 
 

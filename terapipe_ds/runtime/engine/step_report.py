@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,12 +19,11 @@ from terapipe_ds.runtime.engine.forward_backward import Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.log import Diagnostic, logger
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s
 
-logger = logging.getLogger("terapipe_ds")
 T = TypeVar("T")
 
 PREFIX = "Train/TeraPipe/"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -18,11 +17,10 @@ from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+from terapipe_ds.runtime.log import logger
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
 _KEPT_CALLS = "_terapipe_kept_calls"
-
-logger = logging.getLogger("terapipe_ds")
 
 
 def set_recompute(

@@ -11,7 +11,6 @@ A layer that wraps the modules of others names its compiled modules by `compiled
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,8 +21,7 @@ from torch import nn
 from terapipe_ds.attention import running_layer
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.agreement import gather
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others

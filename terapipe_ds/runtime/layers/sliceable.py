@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 def problem_of_layers(

@@ -7,7 +7,6 @@ gradients. Buffers, other attributes and random numbers are restored afterwards.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,8 +18,7 @@ from torch import Tensor, nn
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,13 +18,12 @@ from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
-
-logger = logging.getLogger("terapipe_ds")
 
 _SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import logging
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,11 +27,9 @@ from terapipe_ds.costs.profile import (
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.log import Diagnostic, logger
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
-
-logger = logging.getLogger("terapipe_ds")
 
 _Sample = TypeVar("_Sample", CostSample, LinkSample)
 _Times = TypeVar("_Times", CostSample, Overhead)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +24,12 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 
 T = TypeVar("T")
-logger = logging.getLogger("terapipe_ds")
 
 
 class Profiles:

@@ -33,6 +33,7 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.labels import LabelProbe
@@ -40,8 +41,6 @@ from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
 from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
-
-logger = logging.getLogger("terapipe_ds")
 
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "

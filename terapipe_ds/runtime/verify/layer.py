@@ -5,7 +5,6 @@ To tell faults from rounding, run it in a wider dtype as well, and measure the r
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,13 +22,12 @@ from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim
-
-logger = logging.getLogger("terapipe_ds")
 
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks

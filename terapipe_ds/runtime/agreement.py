@@ -154,12 +154,12 @@ def on_any_rank(flag: bool, group: Any) -> bool:
     return bool(number)
 
 
-def by_text(texts: dict[int, str], places: str) -> str:
-    """Group places by their text, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+def by_text(texts: dict[int, str]) -> str:
+    """Group ranks by their text, in the form "ranks [0]: 3 slices; ranks [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}
-    for place, text in texts.items():
-        sides.setdefault(text, []).append(place)
-    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
+    for rank, text in texts.items():
+        sides.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks {who}: {text}" for text, who in sides.items())
 
 
 def default_store() -> Any:
@@ -216,7 +216,7 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
         lines = ["the ranks have different DeepSpeed configs or versions; every rank must be given the same one:"]
         for name in values:
             by_rank = {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)}
-            lines += [f"{name}: {by_text(by_rank, 'ranks')}"] if len({*by_rank.values()}) > 1 else []
+            lines += [f"{name}: {by_text(by_rank)}"] if len({*by_rank.values()}) > 1 else []
         raise TeraPipeConfigError("\n  ".join(lines))
 
 

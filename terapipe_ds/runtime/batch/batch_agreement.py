@@ -276,7 +276,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
 
     def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
         texts = {rank: text(messages[rank].report) for rank in ranks}
-        return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
+        return [f"{what}: {by_text(texts)}"] if len(set(texts.values())) > 1 else []
 
     # a different call or config explains all differences that follow
     everyone = range(len(messages))

@@ -21,8 +21,9 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     Shapes,
     StageReport,
     agree_on_batch,
+    checksum,
+    contents_of,
 )
-from terapipe_ds.runtime.batch.checksums import checksum, contents_of
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.log import logger

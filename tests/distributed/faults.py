@@ -100,7 +100,7 @@ STATES = "attention.carry.states:CarriedStates"
 ENTRY = "attention.slice_store:SliceEntry"
 ADD_GRADS = f"{ENTRY}.add_grads"
 WEIGHTS = "runtime.engine.batches:weights_of"
-LEAVES = "runtime.engine.forward_backward:PartRunner._leaves"
+LEAVES = "runtime.engine.part_runner:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 FACTORS = "runtime.layers.weight_gradients:_factors"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
@@ -112,7 +112,7 @@ FIRST_POSITION = "models.gpt:first_position"
 ROTARY_POSITION = "models.positions:first_position"
 ATTENTION = "models.gpt:sliced_attention"
 MERGE = "attention.backends.blocks:merge"
-RUNNER = "runtime.engine.forward_backward"
+RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
@@ -443,7 +443,7 @@ def swapped_slices(leaves: Any, self: Any, action: Any, active: Any) -> Any:
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
 def gradients_of_another_micro_batch() -> Iterator[None]:
     from terapipe_ds.runtime.engine import engine
-    from terapipe_ds.runtime.engine.forward_backward import PartRunner
+    from terapipe_ds.runtime.engine.part_runner import PartRunner
     from terapipe_ds.schedule import Kind
 
     send_gradients = PartRunner.send_gradients

@@ -1,4 +1,4 @@
-"""Let all ranks agree on a batch before its first action.
+"""Let all ranks agree on a batch, and on their config, before its first action.
 
 DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
 one fixed-size tensor on the CPU. The sums tell every rank how long each micro-batch is, and whether all ranks have

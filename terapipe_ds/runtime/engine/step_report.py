@@ -15,7 +15,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.engine.forward_backward import Stage
+from terapipe_ds.runtime.engine.part_runner import Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups

@@ -16,7 +16,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic, logger
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
-from terapipe_ds.runtime.planning.schedule_choice import WORTH_CHANGING, best_with_recompute, best_without_moving
+from terapipe_ds.runtime.planning.choose_plan import WORTH_CHANGING, best_with_recompute, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers

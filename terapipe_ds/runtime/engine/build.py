@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,9 +62,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger, show_log
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,9 @@ class Stages:
 def _checked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch; raise BatchError for labels at padding. The engine draws it, and tells all ranks of errors."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    is_padded = mask is not None and labels is not None and mask.shape == labels.shape
-    if is_padded and bool(torch.any(torch.eq(mask, 0) & torch.ne(labels, IGNORED))):
+    if mask is None or labels is None or mask.shape != labels.shape:
+        return batch
+    if bool((mask.eq(0) & labels.ne(IGNORED)).any()):
         raise BatchError(
             "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
             "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"

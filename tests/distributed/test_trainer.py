@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "args": {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1,
                  "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_on_start": True},
         "metrics": "logits",
-        "phases": ["evaluate", "train", "predict", "save"],
+        "phases": ["save", "evaluate", "train", "predict", "save"],
     },
     "resumed": {"args": {**SAVE, "max_steps": 6}, "fp64": True, "phases": ["train", "resume"]},
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},

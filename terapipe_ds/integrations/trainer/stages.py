@@ -13,11 +13,7 @@ import torch.distributed as torch_dist
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.pipe.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -100,9 +96,8 @@ class Stages:
                 f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
                 "ranks; with tensor-parallel ranks, their product must divide the ranks"
             )
-        if tensor == 1:
-            return PipeDataParallelTopology(num_pp=count, num_dp=world // count)
-        return PipeModelDataParallelTopology(num_pp=count, num_mp=tensor, num_dp=world // (count * tensor))
+        sizes = {"pipe": count, "data": world // (count * tensor)} | ({"model": tensor} if tensor > 1 else {})
+        return ProcessTopology(axes=[*sizes], dims=[*sizes.values()])
 
     def _wanted_sizes(self) -> tuple[Any, Any]:
         """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
@@ -250,8 +245,9 @@ class Stages:
 def _checked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the batch; raise BatchError for labels at padding. The engine draws it, and tells all ranks of errors."""
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    are_known = mask is not None and labels is not None and mask.shape == labels.shape
-    if are_known and bool(((mask == 0) & (labels != IGNORED)).any()):
+    if mask is None or labels is None or mask.shape != labels.shape:
+        return batch
+    if bool((mask.eq(0) & labels.ne(IGNORED)).any()):
         raise BatchError(
             "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
             "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"

@@ -27,46 +27,33 @@ class LossKindError(SliceLossError):
     """Say that a loss is no scalar tensor."""
 
 
-def slice_weights(
-    labels: SliceableTensors,
-    plan: SlicePlan,
-    *,
-    loss_reduction: str,
-    ignore_index: int,
-    slice_weight: Callable[[Any], Any] | None = None,
+def weights_of(
+    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
 ) -> tuple[float, ...]:
     """Return one factor per slice of `plan`; zeros if no label counts.
 
     Args:
         labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
-        loss_reduction: how `loss_fn` reduces: `mean_valid` or `mean_of_step` | `mean` | `sum`.
-        slice_weight: `loss_fn.slice_weight`, called with the labels of one slice; replaces `loss_reduction`. A slice's
-            factor is its weight over the sum of all, which is right if `loss_fn` is a sum divided by that weight.
+        loss_fn: its `slice_weight`, if it has one, replaces the reduction. A slice's factor is then its weight over the
+            sum of all, which is right if `loss_fn` is a sum divided by that weight.
+        reduction: replaces the config's: `mean_valid` or `mean_of_step` | `mean` | `sum`.
     """
+    reduction = reduction or config.loss_reduction
+    has_weights = getattr(loss_fn, "slice_weight", None) is not None
     if isinstance(labels, UncutLabels):
         return (1.0,)
-    if slice_weight is None and loss_reduction == "sum":
+    if not has_weights and reduction == "sum":
         return (1.0,) * plan.num_slices
-    if slice_weight is None and loss_reduction == "mean":
+    if not has_weights and reduction == "mean":
         return plan.shares
-    counts = slice_counts(labels, plan, ignore_index, slice_weight)
+    counts = slice_counts(labels, plan, config, loss_fn)
     total = sum(counts) or 1.0
     return tuple(count / total for count in counts)
 
 
-def weights_of(
-    labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
-) -> tuple[float, ...]:
-    """Return one factor per slice from the config and `loss_fn`; `reduction` replaces the config's reduction."""
-    weight = getattr(loss_fn, "slice_weight", None)
-    reduction = reduction or config.loss_reduction
-    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
-
-
-def slice_counts(
-    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
-) -> list[float]:
-    """Return how much each slice's labels count: the result of `slice_weight`, or the number of valid labels."""
+def slice_counts(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> list[float]:
+    """Return how much each slice's labels count, whatever the reduction: by `slice_weight`, or the valid labels."""
+    slice_weight = getattr(loss_fn, "slice_weight", None)
     if slice_weight is not None:
         weights = [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
         for i, weight in enumerate(weights):
@@ -77,15 +64,10 @@ def slice_counts(
                 )
         return weights
     # count the valid labels of each token over all rows
-    valid = labels.deciding != ignore_index
+    valid = labels.deciding != config.ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
     return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
-
-
-def counts_any(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> bool:
-    """Return whether any label counts, whatever the reduction."""
-    return sum(slice_counts(labels, plan, config.ignore_index, getattr(loss_fn, "slice_weight", None))) > 0.0
 
 
 def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: Any) -> float:
@@ -94,8 +76,7 @@ def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: 
         raise SliceLossError(
             'terapipe.loss_reduction = "mean_of_step": labels without a sequence cannot be counted; set it to "mean"'
         )
-    weight = getattr(loss_fn, "slice_weight", None)
-    return sum(slice_counts(labels, SlicePlan((labels.length,)), config.ignore_index, weight))
+    return sum(slice_counts(labels, SlicePlan((labels.length,)), config, loss_fn))
 
 
 class _ExactZero(torch.autograd.Function):

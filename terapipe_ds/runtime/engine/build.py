@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,8 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     may_overflow,
     problem_of_grad_scaler,
 )
-from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -63,9 +62,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger, show_log
 
 
 @dataclass(frozen=True)

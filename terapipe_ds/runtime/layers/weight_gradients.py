@@ -79,9 +79,6 @@ class _Product(NamedTuple):
         """
         return id(self.weight), id(self.bias), self.inputs.is_floating_point()
 
-    def all_inputs(self) -> Tensor:
-        return self.inputs if self.gather is None else self.gather(self.inputs)
-
 
 class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
@@ -383,7 +380,8 @@ class _Deferred:
 def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
     """Return the rows and the inputs of all products of one weight, each as one tensor."""
     if len(products) == 1:
-        return products[0].rows, products[0].all_inputs()
+        [only] = products
+        return only.rows, only.inputs if only.gather is None else only.gather(only.inputs)
     # `gather` may return the same memory each time
     inputs = [each.inputs if each.gather is None else each.gather(each.inputs).clone() for each in products]
     return torch.cat([each.rows for each in products]), torch.cat(inputs)

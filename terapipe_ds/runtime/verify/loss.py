@@ -118,11 +118,18 @@ class LossAfterLayers(LayerCheck):
     loss: LossCheck
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
-        expected, total = whole.outputs[0].double(), torch.stack([each[0].double() for each in parts]).sum()
-        least = _CANCELS_IN_HALF * self.loss.losses(self.slicing.whole()).size  # its terms may cancel out
-        tolerance = tolerance_of(self._dtypes(()), of_loss=True)
-        difference = compare("the loss", total[None], expected[None], tolerance, least_norm=least)
-        return Activations((), False, ()), difference if bool(torch.isfinite(expected)) else None
+        expected, values = whole.outputs[0].double()[None], torch.stack([each[0].double() for each in parts])
+        with torch.enable_grad():
+            size = max(self.loss.losses(self.slicing.whole()).size, float(values.abs().sum()))
+        difference = _compare_values(values.sum()[None], expected, size, self._dtypes(()))
+        return Activations((), False, ()), difference if bool(torch.isfinite(expected).all()) else None
+
+
+def _compare_values(total: Tensor, expected: Tensor, size: float, dtypes: set[torch.dtype]) -> Difference | None:
+    cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
+    # if terms cancel out, the loss itself is mostly rounding
+    least = size if float(expected.abs()) < cancels * size else 0.0
+    return compare("the loss", total, expected, tolerance_of(dtypes, of_loss=True), least_norm=least)
 
 
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
@@ -236,12 +243,8 @@ class LossCheck:
         return tolerance_of(self._dtypes(), of_loss=True)
 
     def _compare(self, whole: Losses, sliced: Losses) -> Difference | None:
-        dtypes, tolerance = self._dtypes(), self._tolerance()
-        cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
-        # if terms cancel out, the loss itself is mostly rounding
-        size = max(whole.size, float(sliced.values.abs().sum()))
-        least = size if float(whole.values.abs()) < cancels * size else 0.0
-        differences = [compare("the loss", sliced.values.sum()[None], whole.values, tolerance, least_norm=least)]
+        size, tolerance = max(whole.size, float(sliced.values.abs().sum())), self._tolerance()
+        differences = [_compare_values(sliced.values.sum()[None], whole.values, size, self._dtypes())]
         for layout, a, b in zip(self.outputs.layouts, sliced.gradients, whole.gradients, strict=True):
             if isinstance(layout, TokenDim):
                 differences.append(compare("the gradient of the loss", a, b, tolerance, by_token=True))

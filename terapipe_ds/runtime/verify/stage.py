@@ -301,13 +301,14 @@ class StageCheck:
         def run(values: Any) -> Any:
             active = active_slice()
             assert active is not None
-            with self.autocast():
-                outputs = part(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
+            outputs = part(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
+            labels = loss.labels.part(active.start, active.stop)
             weight = 1.0 if active.is_whole else self.slicing.weights[active.slice_id]
-            return weighted_loss(outputs, loss.labels.part(active.start, active.stop), weight, loss.loss_fn).reshape(())
+            with torch.autocast(inputs.tensors[0].device.type, enabled=False):
+                return weighted_loss(outputs, labels, weight, loss.loss_fn).reshape(())
 
         both = NamedLayer(part.layer_id, Joined(part.module, run))
-        check = LossAfterLayers(both, inputs, self.slicing, self.module, with_gradients=False)
+        check = LossAfterLayers(both, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
         check.loss = loss
         with torch.no_grad(), guard_plain_attention(self.intercept), GuardCapturedNames():
             difference, failure = self._try(check.run, "verifying the loss after its layers")

@@ -111,7 +111,7 @@ def test_the_command_recomputes_as_training_does(
 
 
 @pytest.mark.parametrize(
-    ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ([], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
+    ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
 )
 def test_the_command_names_the_stages_that_another_interval_contradicts(
     recompute: Any, interval: int, tmp_path: Path

@@ -64,14 +64,29 @@ class LabelProbe:
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
         # tensor-parallel ranks try the same labels, because loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
-        self._seen = np.union1d(self._seen, values[order])
+        before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
         if not len(places):
             return None
         with untouched(holder, with_gradients=False):
             calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-            return next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+            problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+            if problem is not None and is_later and self._is_nan_anyway():
+                self._seen, problem = before, None  # training names the slice
+            return problem
+
+    def _is_nan_anyway(self) -> bool:
+        """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""
+        if self._regular is None:
+            return False
+        labels = _picked(self._regular, np.zeros(self._tokens, np.int64))
+        check = _with_labels(self._check, labels, self._unequal())
+        return not bool(torch.isfinite(check.losses(check.slicing).values).all())
+
+    def _unequal(self) -> SlicePlan:
+        """Return unequal slices: special labels that are spread unevenly over them tell the means apart."""
+        return SlicePlan((self._tokens // 3, self._tokens - self._tokens // 3))
 
     def _try(self, labels: SliceableTensors, is_later: bool) -> str | None:
         """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
@@ -112,9 +127,8 @@ class LabelProbe:
 
         The others are in the first row alone, because a mean over rows may follow a mean over the tokens of each.
         """
-        # unequal slices, in which special labels are spread unevenly, tell the means apart
-        first = self._tokens // 3
-        plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
+        plan, kinds = self._unequal(), np.arange(self._tokens) % special.length
+        first = plan.lengths[0]
         if self._regular is not None:
             others = np.arange(len(kinds[first::2])) % special.length
             special = _joined(special, self._regular)

@@ -76,12 +76,12 @@ class HeadWithLoss:
         # losses have their weights: they and the gradients add up
         plan = loss.slicing.plan
         slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
-        both = NamedLayer(self.layer.layer_id, _Joined(self.layer.module, run))
+        both = NamedLayer(self.layer.layer_id, Joined(self.layer.module, run))
         with guard_plain_attention(self.intercept), GuardCapturedNames():
             return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
 
 
-class _Joined(nn.Module):
+class Joined(nn.Module):
     """Hold the last layer for a function that runs it and the loss."""
 
     def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
@@ -107,6 +107,22 @@ class _LossOfHiddenCheck(LayerCheck):
         gradients = super()._backwards(slicing, runs, of_outputs)
         # scaled as gradients are, because these are divided by the scale
         return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
+
+
+class LossAfterLayers(LayerCheck):
+    """Compare the value of a loss that comes right after the layers of its part, as in training.
+
+    It may read what layers leave elsewhere. `loss` is the check of the loss apart, which has found no difference.
+    """
+
+    loss: LossCheck
+
+    def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
+        expected, total = whole.outputs[0].double(), torch.stack([each[0].double() for each in parts]).sum()
+        least = _CANCELS_IN_HALF * self.loss.losses(self.slicing.whole()).size  # its terms may cancel out
+        tolerance = tolerance_of(self._dtypes(()), of_loss=True)
+        difference = compare("the loss", total[None], expected[None], tolerance, least_norm=least)
+        return Activations((), False, ()), difference if bool(torch.isfinite(expected)) else None
 
 
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:

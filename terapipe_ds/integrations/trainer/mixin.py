@@ -20,6 +20,7 @@ from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
@@ -28,7 +29,6 @@ from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
-from terapipe_ds.runtime.checkpoints.save import replaced
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -14,9 +14,9 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
-from terapipe_ds.runtime.checkpoints.save import replaced
 
 _WHOLE = "needs the whole model on one rank"
 # Arguments that stages cannot serve in another value than the default, and why.

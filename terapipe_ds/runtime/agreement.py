@@ -173,7 +173,6 @@ def meet(
     rank: int,
     text: str,
     late: Callable[[float, Callable[[], list[int]]], None],
-    store: Any = None,
 ) -> dict[int, str]:
     """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 
@@ -184,7 +183,7 @@ def meet(
         late: called repeatedly while ranks are missing, with the seconds waited and a function that returns the missing
             ranks. It may raise.
     """
-    store = default_store() if store is None else store
+    store = default_store()
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
     store.set(keys[rank], text)
     store.add(counter, 1)

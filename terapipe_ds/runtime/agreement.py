@@ -117,11 +117,11 @@ def refuse_everywhere(problem: str | None, group: Any = None) -> None:
         raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(by_rank)}: {texts}")
 
 
-def refuse_in_batch(problem: str | None, world: Any) -> None:
+def refuse_in_batch(problem: str | None, world: Any, kind: type[Exception] = TeraPipeConfigError) -> None:
     """Raise `RaisedEverywhere` on every rank when one of them has found a problem within a batch."""
     told = [f"on rank {rank}: {text}" for rank, text in enumerate(gather(problem, world)) if text is not None]
     if told:
-        raise RaisedEverywhere(TeraPipeConfigError(told[0]))
+        raise RaisedEverywhere(kind(told[0]))
 
 
 def _readable(error: Exception) -> Exception | None:

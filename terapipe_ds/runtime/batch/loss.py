@@ -8,18 +8,23 @@ count the labels of all micro-batches and data-parallel ranks alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.messages import show_key
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 
 class SliceLossError(ValueError):
     """Say that the losses of the slices cannot be combined into the loss of the micro-batch."""
+
+
+class LossKindError(SliceLossError):
+    """Say that a loss is no scalar tensor."""
 
 
 def weights_of(
@@ -96,10 +101,15 @@ def exact_zero(outputs: Any) -> torch.Tensor:
     return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
 
 
-def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
+def weighted_loss(
+    outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None, trains: bool = True
+) -> Any:
     """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of scalars.
 
-    Without `loss_fn` outputs are losses.
+    Without `loss_fn` outputs are losses. Only an evaluation may have several, as in the stock engine.
+
+    Raises:
+        LossKindError: the loss is something else.
     """
     # a mean over no labels is NaN, so the loss function is not called
     if weight == 0.0:
@@ -110,11 +120,25 @@ def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[A
             )
         return exact_zero(outputs)
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
-    if not torch.is_tensor(loss):
+    is_several = isinstance(loss, (tuple, list)) and all(map(torch.is_tensor, loss))
+    if is_several and not trains:
         return [part * weight for part in loss]
-    if loss.numel() != 1:
-        raise SliceLossError(
-            f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how "
-            "in terapipe.loss_reduction"
-        )
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise LossKindError(_problem_of_kind(loss, loss_fn))
     return loss if weight == 1.0 else loss * weight
+
+
+def _problem_of_kind(loss: Any, loss_fn: Any) -> str:
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+    who = "the last layer (PipelineModule has no loss_fn)" if loss_fn is None else f"loss_fn ({name})"
+    given, fix = f"a {type(loss).__name__}", "return the loss to train on alone"
+    if torch.is_tensor(loss):
+        given, fix = f"shape {list(loss.shape)}", "reduce it in loss_fn and say how in terapipe.loss_reduction"
+    elif isinstance(loss, Mapping):
+        given, fix = f"{given} with {', '.join(map(show_key, loss)) or 'nothing'}", f'{fix}, such as result["loss"]'
+    elif isinstance(loss, (tuple, list)):
+        given, fix = f"{given} of {len(loss)}", f"{fix}, such as result[0]"
+    return (
+        f"{who} returned {given}, but the loss of a slice must be a scalar tensor: {fix}. Other values to log are for "
+        "PipelineModule.get_additional_losses()"
+    )

@@ -77,8 +77,11 @@ def stages_to_recompute(
         recomputing = config.recomputing_stages(num_stages)
     if recomputing is None:
         return None
-    # it is no error to set the same interval twice
+    # it is no error to set the same interval twice; if the number of stages is unknown, stages 0, 1, ... may be all
+    named = set(config.recompute if isinstance(config.recompute, tuple) else ())
     is_full = len(recomputing) == num_stages
+    if stands_for_all:
+        is_full = config.recompute == "full" or (bool(named) and named == set(range(len(named))))
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", _interval_of(raw))):
         if interval and not (interval == 1 and is_full):
             shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute

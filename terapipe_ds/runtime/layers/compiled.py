@@ -26,6 +26,7 @@ from terapipe_ds.runtime.log import logger
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others
 _MOST_GRAPHS = 16  # of a kind of layer: torch's own limit of 8 counts training, evaluation and recompute alike
+_MARK = "_terapipe_compiled"  # of calls that run what was compiled here
 _as_they_are = 0  # blocks of `layers_as_they_are` that are open; of the process: autograd has threads of its own
 
 
@@ -56,6 +57,13 @@ def compile_layers(module: nn.Module) -> None:
             "for the slice in other ways than sliced_attention (docs/compile.md)",
             ", ".join(sorted(others)),
         )
+
+
+def uncompile_layers(module: nn.Module) -> None:
+    """Have layers that `compile_layers` compiled run as they are; those that the user compiled stay so."""
+    for layer in module.modules():
+        if hasattr(layer._compiled_call_impl, _MARK):
+            layer._compiled_call_impl = None
 
 
 def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ranks: bool) -> str | None:
@@ -139,4 +147,5 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
             else:
                 vars(layer)["forward"] = own
 
+    setattr(call, _MARK, True)
     layer._compiled_call_impl = call

@@ -24,7 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
+from terapipe_ds.runtime.batch.loss import LossKindError, SliceLossError, slice_counts, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
@@ -120,18 +120,20 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise self._error(text, result.findings[0].layer)
+            raise self._error(text, result.findings[0])
         self._longest = max(self._longest, longest) if with_layers else self._longest
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
-    def _error(self, text: str, layer: str) -> Exception:
-        """Return the error of this rank; only rank 0's has the whole text."""
+    def _error(self, text: str, first: Finding) -> Exception:
+        """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
+        if first.raised == LossKindError.__name__:
+            return RaisedEverywhere(SliceLossError(first.problem.partition(": ")[2]))
         if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
             return VerifyError(text)
-        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(layer)))
+        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(first.layer)))
 
     def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
         """Return the micro-batches with the share of each sequence rank as a slice of its own.

@@ -111,8 +111,20 @@ class TestWeightedLoss:
             weighted_loss(torch.tensor(float("nan")), None, 0.0, None)
 
     def test_a_loss_that_is_not_reduced(self) -> None:
-        with pytest.raises(SliceLossError, match=r"must be a scalar, got shape \[2, 3\]: reduce it in loss_fn"):
+        with pytest.raises(
+            SliceLossError, match=r"returned shape \[2, 3\], but .* a scalar tensor: reduce it in loss_fn"
+        ):
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
+
+    def test_only_an_evaluation_may_have_several_losses(self) -> None:
+        """The stock engine has no backward for them, and returns them from an evaluation."""
+
+        def two_losses(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
+            return torch.tensor(2.0), torch.tensor(6.0)
+
+        assert weighted_loss(None, None, 0.5, two_losses, trains=False) == [torch.tensor(1.0), torch.tensor(3.0)]
+        with pytest.raises(SliceLossError, match=r"two_losses\) returned a tuple of 2, but .*, such as result\[0\]"):
+            weighted_loss(None, None, 0.5, two_losses)
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])

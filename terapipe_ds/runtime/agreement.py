@@ -24,8 +24,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import describe
-from terapipe_ds.runtime.log import logger
+from terapipe_ds.messages import describe, logger
 from terapipe_ds.version import __version__
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.log import logger
+from terapipe_ds.messages import logger
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:

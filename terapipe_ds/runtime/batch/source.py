@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import (
     DataSums,
@@ -26,7 +27,6 @@ from terapipe_ds.runtime.batch.batch_agreement import (
 )
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.log import logger
 
 
 @dataclass

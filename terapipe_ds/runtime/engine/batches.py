@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -29,7 +29,6 @@ from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify import FirstBatchCheck

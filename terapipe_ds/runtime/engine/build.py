@@ -14,6 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
@@ -62,7 +63,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import logger, show_log
+from terapipe_ds.runtime.log import show_log
 
 
 @dataclass(frozen=True)

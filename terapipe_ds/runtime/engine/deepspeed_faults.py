@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from terapipe_ds.runtime.log import logger
+from terapipe_ds.messages import logger
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
-from terapipe_ds.runtime.log import logger
 
 
 def problem_of_layers(

@@ -6,10 +6,9 @@ import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.config.values import LinksConfig
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import logger
 
 
 def problem_of_links(config: TeraPipeConfig, layout: Layout, device: torch.device) -> str | None:

@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
@@ -33,7 +34,6 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.labels import LabelProbe

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
@@ -111,6 +112,7 @@ class EngineSetup:
         multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
         parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)

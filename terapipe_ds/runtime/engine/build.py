@@ -22,6 +22,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     may_overflow,
+    problem_of_curriculum,
     problem_of_grad_scaler,
 )
 from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
@@ -102,6 +103,7 @@ class EngineSetup:
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)

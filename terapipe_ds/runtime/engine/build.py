@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
@@ -21,6 +22,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     may_overflow,
+    problem_of_curriculum,
     problem_of_grad_scaler,
 )
 from terapipe_ds.runtime.engine.own_time import OwnTime
@@ -99,6 +101,7 @@ class EngineSetup:
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -109,6 +112,7 @@ class EngineSetup:
         multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
         parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)

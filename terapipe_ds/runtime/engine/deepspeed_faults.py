@@ -128,3 +128,19 @@ def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | No
         "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
         "enable fp16 instead of torch_autocast"
     )
+
+
+def problem_of_curriculum(config: DeepSpeedConfig, num_stages: int) -> str | None:
+    """Return an error about DeepSpeed's curriculum, which no pipeline with several stages can follow; else None.
+
+    Its sampler sends each batch from rank 0 through the group of a stage's own replicas, and only the first stage's
+    group has rank 0. Without `training_data` nothing reads the setting.
+    """
+    curriculum = config.data_efficiency_config["data_sampling"]["curriculum_learning"]
+    if num_stages == 1 or not curriculum["enabled"]:
+        return None
+    return (
+        f"data_efficiency.data_sampling.curriculum_learning.enabled = true with {num_stages} stages: DeepSpeed's "
+        "sampler reaches the first stage only, and for data of your own iterator the setting has no effect. Set it to "
+        "false, and order the data in your own loader, in the same way on the first and the last stage"
+    )

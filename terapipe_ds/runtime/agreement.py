@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import pickle
 import platform
 import time
@@ -26,9 +25,8 @@ from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import describe
+from terapipe_ds.runtime.log import logger
 from terapipe_ds.version import __version__
-
-logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
@@ -119,11 +117,11 @@ def refuse_everywhere(problem: str | None, group: Any = None) -> None:
         raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(by_rank)}: {texts}")
 
 
-def refuse_in_batch(problem: str | None, world: Any) -> None:
+def refuse_in_batch(problem: str | None, world: Any, kind: type[Exception] = TeraPipeConfigError) -> None:
     """Raise `RaisedEverywhere` on every rank when one of them has found a problem within a batch."""
     told = [f"on rank {rank}: {text}" for rank, text in enumerate(gather(problem, world)) if text is not None]
     if told:
-        raise RaisedEverywhere(TeraPipeConfigError(told[0]))
+        raise RaisedEverywhere(kind(told[0]))
 
 
 def _readable(error: Exception) -> Exception | None:
@@ -156,12 +154,12 @@ def on_any_rank(flag: bool, group: Any) -> bool:
     return bool(number)
 
 
-def by_text(texts: dict[int, str], places: str) -> str:
-    """Group places by their text, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+def by_text(texts: dict[int, str]) -> str:
+    """Group ranks by their text, in the form "ranks [0]: 3 slices; ranks [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}
-    for place, text in texts.items():
-        sides.setdefault(text, []).append(place)
-    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
+    for rank, text in texts.items():
+        sides.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks {who}: {text}" for text, who in sides.items())
 
 
 def default_store() -> Any:
@@ -218,7 +216,7 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
         lines = ["the ranks have different DeepSpeed configs or versions; every rank must be given the same one:"]
         for name in values:
             by_rank = {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)}
-            lines += [f"{name}: {by_text(by_rank, 'ranks')}"] if len({*by_rank.values()}) > 1 else []
+            lines += [f"{name}: {by_text(by_rank)}"] if len({*by_rank.values()}) > 1 else []
         raise TeraPipeConfigError("\n  ".join(lines))
 
 

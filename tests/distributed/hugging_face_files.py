@@ -80,7 +80,7 @@ def round_trip(
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
     found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
     found["files"] = sorted(path.name for path in Path(trained).iterdir())
-    model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager", dtype="auto").eval()
     state = model.state_dict()
     found["saved"] = all(torch.equal(value, state[name]) for name, value in own.items())
     found["moved"] = any(not torch.equal(value, cast[name]) for name, value in state.items())

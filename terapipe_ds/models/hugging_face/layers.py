@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check_division
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, VocabEmbedding
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, Products, VocabEmbedding
 from terapipe_ds.models.hugging_face.weights.quantized import take_scales, without_values
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
@@ -108,7 +108,7 @@ class Piece(nn.Module):
         take_scales(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def defer_weight_gradients(self, gradients: LinearProducts) -> None:
+    def defer_weight_gradients(self, gradients: Products) -> None:
         """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
         for layer in self.modules():
             make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
@@ -257,19 +257,11 @@ def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
     return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
 
 
-class LinearProducts(Protocol):
-    """Declare the engine's object that computes weight gradients."""
-
-    def linear(
-        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False
-    ) -> Tensor: ...
-
-
-def _conv1d(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+def _conv1d(gradients: Products, layer: Any, inputs: Tensor) -> Tensor:
     return gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
 
 
-def _falcon(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+def _falcon(gradients: Products, layer: Any, inputs: Tensor) -> Tensor:
     outputs = gradients.linear(inputs, layer.weight)
     return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +22,8 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     may_overflow,
     problem_of_grad_scaler,
 )
-from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -38,13 +37,13 @@ from terapipe_ds.runtime.engine.trained_parameters import (
 from terapipe_ds.runtime.failures.device_memory import warning_of_allocator
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
-from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
+from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules, uncompile_layers
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.gradient_sums import hooks_without_need
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.sliceable import problem_of_layers
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products, leave_to_autograd
 from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
@@ -63,9 +62,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger, show_log
 
 
 @dataclass(frozen=True)
@@ -123,6 +120,7 @@ class EngineSetup:
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank if the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
+        uncompile_layers(engine.module)  # of an earlier engine
         shortest = shortest_slice_on(engine.module)
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
@@ -157,7 +155,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     # layers leave weight gradients to W, or add them to their sums in the product itself
-    weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
+    weights = leave_to_autograd(module) if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.check_finite == "every_step":
         is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
         where = store, engine.stage_id, groups.world

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
@@ -116,7 +115,8 @@ def missing_loss_scale(optimizer: Any) -> float:
 
 def may_overflow(engine: PipelineEngine) -> bool:
     """Return whether overflowing gradients are expected: DeepSpeed then skips the step, and lowers the scale."""
-    return _has_grad_scaler(engine) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
 
 
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
@@ -128,8 +128,3 @@ def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | No
         "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
         "enable fp16 instead of torch_autocast"
     )
-
-
-def _has_grad_scaler(engine: PipelineEngine) -> bool:
-    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None)

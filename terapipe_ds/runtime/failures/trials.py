@@ -74,7 +74,7 @@ class Trials:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             raise error
-        if own is None and not get_accelerator().is_synchronized_device():
+        if own is None:
             get_accelerator().synchronize()  # if this rank waits for a peer, the host may not know it
 
         # A rank that failed does not wait forever: its peers may be in the collective that it has left

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,9 +26,7 @@ from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.sequence_axis import group_of
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
-from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger, show_log
 
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 

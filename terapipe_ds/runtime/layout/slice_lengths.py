@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 
 from terapipe_ds.config import TeraPipeConfig
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:

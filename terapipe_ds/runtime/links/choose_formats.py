@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
@@ -11,8 +9,7 @@ from terapipe_ds.config.values import LinksConfig
 from terapipe_ds.messages import show_value
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
 from terapipe_ds.runtime.links.groups import Wires
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.runtime.log import logger
 
 
 def problem_of_links(config: TeraPipeConfig, layout: Layout, device: torch.device) -> str | None:

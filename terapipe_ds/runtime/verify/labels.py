@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import counts_any, slice_counts, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
 from terapipe_ds.runtime.verify.loss import LossCheck
@@ -79,7 +79,7 @@ class LabelProbe:
         Later batches are not compared window by window, so this compares their other kinds too: `loss_fn` may weigh
         them unlike the kinds of the first batch.
         """
-        config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
+        config, loss_fn = self._check.config, self._check.loss_fn
         num_kinds, ranks = labels.length, self._check.slicing.ranks
         # which kinds get a gradient; NaN, when all labels are ignored, is none
         whole = replace(self._check, labels=_picked(labels, np.arange(self._tokens) % num_kinds))
@@ -89,8 +89,8 @@ class LabelProbe:
         is_trained = torch.stack(ranks.exchange(is_trained)).any(0)
         # which kinds have a weight
         is_counted = torch.ones(num_kinds, dtype=torch.bool)
-        if weight is not None or config.loss_reduction in ("mean_valid", "mean_of_step"):
-            counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config.ignore_index, weight)
+        if hasattr(loss_fn, "slice_weight") or config.loss_reduction in ("mean_valid", "mean_of_step"):
+            counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config, loss_fn)
             is_counted = torch.tensor(counts) > 0.0
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
         if self._regular is None and regular.any():
@@ -155,7 +155,7 @@ def compare_everywhere(
     the first window that has a loss, and for windows with new kinds of labels.
     """
     waits, not_finite, seen, head = "no label counts in this batch", "", set[int](), check.head
-    own = (check, "") if counts_any(check.labels, check.slicing.plan, check.config, check.loss_fn) else None
+    own = (check, "") if check.has_counted_labels else None
     for here, where in filter(None, itertools.chain((own,), _windows(check, everyone, note))):
         # the last layer takes far longer than loss_fn, and shows the same for labels of the same kinds
         fresh = set[int]() if head is None else _kinds_that_run(here) - seen
@@ -166,7 +166,7 @@ def compare_everywhere(
             return problem + where, ""
         if not here.is_finite:
             not_finite = not_finite or ("the loss of the whole is not finite" + where) * any(here.slicing.weights)
-        elif counts_any(here.labels, here.slicing.plan, here.config, here.loss_fn):
+        elif here.has_counted_labels:
             waits = ""
     # if no loss is finite, this shows no fault of slices
     if not_finite and waits:

@@ -18,7 +18,7 @@ from terapipe_ds.attention import active_slice, guard_plain_attention, push_slic
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
-from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
@@ -140,6 +140,10 @@ class LossCheck:
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
     head: HeadWithLoss | None = None
+
+    @property
+    def has_counted_labels(self) -> bool:
+        return any(slice_counts(self.labels, self.slicing.plan, self.config, self.loss_fn))
 
     def run(self) -> str | None:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""

@@ -19,6 +19,7 @@ from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.batch.loss import LossKindError
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
@@ -343,7 +344,7 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
 
 def _where(error: BaseException) -> str:
     """Return the innermost place outside torch and this package, else the innermost; "" if the text names one."""
-    if isinstance(error, PlainAttentionError):
+    if isinstance(error, (PlainAttentionError, LossKindError)):
         return ""
     places = list(traceback.walk_tb(error.__traceback__))
     frame, line = ([place for place in places if not _is_of_others(place[0].f_globals.get("__name__"))] or places)[-1]

@@ -249,8 +249,8 @@ class Search:
                 near_s = _NEAR * self._best_s
                 self._score(priced[candidate], proposal.shape, proposal.bounds, proposal.slices, near_s=near_s)
                 continue
-            for proposal in self._proposals_of(priced[candidate]):
-                heapq.heappush(queue, (proposal.seconds, added, candidate, proposal))
+            for each in self._proposals_of(priced[candidate]):
+                heapq.heappush(queue, (each.seconds, added, candidate, each))
                 added += 1
 
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:

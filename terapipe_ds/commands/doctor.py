@@ -36,7 +36,7 @@ DESCRIPTION = (
     "failures first, with a verdict and the next step. Nothing is built, trained or written. The exit code is 1 where "
     "something will fail.\n"
     "`ds_report` and `python -m torch.utils.collect_env` print cards, drivers, libraries and built operators.\n"
-    "  ok: as it should be   note: worth knowing   warning: may fail or be slow   fail: will fail"
+    "  ok: as it should be   note: worth knowing   warning: may fail or be slow   fail: will not work"
 )
 EXAMPLES = """\
   terapipe doctor

@@ -24,8 +24,7 @@ import torch.distributed as torch_dist
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import describe
-from terapipe_ds.runtime.log import logger
+from terapipe_ds.messages import describe, logger
 from terapipe_ds.version import __version__
 
 T = TypeVar("T")
@@ -173,7 +172,6 @@ def meet(
     rank: int,
     text: str,
     late: Callable[[float, Callable[[], list[int]]], None],
-    store: Any = None,
 ) -> dict[int, str]:
     """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 
@@ -184,7 +182,7 @@ def meet(
         late: called repeatedly while ranks are missing, with the seconds waited and a function that returns the missing
             ranks. It may raise.
     """
-    store = default_store() if store is None else store
+    store = default_store()
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
     store.set(keys[rank], text)
     store.add(counter, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -123,7 +122,7 @@ class Stages:
 
         `args` count data-parallel ranks as their processes.
         """
-        raw = copy.deepcopy(dict(self._raw))
+        raw = dict(self._raw)
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         # a size that the JSON leaves out comes from the arguments, not from DeepSpeed's default
         for name in _SIZES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -262,13 +261,8 @@ class HuggingFaceModule(PipelineModule):
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
     bounds = list(partition)
-    if (
-        any(not isinstance(bound, int) or isinstance(bound, bool) for bound in bounds)
-        or len(bounds) < 2
-        or bounds[0] != 0
-        or bounds[-1] != num_layers
-        or any(a >= b for a, b in itertools.pairwise(bounds))
-    ):
+    is_rising = all(type(bound) is int for bound in bounds) and bounds == sorted(set(bounds))
+    if not is_rising or len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, num_layers):
         raise ValueError(
             f"partition {bounds} is not a list of rising integers from 0 to {num_layers}, the number of pipeline "
             "layers with embedding, norm and output matrix"

@@ -111,7 +111,9 @@ class StageReport:
     micro-batches, None on stages that draw no labels. `seen` are the shapes of all labels that this rank got. `starts`
     says where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of the token
     ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
-    batches; 0 means that there are none, or that they stand in for labels that this stage does not need.
+    batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
+    is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
+    batch, else 2.
     """
 
     training: bool
@@ -124,6 +126,7 @@ class StageReport:
     starts: tuple[Starts | None, ...] = ()
     dicts: int = 0
     contents: int = 0
+    model_change: int = 0
 
 
 class _Header(NamedTuple):
@@ -141,15 +144,22 @@ class _Header(NamedTuple):
     length: int = 0
 
 
-_SHARED = 3  # the numbers before the headers: failed ranks, other calls, other data
+_PROBLEMS = 3  # the first numbers: failed ranks, other calls, other data
+_SHARED = _PROBLEMS + 2  # the numbers before the headers: also ranks with a changed and with a new model
 
 
-def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
+def agree_on_batch(
+    report: StageReport,
+    place: PlaceInJob,
+    check: Callable[[Shapes], None],
+    when_changed: Callable[[bool], None] = lambda is_new: None,
+) -> Shapes:
     """Return the shapes of this pipeline's micro-batches, as the stage that knows the loss sees them.
 
     A collective over all ranks. If the data of replicas end at different steps, all replicas stop at the first end.
 
-    If a stage that draws got no labels, `check` checks its inputs once the shapes are known.
+    If a stage that draws got no labels, `check` checks its inputs once the shapes are known. If the model of any rank
+    has changed, `when_changed` is called on all of them, with whether any has not been like this before.
 
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
@@ -169,9 +179,11 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
         any(other_labels)
         or other_contents
         or any(each.other_counts or each.other_dicts for each in headers)
-        or bool(sums[:_SHARED].any())
+        or bool(sums[:_PROBLEMS].any())
     ):
         raise RaisedEverywhere(_problem(report, place))
+    if sums[_PROBLEMS]:
+        when_changed(bool(sums[_PROBLEMS + 1]))
     # the inputs of stages without labels can be checked only now
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
@@ -214,7 +226,9 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
         data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
     numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
-    numbers[:_SHARED] = torch.tensor([report.error is not None, call, data])
+    numbers[:_SHARED] = torch.tensor(
+        [report.error is not None, call, data, report.model_change > 0, report.model_change > 1]
+    )
     numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
     return numbers
 

@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import (
     DataSums,
@@ -26,7 +27,6 @@ from terapipe_ds.runtime.batch.batch_agreement import (
 )
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.log import logger
 
 
 @dataclass
@@ -57,6 +57,8 @@ class BatchSource:
             it may raise.
         look_at: called with the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
+        model_change: returns how the model of this rank differs from the batch before, as `StageReport` has it.
+        when_changed: called on every rank if any model has changed, with whether that is for the first time.
         require: called on the rank of the last part, with the lengths of the micro-batches and whether they are trained
             on; it raises if nothing can run them.
     """
@@ -74,6 +76,8 @@ class BatchSource:
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
         require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
+        model_change: Callable[[], int] = lambda: 0,
+        when_changed: Callable[[bool], None] = lambda is_new: None,
     ) -> None:
         self._config, self._next_batch, self._place = config, next_batch, place
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
@@ -81,6 +85,7 @@ class BatchSource:
         self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = self._tells_of_labels = tells  # once each
         self._accept, self._look_at, self._check, self._require = accept, look_at, check, require
+        self._model_change, self._when_changed = model_change, when_changed
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -118,8 +123,9 @@ class BatchSource:
         starts = tuple(each.starts for each in drawn)
         by_kind = [each.dicts for each in drawn], [each.contents for each in drawn]
         of_data = [checksum(each) if any(each) else 0 for each in by_kind]
+        of_data.append(self._model_change())
         report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, *of_data)
-        return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
+        return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn), self._when_changed)
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
         """Return the checksums of the data that this stage uses: the inputs on the first, the labels on the last."""

@@ -27,12 +27,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.atomic import sync, write_text
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
-from terapipe_ds.runtime.log import logger
 
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name

@@ -128,10 +128,10 @@ class BatchResults:
 
     def loss_of_nan(self) -> LossOfNaN | None:
         """Return the first slice whose loss is NaN although it counts. Read one number, and the others only then."""
-        if self._total is None or not _has_nan(self._total):
+        if self._total is None or not torch.isnan(self._total):
             return None
         for active, loss, total in sorted(self._counted, key=lambda each: (each[0].micro_batch_id, each[0].slice_id)):
-            if _has_nan(loss):
+            if torch.isnan(loss):
                 is_of_loss_fn = total is not None and bool(torch.isfinite(total))
                 cause = (
                     "The outputs of the last layer are finite there, so that loss_fn made it of them"
@@ -175,10 +175,6 @@ def _sum_of(outputs: Any) -> torch.Tensor:
     tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
     sums = [each.detach().sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
     return functools.reduce(torch.add, sums)
-
-
-def _has_nan(loss: Any) -> bool:
-    return bool(torch.isnan(loss).any()) if torch.is_tensor(loss) else any(map(_has_nan, loss))
 
 
 def accumulated(total: Any, loss: Any) -> Any:

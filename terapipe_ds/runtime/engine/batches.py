@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -26,10 +26,10 @@ from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layers.sliceable import ModelChanges
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify import FirstBatchCheck
@@ -41,10 +41,19 @@ CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 class IncomingBatches:
     """Prepare the batches of one stage, up to the point where their actions can run."""
 
-    def __init__(self, to_plan: StageToPlan, plans: Plans, stage: Stage, wires: Wires, verify_only: bool) -> None:
+    def __init__(
+        self,
+        to_plan: StageToPlan,
+        plans: Plans,
+        stage: Stage,
+        wires: Wires,
+        verify_only: bool,
+        guard_again: Callable[[], None],
+    ) -> None:
         engine, layout = to_plan.engine, to_plan.layout
         self._engine, self._config, self._plans = engine, to_plan.config, plans
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
+        self._links, self._guard_again = stage.links, guard_again
         self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
         self._sequence = stage.sequence
@@ -65,10 +74,19 @@ class IncomingBatches:
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,
+            model_change=ModelChanges(engine.module).since_the_last_batch,
+            when_changed=self._renew,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
         layers = [getattr(layer, "check_inputs", None) for layer in engine.module.modules()]
         self._layers_checks = [check for check in layers if callable(check)]
+
+    def _renew(self, is_new: bool) -> None:
+        """Treat the next batch as the first one, because the model is another one on some rank."""
+        self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
+        if is_new:
+            self._first_batch.renew()
+            self._guard_again()
 
     def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
         """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""
@@ -194,6 +212,10 @@ class OpenBatch:
         naming = named_range(action) if self._names_ranges else nullcontext()
         with naming, stage.tracer.measure(action), counting, timing:
             yield
+
+    def guard_again(self) -> None:
+        """Run the next batch of each mode under the closer guard."""
+        self._modes_run.clear()
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""

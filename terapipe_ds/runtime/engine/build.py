@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
@@ -14,12 +15,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     may_overflow,
+    problem_of_curriculum,
     problem_of_grad_scaler,
 )
 from terapipe_ds.runtime.engine.own_time import OwnTime
@@ -62,7 +65,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import logger, show_log
+from terapipe_ds.runtime.log import show_log
 
 
 @dataclass(frozen=True)
@@ -98,6 +101,7 @@ class EngineSetup:
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -108,6 +112,7 @@ class EngineSetup:
         multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
         parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)

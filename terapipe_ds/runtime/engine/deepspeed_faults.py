@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from terapipe_ds.runtime.log import logger
+from terapipe_ds.messages import logger
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
@@ -127,4 +127,20 @@ def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | No
         f'torch_autocast.dtype = "float16" with {num_stages} stages: each stage has a GradScaler, and only the '
         "last stage's scales the loss, so that the steps of the other stages fail. Set the dtype to bfloat16, or "
         "enable fp16 instead of torch_autocast"
+    )
+
+
+def problem_of_curriculum(config: DeepSpeedConfig, num_stages: int) -> str | None:
+    """Return an error about DeepSpeed's curriculum, which no pipeline with several stages can follow; else None.
+
+    Its sampler sends each batch from rank 0 through the group of a stage's own replicas, and only the first stage's
+    group has rank 0. Without `training_data` nothing reads the setting.
+    """
+    curriculum = config.data_efficiency_config["data_sampling"]["curriculum_learning"]
+    if num_stages == 1 or not curriculum["enabled"]:
+        return None
+    return (
+        f"data_efficiency.data_sampling.curriculum_learning.enabled = true with {num_stages} stages: DeepSpeed's "
+        "sampler reaches the first stage only, and for data of your own iterator the setting has no effect. Set it to "
+        "false, and order the data in your own loader, in the same way on the first and the last stage"
     )

@@ -113,9 +113,10 @@ class TeraPipeEngine(ModelEndsEngine):
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
-        self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
+        again = self._batch.guard_again
+        self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only, again)
         self._batch_end = BatchEnd(self, self._layout, stage)
         # reports and checkpoints come last, because they use all other objects
         self._steps = StepReport(self, stage, groups, self.terapipe_config)

@@ -28,6 +28,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
@@ -50,7 +51,6 @@ from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.links.stage_links import StageLinks
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 T = TypeVar("T")

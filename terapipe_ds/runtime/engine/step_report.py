@@ -13,13 +13,14 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.devices import peak_of_card
+from terapipe_ds.messages import logger
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.part_runner import Stage
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.log import Diagnostic, logger
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s

@@ -16,8 +16,8 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layout.parted_module import PartedModule
-from terapipe_ds.runtime.log import logger
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
 _KEPT_CALLS = "_terapipe_kept_calls"

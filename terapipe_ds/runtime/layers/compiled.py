@@ -20,8 +20,8 @@ from torch import nn
 
 from terapipe_ds.attention import running_layer
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.log import logger
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.losses import Head, find_head
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.loss import exact_zero
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-from terapipe_ds.runtime.log import logger
 
 Context = Callable[[], AbstractContextManager[Any]]
 _WORTH_TELLING_BYTES = 16_384  # that a token keeps for the loss

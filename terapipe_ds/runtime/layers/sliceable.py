@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
-from terapipe_ds.runtime.log import logger
 
 
 def problem_of_layers(
@@ -159,6 +160,60 @@ class OutsideLayers:
 
 def _outside(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in named if layer_of_parameter(name) is None]
+
+
+_HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ModelChanges:
+    """Detect what a program changes in the layers of a stage between batches, because checks hold for what they saw.
+
+    It sees the classes of modules, their forwards and hooks, the hooks of parameters, which of them are trained, and
+    the loss. It does not see what a function reads when it runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._last: tuple[Any, ...] = ()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def since_the_last_batch(self) -> int:
+        """Return 0 if nothing has changed since the last call, 1 if all is as in an earlier call, else 2."""
+        before, self._last = self._last, tuple(self._all())
+        if self._last == before:
+            return 0
+        is_new = self._last not in self._seen
+        self._seen.add(self._last)
+        return 1 + is_new
+
+    def _all(self) -> Iterator[Any]:
+        for module in self._module.modules():
+            own = vars(module)
+            yield type(module)
+            yield type(module).forward
+            yield from map(_code_of, [own["forward"]] if "forward" in own else ())
+            for name in _HOOKS_OF_MODULES:
+                yield from map(_code_of, own[name].values() if own[name] else ())
+            for parameter in own["_parameters"].values():
+                if parameter is not None:
+                    yield parameter.requires_grad
+                    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                        yield from map(_code_of, hooks.values() if hooks else ())
+        for part in getattr(self._module, "held_parts", (self._module,)):
+            yield from map(_code_of, getattr(part, "forward_funcs", ()))
+        yield _code_of(getattr(self._module, "loss_fn", None))
+
+
+def _code_of(function: Any) -> Any:
+    """Return an object that is equal for functions of one code; None for the engine's own.
+
+    Programs add one hook again and again, each time as a new object.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if str(getattr(function, "__module__", "")).split(".")[0] in ("deepspeed", "terapipe_ds"):
+        return None
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

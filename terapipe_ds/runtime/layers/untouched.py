@@ -15,10 +15,10 @@ import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch import Tensor, nn
 
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
-from terapipe_ds.runtime.log import logger
 
 
 @contextmanager

@@ -15,13 +15,15 @@ their gradients in B.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
@@ -285,6 +287,8 @@ class WeightGradients:
         is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
         if key is None or not is_leaf or not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
+        if weight.is_complex():  # the products here have no conjugates
+            return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
         if waits and inputs.requires_grad and self._is_kept(key, hooked):
@@ -301,6 +305,8 @@ class WeightGradients:
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None
+        if _are_operations_replaced():
             return None
         return active.part_id, active.micro_batch_id, active.slice_id
 
@@ -413,12 +419,33 @@ def _is_plain(layer: nn.Embedding) -> bool:
 # moving average, has to use weights of its own
 
 
-def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, inputs: Tensor) -> Tensor:
-    return gradients.linear(inputs, layer.weight, layer.bias if with_bias else None)
+def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, input: Tensor) -> Tensor:
+    if type(layer) is nn.Linear and not _is_of_torch(nn.Linear.forward):
+        return nn.Linear.forward(layer, input)
+    return gradients.linear(input, layer.weight, layer.bias if with_bias else None)
 
 
-def _looked_up(layer: nn.Embedding, gradients: WeightGradients, ids: Tensor) -> Tensor:
-    return gradients.lookup(ids, layer.weight, layer.padding_idx)
+def _looked_up(layer: nn.Embedding, gradients: WeightGradients, input: Tensor) -> Tensor:
+    if not _is_of_torch(nn.Embedding.forward):
+        return nn.Embedding.forward(layer, input)
+    return gradients.lookup(input, layer.weight, layer.padding_idx)
+
+
+@lru_cache(maxsize=64)
+def _is_of_torch(function: Any) -> bool:
+    """Return whether torch or DeepSpeed's profiler has written a function: a program may replace torch's own."""
+    return str(function.__module__).partition(".")[0] in ("torch", "deepspeed", "terapipe_ds")
+
+
+def _are_operations_replaced() -> bool:
+    """Return whether a program replaces operations, whose derivative is then another: by patches or function modes.
+
+    Forward-mode derivatives need operations as well.
+    """
+    if not _is_of_torch(F.linear) or not _is_of_torch(F.embedding) or forward_ad._current_level >= 0:
+        return True
+    is_free = not torch._C._len_torch_function_stack()
+    return not is_free and not all(map(_is_of_torch, map(type, _get_current_function_mode_stack())))
 
 
 _PLAIN = (Tensor, nn.Parameter)  # other classes may have products, and backwards, of their own

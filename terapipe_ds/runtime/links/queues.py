@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import RaisedEverywhere
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator.device_queues import DEFAULT_QUEUES, mappings_that_hang
 

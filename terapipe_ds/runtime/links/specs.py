@@ -14,7 +14,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.complex64, torch.complex128,
 )  # fmt: skip
-_ANNOUNCEMENT_BYTES = 2048
+_ANNOUNCEMENT_BYTES = 4096
 
 
 class LinkError(RuntimeError):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
@@ -18,7 +19,6 @@ from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan

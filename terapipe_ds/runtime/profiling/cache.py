@@ -25,9 +25,10 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.messages import logger
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.runtime.log import Diagnostic, logger
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 

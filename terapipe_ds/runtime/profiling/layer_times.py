@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile
+from terapipe_ds.messages import logger
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import LARGEST
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
 from terapipe_ds.runtime.profiling.rounds import Point
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer

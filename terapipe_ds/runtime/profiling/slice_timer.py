@@ -353,8 +353,7 @@ class SliceTimer:
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
             if self.of_hidden is not None:
                 return LiveSlice(active, None, self.of_hidden(outputs, labels, _HALF))
-            loss = weighted_loss(outputs, labels, _HALF, self.module.loss_fn)
-            return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
+            return LiveSlice(active, None, weighted_loss(outputs, labels, _HALF, self.module.loss_fn))
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:

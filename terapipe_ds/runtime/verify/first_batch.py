@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
@@ -33,7 +34,6 @@ from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
 from terapipe_ds.runtime.verify.labels import LabelProbe
@@ -59,8 +59,8 @@ class FirstBatchCheck:
     """Compare slices with whole sequences: on a cut of the first training batch that is sliced.
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
-    a later batch. Layers that agreed are compared again when sequences have become half as long again. It does not
-    change parameters, gradients, buffers, random numbers and the data.
+    a later batch. Layers that agreed are compared again when sequences have become half as long again, and after
+    `renew`, when the model has changed. It does not change parameters, gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -126,6 +126,10 @@ class FirstBatchCheck:
         self._loss_waits = not self._is_done
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
+
+    def renew(self) -> None:
+        """Check the next training batch as the first one. Every rank must call this between the same batches."""
+        self._is_done, self._loss_waits, self._longest = False, False, 0
 
     def _error(self, text: str, first: Finding) -> Exception:
         """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
@@ -273,7 +277,6 @@ class FirstBatchCheck:
         problem = problem_of_gradient_hooks(module)  # some are added after the engine was built
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
-            return
         # the value before layers run shows which reports the layers write
         at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
@@ -281,7 +284,7 @@ class FirstBatchCheck:
                 owner, chunk_id = layout.homes(part_id)[0]
                 outputs = None
                 # one part after the other: a stage has the inputs only when its turn comes
-                if owner == engine.stage_id and inputs is not None:
+                if owner == engine.stage_id and inputs is not None and problem is None:
                     activate(module, chunk_id)
                     starts = cut.of_starts(micro_batch.shape.starts)
                     keeps = keeps_attention(module)

@@ -17,12 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-from terapipe_ds.runtime.log import logger
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states

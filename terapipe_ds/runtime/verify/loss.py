@@ -262,7 +262,7 @@ class LossCheck:
                 labels = self.labels.part(active.start, active.stop)
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
             reported.append(_reported(self.get_additional_losses) if weight else {})
-            runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
+            runs.append((leaves, loss))
         # backwards in reverse; a product of gradient and output tells the size of a term of the loss
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):

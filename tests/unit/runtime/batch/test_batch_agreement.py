@@ -56,6 +56,18 @@ def agreed(
     return results, ranks
 
 
+@pytest.mark.parametrize("changes", [(0, 0, 0), (0, 1, 0), (1, 0, 2)])
+def test_every_rank_learns_of_a_changed_model(changes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, in_job, heard = Ranks(3), places(3), []
+    monkeypatch.setattr(batch_agreement, "torch_dist", ranks)
+    reports = [report(seen=SHAPES), report(), last()]
+    reports = [replace(each, model_change=change) for each, change in zip(reports, changes, strict=True)]
+    act = batch_agreement.agree_on_batch
+    results = ranks.run(lambda rank: act(reports[rank], in_job[rank], lambda shapes: None, heard.append))
+    assert results == [SHAPES] * 3
+    assert heard == [max(changes) > 1] * (3 if any(changes) else 0)
+
+
 @pytest.mark.parametrize(("shapes", "messages"), [(SHAPES, ["all_reduce"]), (MIXED, ["all_reduce", "broadcast"])])
 def test_every_stage_learns_the_shapes_of_the_last_one(
     shapes: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch

@@ -237,7 +237,7 @@ class LayerCheck:
         return self._forward_whole()
 
     def _from_own_seed(self) -> tuple[Forward, Draws]:
-        """Run the whole sequence with the layer's own numbers if it draws them again in each call, else with constants."""
+        """Run the whole sequence, with the own numbers of a layer that draws the same in each call."""
         numbers: list[list[Any]] = []
         for _ in range(2):
             self._begin_anew()

@@ -74,8 +74,8 @@ class PublishedSetting:
             priced = Priced(layers, cluster, self.sequence_length, candidate)
             for plan in self.plans if candidate.micro_batch == 1 else ():
                 for name in ("1f1b" if plan.num_slices == 1 else "seq1f1b", "terapipe"):
-                    proposal = priced.propose(Shape(name), plan.num_slices, limit)
-                    scores.append(proposal and priced.score(proposal[1], name, plan, limit))
+                    proposals = priced.propose(Shape(name), plan.num_slices, limit)
+                    scores += [priced.score(cut, name, plan, limit) for _, cut in proposals]
         return min((score for score in scores if score is not None), key=attrgetter("rank"))
 
 

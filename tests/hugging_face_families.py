@@ -4,6 +4,8 @@ import copy
 from importlib.metadata import version
 from typing import Any
 
+import pytest
+
 VOCAB_SIZE = 64
 _SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -292,6 +294,12 @@ if IS_4:
     }  # fmt: skip
     DRAWING |= {"biogpt", "opt", "xglm"}
     NOT_IN_FP64 |= {"deepseek_v3", "dots1", "glm4_moe", "mpt"}
+
+
+def known(*families: str) -> list[Any]:
+    """Return the families, with a skip for those that the installed transformers lacks or that are refused with it."""
+    lacking = pytest.mark.skip(reason="not with transformers 4.57")
+    return [pytest.param(name, marks=[lacking] * (name not in CONFIGS)) for name in families]
 
 
 def config_of(family: str, num_layers: int | None = None) -> Any:

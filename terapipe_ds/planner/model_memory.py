@@ -158,7 +158,8 @@ class Setup:
     def count_parts(self) -> tuple[PartMemory, ...]:
         """Return one `PartMemory` per part: embedding on the first, final norm, head and loss on the last."""
         kinds = [(part_id == 0, part_id == self.num_stages - 1, n) for part_id, n in enumerate(self._layers)]
-        parts = {kind: self._part(part_id, kind[2]) for part_id, kind in enumerate(kinds)}
+        part_of_kind = {kind: part_id for part_id, kind in enumerate(kinds)}
+        parts = {kind: self._part(part_id, kind[2]) for kind, part_id in part_of_kind.items()}
         return tuple(parts[kind] for kind in kinds)
 
     def _part(self, part_id: int, layers: int) -> PartMemory:

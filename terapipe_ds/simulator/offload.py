@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from terapipe_ds.schedule import Action, Kind
 from terapipe_ds.schedule.action import SliceKey
@@ -31,6 +32,33 @@ def offloaded_until(order: tuple[Action, ...]) -> dict[tuple[int, SliceKey], int
     return until
 
 
+class Offloaded(NamedTuple):
+    """Hold one offloaded slice, and the numbers of the computations that its copies concern."""
+
+    part_id: int
+    unit: SliceKey
+    forward: int  # the copy out starts at its end
+    waiting: int  # waits for the copy out
+    due: int  # the copy back starts with it
+    backward: int  # waits for the copy back
+
+
+def find_offloaded(actions: Sequence[Action], stages: Sequence[int]) -> list[Offloaded]:
+    """Return the offloaded slices of computations in the order of a replay; each stage's are in its order."""
+    numbers: dict[int, list[int]] = defaultdict(list)
+    for number, stage_id in enumerate(stages):
+        numbers[stage_id].append(number)
+    found = []
+    for own in numbers.values():
+        order = [actions[number] for number in own]
+        place = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
+        for (part_id, unit), due in offloaded_until(tuple(order)).items():
+            forward, backward = place[Kind.FORWARD, part_id, unit], place[Kind.BACKWARD, part_id, unit]
+            places = forward, forward + LEAVES_AFTER + 1, due, backward
+            found.append(Offloaded(part_id, unit, *(own[index] for index in places)))
+    return found
+
+
 class HostCopies:
     """Time the copies of a replay between stages and their hosts: one by one per stage, beside its computations.
 
@@ -40,39 +68,33 @@ class HostCopies:
     """
 
     def __init__(
-        self, actions: Sequence[Action], stages: Sequence[int], seconds_of: Callable[[int, SliceKey], float]
+        self, offloaded: Sequence[Offloaded], stages: Sequence[int], seconds_of: Callable[[int, SliceKey], float]
     ) -> None:
-        """Take the computations in the order of the later calls; each stage's are in its order."""
+        """Take the computations in the order of the later calls."""
         self._free: dict[int, float] = defaultdict(float)
-        self._out: dict[int, float] = {}  # computation -> seconds of the copy out after it
+        self._out: dict[int, tuple[int, float]] = {}  # F -> the computation that waits for its copy, and seconds
         self._back: dict[int, list[tuple[int, float]]] = defaultdict(list)  # computation -> B and seconds of its copy
-        self._not_before: dict[int, float] = defaultdict(float)
-        self._waits: dict[int, int] = {}  # computation after which a copy out begins -> the one that waits for it
+        self._not_before: dict[int, float] = {}
         self._stages = stages
-        numbers: dict[int, list[int]] = defaultdict(list)
-        for number, stage_id in enumerate(stages):
-            numbers[stage_id].append(number)
-        for own in numbers.values():
-            order = [actions[number] for number in own]
-            place = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
-            for (part_id, unit), index in offloaded_until(tuple(order)).items():
-                seconds, forward = seconds_of(part_id, unit), place[Kind.FORWARD, part_id, unit]
-                self._out[own[forward]] = seconds
-                self._waits[own[forward]] = own[forward + LEAVES_AFTER + 1]
-                self._back[own[index]].append((own[place[Kind.BACKWARD, part_id, unit]], seconds))
+        for one in offloaded:
+            seconds = seconds_of(one.part_id, one.unit)
+            self._out[one.forward] = one.waiting, seconds
+            self._back[one.due].append((one.backward, seconds))
 
     def start_s(self, number: int, start_s: float) -> float:
         """Return the start of a computation that is ready at `start_s`, and begin the copies back due with it."""
-        start_s = max(start_s, self._not_before[number])
-        stage_id = self._stages[number]
-        for backward, seconds in self._back[number]:
-            self._free[stage_id] = max(self._free[stage_id], start_s) + seconds
-            self._not_before[backward] = max(self._not_before[backward], self._free[stage_id])
+        start_s = max(start_s, self._not_before.get(number, 0.0))
+        for backward, seconds in self._back.get(number, ()):
+            self._copy(number, start_s, seconds, backward)
         return start_s
 
     def ends(self, number: int, end_s: float) -> None:
         """Begin the copy out of a slice whose F ends."""
         if number in self._out:
-            stage_id, waiting = self._stages[number], self._waits[number]
-            self._free[stage_id] = max(self._free[stage_id], end_s) + self._out[number]
-            self._not_before[waiting] = max(self._not_before[waiting], self._free[stage_id])
+            waiting, seconds = self._out[number]
+            self._copy(number, end_s, seconds, waiting)
+
+    def _copy(self, number: int, start_s: float, seconds: float, waiting: int) -> None:
+        stage_id = self._stages[number]
+        self._free[stage_id] = max(self._free[stage_id], start_s) + seconds
+        self._not_before[waiting] = max(self._not_before.get(waiting, 0.0), self._free[stage_id])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate, groupby
 from typing import Protocol
 
 from terapipe_ds.schedule import Action, Kind, Schedule
+from terapipe_ds.schedule.action import SliceKey
 from terapipe_ds.simulator.offload import LEAVES_AFTER, offloaded_until
 
 Spans = Sequence[Sequence[tuple[int, int]]]
@@ -168,22 +170,29 @@ def _unheard(schedule: Schedule, stage_id: int, outstanding: int) -> list[tuple[
     return given_back + [(index, last, order[index]) for sent in links.values() for index, _ in sent]
 
 
-def offloaded_bytes(part_id: int, unit: tuple[int, int], spans: Spans, memory: Memory) -> int:
-    """Return the bytes of a slice that go to the host: all kept ones, and a whole sequence's keys and values too."""
-    size = _size(("slice_bytes", part_id, *unit), spans, memory)
+def offloaded_bytes(spans: Spans, memory: Memory) -> Callable[[int, SliceKey], int]:
+    """Return a function of part and slice: the bytes that go to the host, all kept ones and a whole sequence's K and V.
+
+    Equal slices of a part have equal bytes.
+    """
     staying = getattr(memory, "staying_bytes", None)
-    if staying is not None:
-        start, stop = spans[unit[0]][unit[1]]
-        size -= min(size, staying(part_id, stop - start))
-    is_whole = len(spans[unit[0]]) == 1
-    return size + (_size(("whole_bytes", part_id, unit[0], -1), spans, memory) if is_whole else 0)
+
+    @functools.cache
+    def bytes_of(part_id: int, start: int, stop: int, is_whole: bool) -> int:
+        size = memory.slice_bytes(part_id, stop - start, start)
+        if staying is not None:
+            size -= min(size, staying(part_id, stop - start))
+        return size + (memory.whole_bytes(part_id, stop) if is_whole else 0)
+
+    return lambda part_id, unit: bytes_of(part_id, *spans[unit[0]][unit[1]], len(spans[unit[0]]) == 1)
 
 
 def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Counter[int], after: Counter[int]) -> None:
     """Subtract from a stage's bytes those that are on the host."""
     places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
+    bytes_of = offloaded_bytes(spans, memory)
     for (part_id, unit), index in offloaded_until(order).items():
-        size = offloaded_bytes(part_id, unit, spans, memory)
+        size = bytes_of(part_id, unit)
         after[places[part_id, unit] + LEAVES_AFTER] -= size
         gained[index] += size
 
@@ -192,8 +201,9 @@ def host_bytes(order: Sequence[Action], spans: Spans, memory: Memory) -> int:
     """Return the most bytes that a stage's offloaded slices take on the host at a time."""
     places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     changes: Counter[int] = Counter()
+    bytes_of = offloaded_bytes(spans, memory)
     for (part_id, unit), until in offloaded_until(order).items():
-        size = offloaded_bytes(part_id, unit, spans, memory)
+        size = bytes_of(part_id, unit)
         changes[places[part_id, unit]] += size
         changes[until + 1] -= size
     return max(accumulate((changes[index] for index in sorted(changes)), initial=0))

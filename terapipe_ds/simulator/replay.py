@@ -34,7 +34,7 @@ from terapipe_ds.simulator.costs import (
     spans_of_units,
     tabulate,
 )
-from terapipe_ds.simulator.offload import HostCopies
+from terapipe_ds.simulator.offload import HostCopies, Offloaded, find_offloaded
 from terapipe_ds.simulator.peak_memory import Memory, bytes_of_stage, host_bytes, offloaded_bytes, over_time
 from terapipe_ds.timeline import CriticalStep, Timeline, TimelineEvent
 
@@ -236,9 +236,12 @@ class Replay:
         if memory is None or rate is None or not getattr(memory, "offloads", False) or self.schedule.forward_only:
             return None
         spans = [plan.spans() for plan in plans]
-        return HostCopies(
-            self._actions, self._stages, lambda part, unit: offloaded_bytes(part, unit, spans, memory) / rate
-        )
+        bytes_of = offloaded_bytes(spans, memory)
+        return HostCopies(self._offloaded, self._stages, lambda part, unit: bytes_of(part, unit) / rate)
+
+    @functools.cached_property
+    def _offloaded(self) -> list[Offloaded]:
+        return find_offloaded(self._actions, self._stages)
 
     def _pass(
         self, seconds: list[float], sends: list[float], overlap: bool, copies: HostCopies | None = None

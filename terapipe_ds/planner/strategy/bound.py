@@ -23,7 +23,7 @@ class Bounded:
         self.layers, self.cluster, self.length, self.candidate = layers, cluster, sequence_length, candidate
         self.num_stages, self.num_micro_batches = candidate.grid.pipe, candidate.accumulation
 
-    @property
+    @functools.cached_property
     def can_split(self) -> bool:
         """Return whether the seconds of every layer's weight gradients are known."""
         return know_weights(self._costs(False))

@@ -9,6 +9,7 @@ from typing import Any
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.cuts import Bounds
 from terapipe_ds.planner.layers.parts import Again, Setting
+from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.simulator import Replay, ScheduleShape
 from terapipe_ds.strategy import Grid
@@ -67,6 +68,10 @@ class Score:
     is_final: bool  # the replay had enough micro-batches for an answer
     chunks_per_stage: int = 1
     host_bytes: int = 0  # of the fullest node
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.schedule, self.chunks_per_stage)
 
     @property
     def rank(self) -> tuple[Any, ...]:

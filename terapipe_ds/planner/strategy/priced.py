@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,14 +40,12 @@ class Priced(Bounded):
 
     # --- cuts
 
-    def propose(self, shape: Shape, num_slices: int, limit_bytes: float) -> tuple[float, Bounds] | None:
-        """Return approximate seconds and bounds of a good cut for `num_slices` equal slices; None where none fits."""
+    def propose(self, shape: Shape, num_slices: int, limit_bytes: float) -> list[tuple[float, Bounds]]:
+        """Return approximate seconds and bounds of good cuts for `num_slices` equal slices, of those that fit."""
         if shape.chunks == 1:
-            return next(iter(self.estimates(num_slices, limit_bytes, shape)), None)
-        if self.least_bytes(shape, num_slices) > limit_bytes:
-            return None
-        cuts = self.chunked_cuts(num_slices, shape)
-        return (self.estimates(num_slices, math.inf, shape)[0][0], cuts[0]) if cuts else None
+            return self.estimates(num_slices, limit_bytes, shape)[:1]
+        cuts = [(self._chunked_s(cut, shape, num_slices, limit_bytes), cut) for cut in self.chunked_cuts(shape.chunks)]
+        return [(seconds, cut) for seconds, cut in cuts if math.isfinite(seconds)]
 
     def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
         """Return cuts for `num_slices` equal slices with the approximate seconds of each, the least first.
@@ -56,45 +54,89 @@ class Priced(Bounded):
         """
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
-        kinds = self.layers.kinds if self.may_recompute(shape.schedule) else self.layers.kinds[:1]
+        kinds = self._kinds(shape.schedule)
         work = [spans_matrix(self._work(num_slices, again)) for again in kinds]
         times = []
         for stage_id in stages:
             fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in kinds]
             times.append(np.minimum.reduce([np.where(*both, np.inf) for both in zip(fits, work, strict=True)]))
         # and one per stage: the way of a micro-batch over the link before it, there and back
-        sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
-        sent[-1] = 0.0
-        extras = []
-        for stage_id in stages:
-            link = self.cluster.link_between(self.candidate.grid, stage_id - 1, stage_id) if stage_id else None
-            wire_s = sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices if link else 0.0 * sent
-            extras.append(np.broadcast_to(2 * wire_s[:, None], work[0].shape))
-        cuts = best_cuts(times, extras, self.num_micro_batches - 1 / num_slices, 1 / num_slices)
+        waits = self._waits(shape, num_slices)
+        extras = [
+            np.broadcast_to(wire_s[:, None] / waits, work[0].shape) for wire_s in self._wires_s(num_slices, stages)
+        ]
+        cuts = best_cuts(times, extras, self.num_micro_batches - waits / num_slices, waits / num_slices)
         return [(value + max(self.ends_s(bounds, stages)), bounds) for value, bounds in cuts]
 
-    def chunked_cuts(self, num_slices: int, shape: Shape) -> list[Bounds]:
+    def _wires_s(self, num_slices: int, owners: Sequence[int]) -> list[Floats]:
+        """Return, per part and first layer, the seconds of a micro-batch on the link before the part, both ways."""
+        sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
+        sent[-1] = 0.0
+        wires = [0.0 * sent]
+        for one, other in itertools.pairwise(owners):
+            link = None if one == other else self.cluster.link_between(self.candidate.grid, one, other)
+            wires.append(2 * (sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices) if link else 0.0 * sent)
+        return wires
+
+    def _waits(self, shape: Shape, num_slices: int) -> float:
+        """Return the share of another stage's work on a slice for which a stage waits."""
+        forward, backward = (float(part.sum()) for part in self._sliced(False, num_slices))
+        rounds = (self.num_micro_batches - 1) * num_slices
+        weights = self._weights_s / backward if shape.is_split and backward else 0.0
+        of_forward, of_backward = shape.idle(self.num_stages, rounds, min(1.0, weights))
+        return (of_forward * forward + of_backward * backward) / ((forward + backward) or 1.0) or 1.0
+
+    @functools.cached_property
+    def _weights_s(self) -> float:
+        return float(sum(cost.weight_s(self.length, 0) for cost in self._costs(False)))
+
+    def _chunked_s(self, cut: Bounds, shape: Shape, num_slices: int, limit_bytes: float) -> float:
+        """Return about the seconds of a cut in several parts per stage; a stage recomputes where it does not fit."""
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
+        spans = list(itertools.pairwise(cut))
+        kinds = self._kinds(shape.schedule)
+        work = [np.concatenate(([0.0], np.cumsum(self._work(num_slices, again)))) for again in kinds]
+        times = []
+        for stage_id in range(self.num_stages):
+            own = tuple(np.array([span for span, owner in zip(spans, owners, strict=True) if owner == stage_id]).T)
+            peaks = [self._peak(stage_id, shape, num_slices, again, own) for again in kinds]
+            sums = [float((done[own[1]] - done[own[0]]).sum()) for done in work]
+            times.append(min((s for s, peak in zip(sums, peaks, strict=True) if peak <= limit_bytes), default=math.inf))
+        waits = self._waits(shape, num_slices) * (sum(times) - max(times))
+        waits += (
+            sum(float(wire_s[start]) for wire_s, start in zip(self._wires_s(num_slices, owners), cut[:-1], strict=True))
+            / shape.chunks
+        )
+        return self.num_micro_batches * max(times) + waits / num_slices + max(self.ends_s(cut, owners))
+
+    def _kinds(self, schedule: str) -> Sequence[Again]:
+        """Return what stages may recompute; the seconds of W may be unknown where backwards are split."""
+        may_recompute = schedule not in SPLIT_SCHEDULES or self.layers.recomputes_before_weights
+        return self.layers.kinds if may_recompute else self.layers.kinds[:1]
+
+    @functools.lru_cache(maxsize=64)  # noqa: B019 (a search has fewer candidates that come to be cut)
+    def chunked_cuts(self, chunks: int) -> list[Bounds]:
         """Return cuts for several parts per stage: parts as equal as possible, and such that stages are too."""
-        if shape.chunks * self.num_stages > self.layers.num_layers:
+        if chunks * self.num_stages > self.layers.num_layers:
             return []
-        work = spans_matrix(self._work(num_slices, False))
+        work = spans_matrix(self._work(1, False))
         # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
         of_stage = round(self.layers.num_layers / self.num_stages)
-        uneven = [work / max(1, (of_stage + chunk) // shape.chunks) for chunk in range(shape.chunks)]
+        uneven = [work / max(1, (of_stage + chunk) // chunks) for chunk in range(chunks)]
         cuts = []
-        for times in ([work] * shape.chunks, uneven):
+        for times in ([work] * chunks, uneven):
             parts = [time for time in times for _ in range(self.num_stages)]
             cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
         return list(dict.fromkeys(cuts))
 
-    def even_s(self, num_slices: int) -> float:
-        """Return about the seconds with equal stages, in `num_slices` equal slices."""
-        rounds = self.num_micro_batches + (self.num_stages - 1) / num_slices
+    def even_s(self, shape: Shape, num_slices: int) -> float:
+        """Return about the seconds with equal stages, in `num_slices` equal slices, and nothing recomputed."""
+        rounds = self.num_micro_batches + self._waits(shape, num_slices) * (self.num_stages - 1) / num_slices
         return rounds * float(self._work(num_slices, False).sum()) / self.num_stages
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
-        again = self.may_recompute(shape.schedule)
+        again = self._kinds(shape.schedule)[:2][-1]
         return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
 
     def _work(self, num_slices: int, recompute: int) -> Floats:
@@ -103,33 +145,41 @@ class Priced(Bounded):
 
     def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return the peak bytes of a stage for every span of layers, slightly more rather than less than a replay's."""
-        rates = self._rates[recompute]
+        held, running = self._bytes(stage_id, shape, num_slices, self._rates[recompute])
+        return np.asarray(self._context_bytes + held + running)
+
+    def _peak(self, stage_id: int, shape: Shape, num_slices: int, recompute: int, spans: Any) -> float:
+        """Return the peak bytes of a stage that holds several spans of layers."""
+        rates = {name: matrix[spans] for name, matrix in self._rates[recompute].items()}
+        held, running = self._bytes(stage_id, shape, num_slices, rates)
+        return float(self._context_bytes + held.sum() + running.max())
+
+    def _bytes(
+        self, stage_id: int, shape: Shape, num_slices: int, rates: Mapping[str, Floats]
+    ) -> tuple[Floats, Floats]:
+        """Return, for spans of layers with these rates, the held bytes, and those of the largest computation."""
         most = self.num_micro_batches * num_slices
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
         there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
-        peak = self._context_bytes + rates["static"] + rates["fixed"] + there / num_slices * rates["slice"]
+        held = rates["static"] + there / num_slices * rates["slice"]
         ends = self.length * float(self.layers.output_bytes(self.candidate.setting)[0])  # a stage's input or output
-        peak = peak + (live - there) / num_slices * ends * ((stage_id > 0) + (stage_id < self.num_stages - 1))
+        held = held + (live - there) / num_slices * ends * ((stage_id > 0) + (stage_id < self.num_stages - 1))
+        if stage_id > 0:
+            held = held + min(most, _MESSAGES) / num_slices * rates["sent"]
+        whole = rates["whole"] if num_slices == 1 else rates["store"]
+        gradients = 0.0 if num_slices == 1 else rates["store_grad"]
+        stores = math.ceil((there if num_slices == 1 else live) / num_slices)
+        held = held + stores * whole + gradients
         running = rates["working"] / num_slices
         if num_slices > 1:
             running = np.maximum(running, rates["beside"] / num_slices + rates["reread"])
         loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
-        peak = peak + np.maximum(running, loss)
-        if stage_id > 0:
-            peak = peak + min(most, _MESSAGES) / num_slices * rates["sent"]
-        whole = rates["whole"] if num_slices == 1 else rates["store"]
-        gradients = 0.0 if num_slices == 1 else rates["store_grad"]
-        stores = math.ceil((there if num_slices == 1 else live) / num_slices)
-        return np.asarray(peak + stores * whole + gradients)
+        return held, np.maximum(running, loss) + rates["fixed"]
 
     @functools.cached_property
     def _chunk_tokens(self) -> float:
         count = self.layers.num_layers
         return self.layers.memory_of_spans(self.candidate.setting, [Span(0, count)])[0].loss_chunk_tokens
-
-    def may_recompute(self, schedule: str) -> bool:
-        """Return whether stages may recompute; else the seconds of W would be unknown where backwards are split."""
-        return schedule not in SPLIT_SCHEDULES or self.layers.recomputes_before_weights
 
     # --- one cut, exactly
 
@@ -199,7 +249,7 @@ class Priced(Bounded):
         copies too: the fastest choice counts. A few micro-batches predict a batch of more than `most` computations.
         """
         shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
-        kinds = self.layers.kinds if self.may_recompute(schedule) else self.layers.kinds[:1]
+        kinds = self._kinds(schedule)
         offloads = self.candidate.levers.offload_activations
         over, best = (everything := (True,) * self.num_stages), None
         # nothing recomputes, then the kind that takes the least time, full recomputation last

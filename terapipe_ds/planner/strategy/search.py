@@ -1,10 +1,11 @@
 """Search strategies: candidates by their proven bounds, cuts by programs, and the best by a replay of the schedule.
 
 Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
-answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose a cut for each candidate, with the best number
-of slices. The search replays the twelve best proposals, the best four of them also with other schedules, several parts
-per stage and more slices, and the best of these with planned slices and moved layers. The bounds of all unsettled
-candidates limit the answer's error.
+answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose cuts for each candidate, schedule and number of
+parts per stage, with the best numbers of slices and about the seconds of each. The search replays proposals by rising
+estimates until an estimate exceeds the best replay, so a fixed choice, which leaves proposals out, finds nothing
+faster where estimates are right. It tries more slices, planned slices and moved layers for the best replays. The bounds
+of all unsettled candidates limit the answer's error.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
@@ -23,9 +25,10 @@ from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.priced import MOST_WHOLE, Priced
 from terapipe_ds.planner.strategy.rates import granule_of
-from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape, proposed, variants
+from terapipe_ds.planner.strategy.shapes import UNSLICED, WHOLE, Shape, shapes_of
 from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import SPLIT_SCHEDULES
+from terapipe_ds.simulator import ScheduleShape
 
 Progress = Callable[[str, int, int], None]
 """Called now and then with (what, work done, of how much)."""
@@ -34,16 +37,21 @@ MOST_CUTS = 4096
 """Cuts of a candidate up to which all of them are replayed."""
 
 REPLAYED = 12
-"""Candidates that are replayed, each with its two best proposals."""
+"""Candidates that are replayed at least, each with its best proposal."""
 
-_FINALISTS = 4  # replays of other schedules take most of the search
+_WORK = 1_000_000  # replayed computations; then only the best proposals of candidates count
+_POLISH = 500_000  # more of them, for more slices, planned slices and moved layers of the best
+_FINALISTS = 2  # scores that are improved at least
 _LIKELY = 4  # numbers of slices that are tried first
+_BEST = 2  # numbers of slices of each shape that are tried first
 _MOST_SLICES = 256
 _SHORT_TOKENS = 4096  # proposals of more than 64 slices have at least so long ones
 _LEAST_TOKENS = 64
-_NEAR = 1.02
+_ERROR = 1.05  # estimates exceed replays by less, nearly always
+_NEAR = 1.03  # more and planned slices and moved layers save less, nearly always
+_EXAMINED = 1.05  # a bound of so many times the best estimate ends the search for proposals
 _BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
-_MOVED = 400_000  # replayed computations while layers move
+_MOVED = 200_000  # replayed computations while layers move
 
 
 @dataclass
@@ -53,9 +61,10 @@ class Search:
     space: Space
     progress: Progress | None = None
     stop: Callable[[], bool] | None = None
-    scores: dict[Candidate, Score] = field(default_factory=dict)  # the best of each
+    scores: dict[tuple[Candidate, Shape], Score] = field(default_factory=dict)  # the best of each
     open_s: float = math.inf  # the least bound of a candidate that is not settled
     is_complete: bool = True
+    work: int = 0  # replayed computations
 
     def run(self) -> list[Score]:
         """Return the best score of each replayed candidate, the best first.
@@ -80,6 +89,12 @@ class Search:
             self.is_complete = False
         if not self.scores:
             raise self._why_nothing(priced)
+        best: dict[Candidate, Score] = {}
+        for score in self._ranked():
+            best.setdefault(score.candidate, score)
+        return list(best.values())
+
+    def _ranked(self) -> list[Score]:
         return sorted(self.scores.values(), key=lambda score: score.rank)
 
     @property
@@ -115,10 +130,7 @@ class Search:
             # the bounds ascend: among unsettled candidates the next one has the least
             self.open_s = min([others_s, *(bounds_s[c] for c in small[done + 1 : done + 2])])
         # the rest: replay the best proposals, and improve the best of these
-        proposals = self._proposals(others, priced, bounds_s)
-        for done, (_, _, candidate, counts) in enumerate(proposals):
-            self._report("replays", done, len(proposals))
-            self._replay(priced[candidate], counts)
+        self._replay(self._proposals(others, priced, bounds_s), priced)
         self._improve(priced)
         self.open_s = min((bounds_s[candidate] for candidate in others), default=math.inf)
 
@@ -138,9 +150,9 @@ class Search:
     def _proposals(
         self, ordered: list[Candidate], priced: dict[Candidate, Priced], bounds_s: dict[Candidate, float]
     ) -> list[_Proposal]:
-        """Return the best proposals, one per candidate, and raise the bounds of the examined candidates."""
+        """Return the best proposal of the best candidates, and raise the bounds of the examined candidates."""
         proposals: list[_Proposal] = []
-        unhindered: set[Candidate] = set()  # fit with nothing recomputed
+        unhindered: set[Candidate] = set()  # as fast as without a limit of memory
         near_s = math.inf
         possible = [candidate for candidate in ordered if math.isfinite(bounds_s[candidate])]
         self._answer_first(possible, priced)
@@ -149,24 +161,28 @@ class Search:
                 break
             if dataclasses.replace(candidate, levers=NO_LEVERS) in unhindered:  # nothing would be gained
                 continue
-            costs = priced[candidate]
-            times = self._times_of_cuts(costs)
-            if not times:
+            best = self._first_proposal(priced[candidate])
+            if best is None:
                 continue
-            counts = [slices for _, slices in sorted(times)[:2]]
-            free = costs.propose(self._shapes(counts[0])[0], counts[0], math.inf)
-            if free is not None and free[0] >= (1 - 1e-9) * min(times)[0]:
+            if candidate.levers == NO_LEVERS and self._is_unhindered(priced[candidate], best.slices):
                 unhindered.add(candidate)
-            proposals.append((min(times)[0], candidate.rank, candidate, counts))
-            near_s = min(near_s, 1.05 * min(times)[0])
-        return sorted(proposals, key=lambda proposal: proposal[:2])[:REPLAYED]
+            proposals.append(best)
+            near_s = min(near_s, _EXAMINED * best.seconds)
+        return sorted(proposals, key=lambda proposal: proposal[:-1])
+
+    def _is_unhindered(self, costs: Priced, slices: int) -> bool:
+        """Return whether the limit of memory changes no estimate, for shapes with little and with much memory."""
+        shapes = self._shapes(costs, slices)
+        limits = math.inf, self.space.limit_bytes
+        free, limited = ([costs.propose(shape, slices, limit) for shape in (shapes[0], shapes[-1])] for limit in limits)
+        return all(a and b and a[0][0] >= (1 - 1e-9) * b[0][0] for a, b in zip(free, limited, strict=True))
 
     def _answer_first(self, possible: list[Candidate], priced: dict[Candidate, Priced]) -> None:
         """Replay the candidate with the least need of memory: from here on a stopped search has an answer."""
         if possible:
             safe = priced[min(possible, key=self.space.mean_need)]
-            if times := self._times_of_cuts(safe):
-                self._replay(safe, [min(times)[1]])
+            if (proposal := self._first_proposal(safe)) is not None:
+                self._score(safe, proposal.shape, proposal.bounds, proposal.slices)
 
     def _by_bounds(
         self, possible: list[Candidate], priced: dict[Candidate, Priced], bounds_s: dict[Candidate, float]
@@ -186,85 +202,120 @@ class Search:
             if math.isfinite(bounds_s[candidate]):
                 heapq.heappush(queue, (bounds_s[candidate], place))
 
-    def _times_of_cuts(self, costs: Priced) -> list[tuple[float, int]]:
-        """Return about the seconds of the best cut, for the numbers of slices that even stages would take least with.
+    def _first_proposal(self, costs: Priced) -> _Proposal | None:
+        """Return the best proposal of a candidate with the shapes that hold the least memory; None where none fits."""
+        counts = self._slice_counts()
+        ends = {counts[0], counts[-1]}
+        if all(costs.least_bytes(self._shapes(costs, n)[0], n) > self.space.limit_bytes for n in ends):
+            return None
+        shapes = [(self._shapes(costs, slices)[0], slices) for slices in counts]
+        return min(self._proposals_with(costs, shapes, _LIKELY), default=None)
+
+    def _proposals_with(self, costs: Priced, shapes: list[tuple[Shape, int]], most: int) -> list[_Proposal]:
+        """Return the proposals with some shapes and numbers of slices, of those that even stages take least with.
 
         Where none of these has a cut that fits, the others are tried: with more slices less is live.
         """
-        all_counts = self._slice_counts()
-        ends = {all_counts[0], all_counts[-1]}
-        if all(costs.least_bytes(self._shapes(n)[0], n) > self.space.limit_bytes for n in ends):
-            return []
-        counts = sorted(all_counts, key=costs.even_s)
-        for some in (counts[:_LIKELY], counts[_LIKELY:]):
-            times = [
-                (proposal[0], slices)
-                for slices in some
-                if (proposal := costs.propose(self._shapes(slices)[0], slices, self.space.limit_bytes)) is not None
+        shapes = sorted(shapes, key=lambda one: costs.even_s(*one))
+        for some in (shapes[:most], shapes[most:]):
+            proposals = [
+                _Proposal(seconds, costs.candidate.rank, shape, bounds, slices, costs.candidate)
+                for shape, slices in some
+                for seconds, bounds in costs.propose(shape, slices, self.space.limit_bytes)
             ]
-            if times:
-                return times
+            if proposals:
+                return proposals
         return []
 
-    def _replay(self, priced: Priced, counts: list[int]) -> None:
-        """Replay the best cuts for some numbers of slices, with each schedule that fits by the programs."""
-        for slices in counts:
-            for shape in self._shapes(slices):
-                proposal = priced.propose(shape, slices, self.space.limit_bytes)
-                if proposal is not None:
-                    self._score(priced, shape, proposal[1], slices)
+    def _replay(self, proposals: list[_Proposal], priced: dict[Candidate, Priced]) -> None:
+        """Replay some candidates with their best proposal, and then all that may be the best, by rising estimates."""
+        for done, (_, _, shape, bounds, slices, candidate) in enumerate(proposals[:REPLAYED]):
+            self._report("replays", done, len(proposals))
+            self._score(priced[candidate], shape, bounds, slices)
+        # a candidate comes with its least estimate of any shape, and brings the proposals of all shapes
+        queue: list[tuple[float, int, Candidate, _Proposal | None]] = []
+        for place, proposal in enumerate(proposals):
+            costs = priced[proposal.candidate]
+            least = min(costs.even_s(*one) for one in self._tried(costs)) / costs.even_s(
+                proposal.shape, proposal.slices
+            )
+            queue.append((min(1.0, least) * proposal.seconds, place, proposal.candidate, None))
+        heapq.heapify(queue)
+        added = len(queue)
+        while queue and queue[0][0] < _ERROR * self._best_s and self.work < _WORK:
+            self._report("replays", added - len(queue), added)
+            _, _, candidate, proposal = heapq.heappop(queue)
+            if proposal is not None:
+                near_s = _NEAR * self._best_s
+                self._score(priced[candidate], proposal.shape, proposal.bounds, proposal.slices, near_s=near_s)
+                continue
+            for each in self._proposals_of(priced[candidate]):
+                heapq.heappush(queue, (each.seconds, added, candidate, each))
+                added += 1
+
+    def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:
+        return [(shape, slices) for slices in self._slice_counts() for shape in self._shapes(costs, slices)]
+
+    def _proposals_of(self, costs: Priced) -> list[_Proposal]:
+        """Return the best proposals of a candidate for each shape."""
+        tried = self._tried(costs)
+        return [
+            proposal
+            for shape in dict.fromkeys(shape for shape, _ in tried)
+            for proposal in self._proposals_with(costs, [one for one in tried if one[0] == shape], _BEST)
+        ]
 
     def _score(
-        self, priced: Priced, shape: Shape, bounds: Bounds, slices: int | SlicePlan, most: float | None = None
+        self,
+        priced: Priced,
+        shape: Shape,
+        bounds: Bounds,
+        slices: int | SlicePlan,
+        most: float | None = None,
+        near_s: float = math.inf,
     ) -> None:
-        """Replay a cut, and keep it where it is the best of its candidate."""
+        """Replay a cut, and keep it where it is the best of its candidate and shape, and takes at most `near_s`."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
-        best = self.scores.get(priced.candidate)
-        beat_s = math.inf if best is None else best.seconds
+        best = self.scores.get((priced.candidate, shape))
+        beat_s = near_s if best is None else min(near_s, best.seconds)
         score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most, beat_s)
         if score is not None and (best is None or score.rank < best.rank):
-            self.scores[priced.candidate] = score
+            self.scores[priced.candidate, shape] = score
+        replayed = ScheduleShape(shape.schedule, priced.num_stages, plan.num_slices, shape.chunks)
+        self.work += min(priced.num_micro_batches, replayed.filling) * replayed.num_computations
         self._check_stop()
 
     def _improve(self, priced: dict[Candidate, Priced]) -> None:
-        """Try other schedules and planned slices for the finalists, and move layers of the best; replay it whole."""
-        finalists = sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]
-        for done, score in enumerate(finalists):
-            self._report("finalists", done, len(finalists))
+        """Try more and planned slices, and moved layers, for the scores near the best; replay the best whole."""
+        improved: set[tuple[Candidate, Shape]] = set()
+        while (score := self._next_finalist(improved)) is not None:
+            self._report("finalists", len(improved), len(self.scores))
+            improved.add((score.candidate, score.shape))
             costs = priced[score.candidate]
-            if self.space.layers.is_sliceable and costs.num_stages > 1:
-                self._try_variants(costs, score)
-                self._halve_slices(costs)
-        # planned slices and moved layers save little: they decide between the best
-        near_s = _NEAR * self._best_s
-        for score in sorted(self.scores.values(), key=lambda score: score.rank)[:_FINALISTS]:
-            costs = priced[score.candidate]
-            if score.seconds <= near_s and costs.num_stages > 1:
-                if score.plan.num_slices > 1:
-                    self._plan_slices(costs, score)
-                self._move_layers(costs, score.candidate)
+            if self.space.layers.is_sliceable:
+                self._halve_slices(costs, score.shape)
+            score = self.scores[score.candidate, score.shape]
+            if score.plan.num_slices > 1:
+                self._plan_slices(costs, score)
+            self._move_layers(costs, score.shape)
         # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
-        while self.scores and not (best := min(self.scores.values(), key=lambda score: score.rank)).is_final:
-            del self.scores[best.candidate]
-            shape = Shape(best.schedule, best.chunks_per_stage)
-            self._score(priced[best.candidate], shape, best.bounds, best.plan, MOST_WHOLE)
+        while self.scores and not (best := self._ranked()[0]).is_final:
+            del self.scores[best.candidate, best.shape]
+            self._score(priced[best.candidate], best.shape, best.bounds, best.plan, MOST_WHOLE)
 
-    def _try_variants(self, priced: Priced, score: Score) -> None:
-        """Replay a score with other schedules, and with several parts per stage."""
-        choices, rows = self.space.choices, priced.num_micro_batches
-        for slices in dict.fromkeys((score.plan.num_slices, max(1, score.plan.num_slices // 2))):
-            for shape in variants(slices, choices.schedule, choices.chunks_per_stage):
-                is_possible = not shape.is_split or priced.can_split
-                if is_possible and shape.is_short(priced.num_stages, rows, slices):
-                    for cut in [score.bounds] if shape.chunks == 1 else priced.chunked_cuts(slices, shape):
-                        self._score(priced, shape, cut, slices)
+    def _next_finalist(self, improved: set[tuple[Candidate, Shape]]) -> Score | None:
+        """Return the best score near the best that is not improved yet, while there is work left, or few are."""
+        near_s, has_work = _NEAR * self._best_s, self.work < _WORK + _POLISH or len(improved) < _FINALISTS
+        left = [score for score in self._ranked() if (score.candidate, score.shape) not in improved]
+        near = [score for score in left if score.seconds <= near_s and score.candidate.grid.pipe > 1]
+        return near[0] if near and has_work else None
 
-    def _halve_slices(self, priced: Priced) -> None:
-        """Replay a candidate's best score with twice as many slices, and so on while that makes the batch shorter."""
+    def _halve_slices(self, priced: Priced, shape: Shape) -> None:
+        """Replay a score with twice as many slices, and so on while that makes the batch shorter."""
         best = None
-        while self.scores[priced.candidate] is not best:
-            best = self.scores[priced.candidate]
-            shape, slices = Shape(best.schedule, best.chunks_per_stage), 2 * best.plan.num_slices
+        while self.scores[priced.candidate, shape] is not best:
+            best = self.scores[priced.candidate, shape]
+            slices = 2 * best.plan.num_slices
             is_short = shape.is_short(priced.num_stages, priced.num_micro_batches, slices)
             if slices > 2 and is_short and priced.length >= _LEAST_TOKENS * slices:
                 self._score(priced, shape, best.bounds, slices)
@@ -272,6 +323,7 @@ class Search:
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""
         owners = owners_of(score.schedule, priced.num_stages, score.chunks_per_stage)
+        self.work += _BUDGET
         filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(
@@ -289,20 +341,20 @@ class Search:
             )
         except MemoryLimitError:
             return
-        self._score(priced, Shape(score.schedule, score.chunks_per_stage), score.bounds, result.plans[0])
+        self._score(priced, score.shape, score.bounds, result.plans[0])
 
-    def _move_layers(self, priced: Priced, candidate: Candidate) -> None:
+    def _move_layers(self, priced: Priced, shape: Shape) -> None:
         """Move one layer over each edge while that makes the batch shorter; fewer moves where a replay is long."""
         tried: set[Bounds] = set()
         best = None
-        while self.scores[candidate] is not best:
-            best = self.scores[candidate]
+        while self.scores[priced.candidate, shape] is not best:
+            best = self.scores[priced.candidate, shape]
             units = priced.num_micro_batches * best.plan.num_slices * best.chunks_per_stage
             most = _MOVED // (2 * priced.num_stages * units)
             moved = [cut for cut in moved_edges(best.bounds) if cut not in tried][: max(0, most - len(tried))]
             tried.update(moved)
             for cut in moved:
-                self._score(priced, Shape(best.schedule, best.chunks_per_stage), cut, best.plan)
+                self._score(priced, shape, cut, best.plan)
 
     # --- bounds and errors
 
@@ -311,9 +363,9 @@ class Search:
         if not self.is_complete:
             return PlannerError("the search was stopped before it had any strategy: give it more time")
         counts = self._slice_counts()
-        shapes = {slices: self._shapes(slices)[0] for slices in {counts[0], counts[-1]}}
         needs = {
-            candidate: costs.replayed_bytes or min(costs.least_bytes(shape, n) for n, shape in shapes.items())
+            candidate: costs.replayed_bytes
+            or min(costs.least_bytes(self._shapes(costs, n)[0], n) for n in (counts[0], counts[-1]))
             for candidate, costs in priced.items()
         }
         least = min(needs, key=lambda candidate: (needs[candidate], candidate.rank))
@@ -325,21 +377,34 @@ class Search:
 
     def _bound_s(self, priced: Priced, limit_bytes: float = math.inf) -> float:
         """Return a lower bound on every schedule that the search tries for a candidate."""
-        choices, counts = self.space.choices, self._slice_counts()
-        tried = [shape for slices in (counts[0], counts[-1]) for shape in self._shapes(slices)]
-        if self.space.layers.is_sliceable:
-            tried += variants(counts[-1], choices.schedule, choices.chunks_per_stage)
+        counts = self._slice_counts()
+        tried = {shape for slices in (counts[0], counts[-1]) for shape in self._shapes(priced, slices)}
         bound_s = priced.lower_bound_s(limit_bytes)
         if priced.num_stages == 1 or all(shape.has_own_bound for shape in tried):
             return bound_s
         return min(bound_s, priced.chunked_bound_s(limit_bytes))
 
-    def _shapes(self, slices: int) -> tuple[Shape, ...]:
-        """Return the shapes that replay a proposal of `num_slices`; the cut aims at the memory of the first."""
-        return proposed(slices, self.space.choices.schedule, self.space.choices.chunks_per_stage)
+    def _shapes(self, priced: Priced, slices: int) -> tuple[Shape, ...]:
+        """Return the shapes that a candidate has in `slices`, the one with the least memory first."""
+        choices, stages = self.space.choices, priced.num_stages
+        shapes = shapes_of(slices, choices.schedule, choices.chunks_per_stage)
+        if not self.space.layers.is_sliceable:
+            return shapes if choices.schedule else UNSLICED
+        if stages == 1:
+            return shapes[:1]
+        possible = [shape for shape in shapes if shape.chunks * stages <= self.space.layers.num_layers]
+        if choices.schedule is None:
+            rows = priced.num_micro_batches
+            possible = [
+                shape
+                for shape in possible
+                if shape.has_own_bound
+                or ((priced.can_split or not shape.is_split) and shape.is_short(stages, rows, slices))
+            ]
+        return tuple(possible) or shapes[:1]
 
     def _slice_counts(self) -> list[int]:
-        if not self.space.layers.is_sliceable or self.space.choices.schedule in ("1f1b", "gpipe"):
+        if not self.space.layers.is_sliceable or self.space.choices.schedule in WHOLE:
             return [1]
         length = self.space.sequence_length
         most = min(_MOST_SLICES, -(-length // min(_LEAST_TOKENS, granule_of(length))), max(64, length // _SHORT_TOKENS))
@@ -358,8 +423,15 @@ class Search:
             raise _StoppedError
 
 
-_Proposal = tuple[float, tuple[object, ...], Candidate, list[int]]
-"""About the seconds, a rank that decides a tie, the candidate, and its two best numbers of slices."""
+class _Proposal(NamedTuple):
+    """Hold about the seconds of a cut, and what decides between proposals of as many."""
+
+    seconds: float
+    rank: tuple[object, ...]
+    shape: Shape
+    bounds: Bounds
+    slices: int
+    candidate: Candidate
 
 
 class _StoppedError(Exception):

@@ -27,6 +27,18 @@ class Shape(NamedTuple):
         """Return whether the bound of stages with one run of layers and whole backwards holds."""
         return self.chunks == 1 and not self.is_split
 
+    def idle(self, num_stages: int, rounds: int, weights: float) -> tuple[float, float]:
+        """Return the shares of another stage's F and B of a slice for which a stage waits.
+
+        Args:
+            rounds: slices after those of the first micro-batch; with 2 (K - 1) of them, W fills the waits for B.
+            weights: the share of B that is W.
+        """
+        if not self.is_split:
+            return 1 / self.chunks, 1 / self.chunks
+        drains = max(0.0, 1 - rounds / max(1, 2 * (num_stages - 1)))
+        return (1 + (self.schedule in V_SHAPED) * drains) / self.chunks, drains * (1 - weights) / self.chunks
+
     def is_short(self, num_stages: int, num_micro_batches: int, num_slices: int) -> bool:
         """Return whether building and replaying a whole batch takes little time."""
         computations = 2 * num_stages * self.chunks * num_micro_batches * num_slices
@@ -46,38 +58,33 @@ class Shape(NamedTuple):
 
 
 UNSLICED = (Shape("1f1b"), Shape("gpipe"))
-SLICED = (Shape("seq1f1b"), Shape("terapipe"))
-"""What every proposal is replayed with: little memory first, then all forwards before all backwards."""
+"""Of layers without costs of slices: little memory first, then all forwards before all backwards."""
 
-_MORE_UNSLICED = (Shape("zb-h1"), Shape("interleaved", 2), Shape("zbv", 2), Shape("interleaved", 4))
-_MORE_SLICED = (
-    *(Shape("seq1f1b-zb"), Shape("seq1f1b-interleaved", 2), Shape("zbv", 2), Shape("seq1f1b-interleaved-zb", 2)),
-    *(Shape("seq1f1b-interleaved", 4), Shape("seq1f1b-interleaved-zb", 4)),
+_UNSLICED = (*UNSLICED, Shape("zb-h1"), Shape("interleaved", 2), Shape("interleaved", 4))
+_SLICED = (
+    *(Shape("seq1f1b"), Shape("terapipe"), Shape("seq1f1b-zb")),
+    *(Shape("seq1f1b-interleaved", 2), Shape("seq1f1b-interleaved", 4)),
 )
+_BOTH = (Shape("zbv", 2), Shape("seq1f1b-interleaved-zb", 2), Shape("seq1f1b-interleaved-zb", 4))
 _MOST = 60_000  # computations of a batch; with more units the pipeline hardly waits
 _MOST_LISTED = 12_000  # for a schedule whose order is searched unit by unit
 
 NAMES_UNSLICED = ("1f1b", "gpipe")
-NAMES = tuple(dict.fromkeys(s.schedule for s in (*UNSLICED, *SLICED, *_MORE_UNSLICED, *_MORE_SLICED)))
+NAMES = tuple(dict.fromkeys(s.schedule for s in (*_UNSLICED, *_SLICED, *_BOTH)))
+WHOLE = tuple(dict.fromkeys(s.schedule for s in _UNSLICED))
+"""The schedules that strategies have unsliced only."""
 
 
-def proposed(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
-    """Return the shapes that replay a proposal of `num_slices` under the fixed choices."""
-    if schedule is None and chunks in (None, 1):
-        return UNSLICED if num_slices == 1 else SLICED
-    if schedule is not None:
-        return (Shape(schedule, usual_chunks(schedule, chunks)),)
-    return (Shape("interleaved" if num_slices == 1 else "seq1f1b-interleaved", chunks or 1),)
+def shapes_of(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
+    """Return the shapes that the search tries with `num_slices`, under the fixed choices: little memory first."""
+    known = (*(_UNSLICED if num_slices == 1 else _SLICED), *_BOTH)
+    allowed = [shape for shape in known if schedule in (None, shape.schedule) and chunks in (None, shape.chunks)]
+    if schedule is None and not allowed:  # another number of parts than usual
+        looped = LOOPED[:1] if num_slices == 1 else LOOPED[1:]
+        return tuple(Shape(name, chunks or 1) for name in looped)
+    return tuple(allowed) or (Shape(str(schedule), usual_chunks(schedule, chunks)),)
 
 
 def usual_chunks(schedule: str | None, chunks: int | None) -> int:
-    """Return the parts per stage under the fixed choices: the user's number, or the schedule's usual ones."""
+    """Return the least parts per stage under the fixed choices: the user's number, or the schedule's."""
     return chunks or (2 if schedule in (*LOOPED, *V_SHAPED) else 1)
-
-
-def variants(num_slices: int, schedule: str | None, chunks: int | None) -> tuple[Shape, ...]:
-    """Return the further shapes that replay the best proposals."""
-    more = _MORE_UNSLICED if num_slices == 1 else _MORE_SLICED
-    if schedule is not None:
-        return ()
-    return tuple(shape for shape in more if chunks in (None, shape.chunks))

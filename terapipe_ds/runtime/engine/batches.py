@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -34,7 +35,6 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from terapipe_ds.schedule.action import Action, Kind
 
-logger = logging.getLogger("terapipe_ds")
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
@@ -58,6 +58,7 @@ class IncomingBatches:
         places = layout.places(stage.stage_id)
         self._sequence = stage.sequence
         self._has_first = any(place.is_first for place in places)
+        self._num_micro_batches = 0  # of the batch that is drawn
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
@@ -104,7 +105,7 @@ class IncomingBatches:
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
         # draw, and agree with all ranks on the data
-        engine = self._engine
+        engine, self._num_micro_batches = self._engine, num_micro_batches
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
         # every stage computes the same slices and the same schedule
@@ -125,8 +126,22 @@ class IncomingBatches:
         """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""
         check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
         problem = problem_of_device_waits(self._wires.post_on_device)
+        problem = problem or self._problem_of_label_counts()
         if problem is not None:
             raise TeraPipeConfigError(problem)
+
+    def _problem_of_label_counts(self) -> str | None:
+        """Return what is wrong with `engine.step_label_counts`, which a program sets before each batch."""
+        counts, number = self._engine.step_label_counts, self._num_micro_batches
+        if self._config.loss_reduction != "mean_of_step" or counts is None:
+            return None
+        if len(counts) == number and all(0.0 <= count < math.inf for count in counts):
+            return None
+        return (
+            f'engine.step_label_counts = {show_value(list(counts))}: with loss_reduction "mean_of_step" it must have '
+            f"one finite count for each of the {number} micro-batches of the next batch, or be None, so that the "
+            "engine counts labels itself"
+        )
 
     def _scales(self, drawn: Sequence[DrawnMicroBatch]) -> list[float]:
         """Return the factor of each micro-batch's mean loss: 1.0, unless the labels of a step weigh alike.
@@ -294,6 +309,8 @@ class BatchEnd:
             with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 stage.links.close_batch()  # a caller may go on after the error
                 stage.finite.agree(engine.global_steps + 1)
+        if stage.results.problem is not None:
+            raise SliceLossError(stage.results.problem)
         self._refuse_losses_of_nan(engine.global_steps + 1)
         # each copy of a part has seen other micro-batches
         if self._layout.has_copies:

@@ -29,6 +29,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
+from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
@@ -38,8 +39,8 @@ from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
-from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
-from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compile_call
+from terapipe_ds.runtime.layers.compiled import uncompile_layers
+from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, problem_of_tied_gradients, sum_gradients
@@ -229,6 +230,8 @@ class TeraPipeEngine(ModelEndsEngine):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
+            self._stage.weights.close()  # the layers, which refer to it, may go on
+            uncompile_layers(self.module)
         super().destroy()
         if "_groups" in vars(self):
             self._groups.close()
@@ -346,6 +349,7 @@ class TeraPipeEngine(ModelEndsEngine):
                 problem = problem or (None if self._written is None else self._written.problem())
                 problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
                 refuse_in_batch(problem, self._groups.world)
+                refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
             self._written = self._outside = None
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()

@@ -46,6 +46,20 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
     return gradients
 
 
+def leave_to_autograd(module: nn.Module) -> WeightGradients:
+    """Undo what an earlier engine has prepared in `module`, or its optimizer would get the gradients of a later one."""
+    gradients = WeightGradients()
+    gradients.close()
+    for layer in module.modules():  # a layer comes before those that it prepares
+        forward = vars(layer).get("forward")
+        if isinstance(forward, partial) and any(isinstance(each, WeightGradients) for each in forward.args):
+            del layer.forward
+        defer = getattr(layer, "defer_weight_gradients", None)
+        if defer is not None:
+            defer(gradients)
+    return gradients
+
+
 _Sum = tuple[int, int, bool]
 
 
@@ -66,9 +80,6 @@ class _Product(NamedTuple):
         Layers that share a weight may have biases of their own, or look up its rows.
         """
         return id(self.weight), id(self.bias), self.inputs.is_floating_point()
-
-    def all_inputs(self) -> Tensor:
-        return self.inputs if self.gather is None else self.gather(self.inputs)
 
 
 class WeightGradients:
@@ -91,6 +102,12 @@ class WeightGradients:
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
+        self.is_closed = False
+        self.open_batch()
+
+    def close(self) -> None:
+        """Leave all gradients to autograd from now on, and let go of the optimizer: its engine has ended."""
+        self.is_closed, self.sums = True, None
         self.open_batch()
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
@@ -283,6 +300,8 @@ class WeightGradients:
 
     def _running_key(self) -> Key | None:
         """Return the slice whose forward is recorded; None: nothing that this object may compute."""
+        if self.is_closed:
+            return None
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
@@ -306,7 +325,7 @@ class WeightGradients:
 
         Each call to it is for one backward of the slice that runs now.
         """
-        active = active_slice()
+        active = None if self.is_closed else active_slice()
         if active is None or not torch.is_grad_enabled() or not table.requires_grad:
             return None
         if self.sums is not None and self._is_summed(table):
@@ -367,7 +386,8 @@ class _Deferred:
 def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
     """Return the rows and the inputs of all products of one weight, each as one tensor."""
     if len(products) == 1:
-        return products[0].rows, products[0].all_inputs()
+        [only] = products
+        return only.rows, only.inputs if only.gather is None else only.gather(only.inputs)
     # `gather` may return the same memory each time
     inputs = [each.inputs if each.gather is None else each.gather(each.inputs).clone() for each in products]
     return torch.cat([each.rows for each in products]), torch.cat(inputs)

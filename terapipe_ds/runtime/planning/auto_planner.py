@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile
+from terapipe_ds.messages import logger
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -23,8 +23,6 @@ from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
-
-logger = logging.getLogger("terapipe_ds")
 
 
 class AutoPlanner:

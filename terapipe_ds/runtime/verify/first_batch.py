@@ -20,11 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import counts_any, weights_of
+from terapipe_ds.runtime.batch.loss import LossKindError, SliceLossError, slice_counts, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
@@ -40,8 +41,6 @@ from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
 from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
-
-logger = logging.getLogger("terapipe_ds")
 
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
@@ -121,7 +120,7 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise self._error(text, result.findings[0].layer)
+            raise self._error(text, result.findings[0])
         self._longest = max(self._longest, longest) if with_layers else self._longest
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
@@ -132,11 +131,13 @@ class FirstBatchCheck:
         """Check the next training batch as the first one. Every rank must call this between the same batches."""
         self._is_done, self._loss_waits, self._longest = False, False, 0
 
-    def _error(self, text: str, layer: str) -> Exception:
-        """Return the error of this rank; only rank 0's has the whole text."""
+    def _error(self, text: str, first: Finding) -> Exception:
+        """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
+        if first.raised == LossKindError.__name__:
+            return RaisedEverywhere(SliceLossError(first.problem.partition(": ")[2]))
         if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
             return VerifyError(text)
-        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(layer)))
+        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(first.layer)))
 
     def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
         """Return the micro-batches with the share of each sequence rank as a slice of its own.
@@ -205,8 +206,7 @@ class FirstBatchCheck:
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
+        get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
     def _check_plan(
@@ -262,7 +262,7 @@ class FirstBatchCheck:
         """Return the cut with the weights of its slices' losses; if no label counts, weigh by tokens."""
         assert micro_batch.labels is not None
         labels, weights = cut.of(micro_batch.labels), cut.plan.shares
-        if counts_any(labels, cut.plan, self._config, self._module.loss_fn):
+        if any(slice_counts(labels, cut.plan, self._config, self._module.loss_fn)):
             weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
         return replace(cut, weights=weights)
 

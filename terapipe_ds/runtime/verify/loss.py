@@ -18,7 +18,7 @@ from terapipe_ds.attention import active_slice, guard_plain_attention, push_slic
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
-from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
@@ -76,12 +76,12 @@ class HeadWithLoss:
         # losses have their weights: they and the gradients add up
         plan = loss.slicing.plan
         slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
-        both = NamedLayer(self.layer.layer_id, _Joined(self.layer.module, run))
+        both = NamedLayer(self.layer.layer_id, Joined(self.layer.module, run))
         with guard_plain_attention(self.intercept), GuardCapturedNames():
             return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
 
 
-class _Joined(nn.Module):
+class Joined(nn.Module):
     """Hold the last layer for a function that runs it and the loss."""
 
     def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
@@ -107,6 +107,22 @@ class _LossOfHiddenCheck(LayerCheck):
         gradients = super()._backwards(slicing, runs, of_outputs)
         # scaled as gradients are, because these are divided by the scale
         return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
+
+
+class LossAfterLayers(LayerCheck):
+    """Compare the value of a loss that comes right after the layers of its part, as in training.
+
+    It may read what layers leave elsewhere. `loss` is the check of the loss apart, which has found no difference.
+    """
+
+    loss: LossCheck
+
+    def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
+        expected, total = whole.outputs[0].double(), torch.stack([each[0].double() for each in parts]).sum()
+        least = _CANCELS_IN_HALF * self.loss.losses(self.slicing.whole()).size  # its terms may cancel out
+        tolerance = tolerance_of(self._dtypes(()), of_loss=True)
+        difference = compare("the loss", total[None], expected[None], tolerance, least_norm=least)
+        return Activations((), False, ()), difference if bool(torch.isfinite(expected)) else None
 
 
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
@@ -140,6 +156,10 @@ class LossCheck:
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
     head: HeadWithLoss | None = None
+
+    @property
+    def has_counted_labels(self) -> bool:
+        return any(slice_counts(self.labels, self.slicing.plan, self.config, self.loss_fn))
 
     def run(self) -> str | None:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""
@@ -239,7 +259,7 @@ class LossCheck:
                 labels = self.labels.part(active.start, active.stop)
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
             reported.append(_reported(self.get_additional_losses) if weight else {})
-            runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
+            runs.append((leaves, loss))
         # backwards in reverse; a product of gradient and output tells the size of a term of the loss
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):

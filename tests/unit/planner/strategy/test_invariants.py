@@ -1,6 +1,7 @@
 """Test random questions: plans within their limits and options, that the engine takes; more resources cost no time."""
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -13,6 +14,7 @@ from terapipe_ds.costs.devices import LinkCard, device_card
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy, price_strategy
+from terapipe_ds.planner.strategy.shapes import NAMES
 
 SIZES = [
     ModelSize("wide", 4, 1024, 8, 4, 128, 4096, 32768, 65536),
@@ -99,6 +101,36 @@ def test_more_memory_never_makes_a_plan_slower(device: tuple[float, ...], hosts:
     plans = [best(**TIGHT, memory_limit_gb=limit, host_gb=host, options={}) for limit in device for host in hosts]
     seconds = [math.inf if plan is None else plan.predicted_s for plan in plans]
     assert seconds == sorted(seconds, reverse=True) and len(set(seconds)) > 1
+
+
+FIXED: dict[str, list[Any]] = OPTIONS | {
+    "stages": [1, 2, 4],
+    "data_parallel": [1, 2],
+    "schedule": sorted(NAMES),
+    "chunks_per_stage": [1, 2, 4],
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("option", sorted(FIXED))
+@pytest.mark.parametrize(
+    ("nodes", "limit", "batch", "length"), [(2, None, 1, 65536), (1, 4, 4, 4096)], ids=["one sequence", "tight memory"]
+)
+def test_a_fixed_option_never_makes_a_plan_faster(
+    option: str, nodes: int, limit: float | None, batch: int, length: int
+) -> None:
+    question: dict[str, Any] = {"size": SIZES[0], "device": "h100", "nodes": nodes, "memory_limit_gb": limit}
+    question |= {"global_batch_size": batch, "sequence_length": length, "host_gb": None}
+    free = free_s(**question)
+    plans = [best(**question, options={option: value}) for value in FIXED[option]]
+    assert [plan.predicted_s for plan in plans if plan is not None and plan.predicted_s < free * (1 - 1e-9)] == []
+
+
+@functools.cache
+def free_s(**question: Any) -> float:
+    plan = best(**question, options={})
+    assert plan is not None
+    return plan.predicted_s
 
 
 def test_stages_recompute_where_copies_to_the_host_take_longer() -> None:

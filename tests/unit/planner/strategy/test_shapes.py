@@ -10,7 +10,7 @@ import pytest
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.strategy import Cluster, LayerChain, rank_strategies, simulate_strategy
-from terapipe_ds.planner.strategy.candidate import Candidate, owners_of
+from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.question import layers_of
 from terapipe_ds.planner.strategy.search import Search
@@ -71,7 +71,7 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                 continue
             for slices in (1, 4):
                 inner = sorted(rng.sample(range(1, layers.num_layers), parts - 1))
-                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, Shape(schedule, chunks))]
+                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(chunks)]
                 for cut in cuts:
                     plan = SlicePlan.equal(256, slices)
                     score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)
@@ -99,7 +99,7 @@ def equal_chain(num_layers: int, pipe: int) -> tuple[Search, Priced]:
 def test_stages_of_several_parts_have_equal_work() -> None:
     """Three stages of three layers in two parts each: parts as equal as possible may leave a stage with four."""
     _, priced = equal_chain(9, 3)
-    cuts = priced.chunked_cuts(4, Shape("seq1f1b-interleaved", 2))
+    cuts = priced.chunked_cuts(2)
     sizes = [[stop - start for start, stop in itertools.pairwise(cut)] for cut in cuts]
     assert [3] * 3 in [[one + other for one, other in zip(of[:3], of[3:], strict=True)] for of in sizes]
 
@@ -109,16 +109,27 @@ def test_slices_are_halved_while_that_saves_time() -> None:
     search, priced = equal_chain(4, 4)
     score = priced.score((0, 1, 2, 3, 4), "seq1f1b", SlicePlan.equal(4096, 2), math.inf)
     assert score is not None
-    search.scores[priced.candidate] = score
+    search.scores[priced.candidate, score.shape] = score
     search._improve({priced.candidate: priced})
-    assert search.scores[priced.candidate].plan.num_slices >= 32
+    assert search.scores[priced.candidate, score.shape].plan.num_slices >= 32
 
 
-def test_more_schedules_are_tried_for_several_proposals(monkeypatch: pytest.MonkeyPatch) -> None:
-    tried: list[Any] = []
-    monkeypatch.setattr(Search, "_try_variants", lambda self, priced, score: tried.append(score.candidate))
-    rank_strategies("mini", CLUSTER, **SMALL)
-    assert len(set(tried)) == len(tried) == 4
+def test_schedules_are_tried_for_all_candidates_that_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: set[tuple[Candidate, Shape]] = set()
+    score = Priced.score
+
+    def spy(self: Priced, bounds: Any, schedule: str, plan: Any, limit: float, chunks: int = 1, *rest: Any) -> Any:
+        tried.add((self.candidate, Shape(schedule, chunks)))
+        return score(self, bounds, schedule, plan, limit, chunks, *rest)
+
+    monkeypatch.setattr(Priced, "score", spy)
+    best = rank_strategies("mini", CLUSTER, **SMALL)[0]
+    space = Space(layers_of("mini", CLUSTER, 1024, "auto"), CLUSTER, 8, 1024, math.inf)
+    for candidate in space.candidates():
+        if candidate.levers != NO_LEVERS:  # where everything fits they save no time
+            continue
+        for proposal in Search(space)._proposals_of(Search(space).price(candidate)):
+            assert proposal.seconds >= best.predicted_s or (candidate, proposal.shape) in tried
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """Weight gradients that are added to `.grad` by the matrix product: the same numbers, and nobody left out."""
 
 import copy
+import gc
 import operator
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -23,7 +25,7 @@ from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
 from terapipe_ds.runtime.layers import weight_gradients
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products, leave_to_autograd
 from tests.unit.runtime.layers.split_cases import Run, assert_same, unit
 
 SLICES = ((0, 3), (3, 8), (8, 10))
@@ -151,6 +153,42 @@ def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
     with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
         ours(inputs.requires_grad_()).sum().backward()
     assert gradients.compute((0, 0, 0), nullcontext) == 1 and model[2].weight.grad is not None
+
+
+class Given(nn.Linear):
+    """Ask the engine's object for each product, as docs/how-it-works.md shows."""
+
+    gradients: Any = None
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        self.gradients = gradients
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.gradients.linear(inputs, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("end", ["engine has ended", "a later engine leaves them to autograd"])
+def test_layers_of_an_earlier_engine_give_its_optimizer_nothing(end: str) -> None:
+    plain = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)).double()
+    ours, ids = copy.deepcopy(plain), torch.tensor([[1, 4, 2, 2, 0]])
+    ours[2].__class__ = Given
+    gradients = accumulate_in_products(ours, None)
+    gradients.sums = sums = OwnSums(ours)
+    gradients.open_batch([(0, 0, 0)])
+    if end == "engine has ended":
+        gradients.close()
+    else:
+        assert leave_to_autograd(ours).is_closed and not any("forward" in vars(layer) for layer in ours)
+    with unit(0, 0, 0):
+        ours(ids).square().sum().backward()
+    plain(ids).square().sum().backward()
+    assert_same(ours, plain)
+    assert all(sums.so_far(parameter) is None for parameter in ours.parameters())
+    if end == "engine has ended":
+        held = weakref.ref(sums)
+        del sums
+        gc.collect()
+        assert held() is None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])

@@ -39,7 +39,8 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed at least, each with its best proposal."""
 
-_WORK = 1_000_000  # replayed computations; then only the best proposals of candidates count
+_WORK = 700_000  # replayed computations
+_PROPOSING = 6_000  # computations whose replay takes as long as the proposals of a candidate
 _POLISH = 500_000  # more of them, for more slices, planned slices and moved layers of the best
 _FINALISTS = 2  # scores that are improved at least
 _LIKELY = 4  # numbers of slices that are tried first
@@ -234,12 +235,10 @@ class Search:
             self._score(priced[candidate], shape, bounds, slices)
         # a candidate comes with its least estimate of any shape, and brings the proposals of all shapes
         queue: list[tuple[float, int, Candidate, _Proposal | None]] = []
-        for place, proposal in enumerate(proposals):
-            costs = priced[proposal.candidate]
-            least = min(costs.even_s(*one) for one in self._tried(costs)) / costs.even_s(
-                proposal.shape, proposal.slices
-            )
-            queue.append((min(1.0, least) * proposal.seconds, place, proposal.candidate, None))
+        for place, (seconds, _, shape, _, slices, candidate) in enumerate(proposals):
+            costs = priced[candidate]
+            share = min(costs.even_s(*one) for one in self._tried(costs)) / costs.even_s(shape, slices)
+            queue.append((share * seconds, place, candidate, None))
         heapq.heapify(queue)
         added = len(queue)
         while queue and queue[0][0] < _ERROR * self._best_s and self.work < _WORK:
@@ -248,11 +247,13 @@ class Search:
             if one is not None:
                 self._score(priced[candidate], one.shape, one.bounds, one.slices, near_s=_NEAR * self._best_s)
                 continue
+            self.work += _PROPOSING
             for each in self._proposals_of(priced[candidate]):
                 heapq.heappush(queue, (each.seconds, added, candidate, each))
                 added += 1
 
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:
+        """Return the shapes of a candidate, each with every number of slices that it may have."""
         return [(shape, slices) for slices in self._slice_counts() for shape in self._shapes(costs, slices)]
 
     def _proposals_of(self, costs: Priced) -> list[_Proposal]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import logging
 import operator
 import os
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TextIO, TypeVar
+
+logger = logging.getLogger("terapipe_ds")  # of the whole package
 
 T = TypeVar("T")
 Item = TypeVar("Item", bound=Hashable)

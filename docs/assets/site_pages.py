@@ -186,5 +186,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Mark options, which a browser would break after a hyphen."""
-    return html.replace("<code>--", '<code class="option">--')
+    """Mark options, keep units of tables beside their numbers, and let a click on a picture open it."""
+    html = html.replace("<code>--", '<code class="option">--')  # a browser would break it after a hyphen
+    html = re.sub(r"<td.*?</td>", lambda cell: re.sub(r"(?<=\d) (?=%|m?s\b|[GMT]i?B\b)", "&nbsp;", cell.group()), html)
+    return re.sub(r'<img [^>]*src="([^"]+)"[^>]*>', r'<a class="picture" href="\1">\g<0></a>', html)

@@ -37,7 +37,6 @@ from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
 from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
-from terapipe_ds.runtime.profiling.slice_timer import synchronize
 from terapipe_ds.schedule import SEARCH, to_csv
 
 _PINGS = 5
@@ -181,11 +180,11 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
     recorder.clear()
     recorder.on = not is_apart
-    synchronize()
+    get_accelerator().synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
     run["losses"].append(driver.step(batch))
-    synchronize()  # stages without a loss to read have only queued their last work
+    get_accelerator().synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
     recorder.on = True
     if is_apart:
@@ -214,7 +213,7 @@ def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
 
 def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
     """Time a message to the other rank and back; `staged`: by way of the host, as the engine's messages are then."""
-    synchronize()
+    get_accelerator().synchronize()
     begin_s = time.perf_counter()
     for sends in (True, False) if rank == 0 else (False, True):
         if sends:
@@ -224,7 +223,7 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
             torch_dist.recv(buffer, 1 - rank)
             if staged:
                 message.copy_(buffer)
-    synchronize()  # NCCL's calls return when they are queued
+    get_accelerator().synchronize()  # NCCL's calls return when they are queued
     return time.perf_counter() - begin_s
 
 

@@ -45,15 +45,17 @@ DESCRIPTION = (
     "table of step times, their bounds and predictions, bubbles, peaks of memory and losses, which must agree."
 )
 EXAMPLES = """\
-  terapipe bench                                              two stages on two cores, at most 12 minutes
-  terapipe bench --json bench.json --html bench.html          with all figures, and a report for a browser
-  terapipe bench cpu-2stage --full --accumulation 8           every system, eight micro-batches
-  terapipe bench --accumulation 1 --slices 4,8,16,plan        step time against slices
-  terapipe bench --accumulation 1 --slices plan,plan:4,plan:8 the planner's best, and of at most 4 and 8 slices
-  terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200    (lengths in tokens)
-  terapipe bench cpu-8stage --pairs 1                         with fewer cores than stages, times are replayed
-  terapipe bench --config ds.json --model mini --stages 2     a config and a model of your own
-  terapipe bench --from bench.json --html bench.html          the report of a result that was kept
+  terapipe bench                                         # two stages on two cores, 12 minutes
+  terapipe bench --json bench.json --html bench.html     # all figures, and a report to browse
+  terapipe bench cpu-2stage --full --accumulation 8      # every system, eight micro-batches
+  terapipe bench --accumulation 1 --slices 4,8,16,plan   # step time against slices
+  # the planner's best, and its best of at most 4 and 8 slices
+  terapipe bench --accumulation 1 --slices plan,plan:4,plan:8
+  # lengths in tokens
+  terapipe bench --schedules seq1f1b --slices 344,304,272,256,240,224,208,200
+  terapipe bench cpu-8stage --pairs 1          # fewer cores than stages: it replays the times
+  terapipe bench --config ds.json --model mini --stages 2   # your config and model
+  terapipe bench --from bench.json --html bench.html        # the report of a kept result
 
 Schedules of each system:
   deepspeed: 1f1b, dualpipev

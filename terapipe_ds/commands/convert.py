@@ -14,7 +14,7 @@ DESCRIPTION = (
     "lists the arguments that stay with the training script, and those without a counterpart, with the reason."
 )
 EXAMPLES = """\
-  terapipe convert --megatron-args "--micro-batch-size 1 --global-batch-size 64 --lr 3e-4 --bf16 --train-iters 1000"
+  terapipe convert --megatron-args "--micro-batch-size 1 --lr 3e-4 --train-iters 1000"
   terapipe convert --megatron-args "$(cat arguments.txt)" --out ds.json
 """
 

@@ -36,15 +36,15 @@ DESCRIPTION = (
     "failures first, with a verdict and the next step. Nothing is built, trained or written. The exit code is 1 where "
     "something will fail.\n"
     "`ds_report` and `python -m torch.utils.collect_env` print cards, drivers, libraries and built operators.\n"
-    "  ok: as it should be    note: worth knowing    warning: may fail or be slow    fail: will not work"
+    "  ok: as it should be   note: worth knowing   warning: may fail or be slow   fail: will not work"
 )
 EXAMPLES = """\
   terapipe doctor
-  terapipe doctor --config ds.json                           (what will run, what is refused and why)
-  terapipe doctor --config ds.json --stages 4 --data 2       (on 8 ranks)
-  terapipe doctor --config ds.json --sequence-length 8192    (do the slices fit that length?)
-  terapipe doctor --quiet                                    (failures and warnings alone)
-  terapipe doctor --json > doctor.json                       (to attach to a report)
+  terapipe doctor --config ds.json                           # also keys, layout and conflicts
+  terapipe doctor --config ds.json --stages 4 --data 2       # on 8 ranks
+  terapipe doctor --config ds.json --sequence-length 8192    # do the slices fit that length?
+  terapipe doctor --quiet                                    # failures and warnings alone
+  terapipe doctor --json > doctor.json                       # to attach to a report
 """
 
 

@@ -22,11 +22,15 @@ DESCRIPTION = (
     "`terapipe strategy` also finds stages, tensor and data parallelism for a cluster."
 )
 EXAMPLES = """\
-  terapipe plan --model gpt3-13b --device v100 --stages 40 --tensor-parallel 8 --micro-batches 32 --sequence-length 2048
-  terapipe plan --model llama-3-8b --device h100 --stages 8 --micro-batches 4 --sequence-length 32768 \\
-                --activation-checkpointing --schedule seq1f1b --picture step.svg
-  terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json     (measured costs)
-  terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json     (batch, dtype, limits of it)
+  terapipe plan --model gpt3-13b --device v100 --stages 40 --tensor-parallel 8 \\
+                --micro-batches 32 --sequence-length 2048
+  terapipe plan --model llama-3-8b --device h100 --stages 8 --micro-batches 4 \\
+                --sequence-length 32768 --activation-checkpointing --schedule seq1f1b \\
+                --picture step.svg
+  # measured costs
+  terapipe plan --profile profile.json --stages 4 --micro-batches 8 --out plan.json
+  # batch, dtype and limits of a DeepSpeed JSON
+  terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json
 """
 _ORDER = "order.csv"  # in the printed section, where --order names no file
 

@@ -18,12 +18,13 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   terapipe profile --config ds.json --model mini --stages 2 --out profile.json
-  terapipe profile --config ds.json --model my_model.json --stages 8 --sequence-length 8192 --out profile.json
-  terapipe profile --config ds.json --model tiny --stages 2 --out profile.json --json    (the samples on stdout)
+  terapipe profile --config ds.json --model my_model.json --stages 8 --sequence-length 8192 \\
+                   --out profile.json
+  terapipe profile --config ds.json --model tiny --stages 2 --json    # the samples on stdout
 
-A model is a named size (a wrong one lists all) or a JSON file with fields of models.gpt.GPTConfig, such as
-{"hidden_size": 512, "num_layers": 8, "num_heads": 8}. The config gives the micro-batch size, accumulation, precision,
-activation checkpointing and granularity.
+A model is a named size (a wrong one lists all) or a JSON file with fields of
+models.gpt.GPTConfig, such as {"hidden_size": 512, "num_layers": 8, "num_heads": 8}. The config
+gives the micro-batch size, accumulation, precision, activation checkpointing and granularity.
 """
 
 

@@ -27,10 +27,12 @@ HELP = "print a schedule"
 DESCRIPTION = "Print a schedule: who runs what, in which order, with its bubble and its live slices."
 EXAMPLES = """\
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4
-  terapipe show --schedule terapipe --stages 4 --micro-batches 2 --slices 4,3   (one number per micro-batch)
-  terapipe show --schedule seq1f1b-interleaved --stages 4 --micro-batches 2 --slices 4 --chunks-per-stage 2
-  terapipe show --schedule 1f1b --stages 4 --micro-batches 8 --csv my.csv       (to edit by hand)
-  terapipe show my.csv                                                          (validates, then shows)
+  # a number of slices for each micro-batch
+  terapipe show --schedule terapipe --stages 4 --micro-batches 2 --slices 4,3
+  terapipe show --schedule seq1f1b-interleaved --stages 4 --micro-batches 2 --slices 4 \\
+                --chunks-per-stage 2
+  terapipe show --schedule 1f1b --stages 4 --micro-batches 8 --csv my.csv    # to edit by hand
+  terapipe show my.csv                                      # validates the file, then shows it
   terapipe show --schedule seq1f1b --stages 4 --micro-batches 2 --slices 4 --stage 0 --lowered
 """
 

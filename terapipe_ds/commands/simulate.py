@@ -35,21 +35,27 @@ HELP = "predict the times of a schedule"
 DESCRIPTION = "Replay a schedule with given costs: makespan, bubble, live slices, and what the time is spent on."
 EXAMPLES = """\
   terapipe simulate --schedule seq1f1b --stages 4 --micro-batches 2 --slices 512,384,128 --unit
-  terapipe simulate --schedule seq1f1b --stages 4 --micro-batches 2 --slices 8 --sequence-length 2048 --unit --json
-  terapipe simulate --schedule terapipe --stages 4 --slices 3,1 --unit --unit-send 0.1 --trace trace.json
-  terapipe simulate --schedule gpipe --stages 2 --micro-batches 2 --slices 5,3 --slices 4,4 --unit   (a plan each)
-  terapipe simulate --schedule 1f1b --stages 8 --micro-batches 8 --slices 8 --sequence-length 2048 --unit \
---picture 1f1b.svg
-  terapipe simulate --schedule seq1f1b --stages 2 --micro-batches 4 --slices 4 --sequence-length 2048 \
---profile profile.json --timeline predicted.json
-  terapipe simulate --schedule terapipe --stages 40 --slices 16 --sequence-length 2048 \
---model gpt3-13b --device v100 --tensor-parallel 8
-  terapipe simulate --schedule search --stages 4 --micro-batches 8 --slices 4 --sequence-length 2048 --unit \
---unit-send 0.05 --order found.csv       (an order found for these costs)
+  terapipe simulate --schedule seq1f1b --stages 4 --micro-batches 2 --slices 8 \\
+                    --sequence-length 2048 --unit --json
+  terapipe simulate --schedule terapipe --stages 4 --slices 3,1 --unit --unit-send 0.1 \\
+                    --trace trace.json
+  # a plan for each micro-batch
+  terapipe simulate --schedule gpipe --stages 2 --micro-batches 2 \\
+                    --slices 5,3 --slices 4,4 --unit
+  terapipe simulate --schedule 1f1b --stages 8 --micro-batches 8 --slices 8 \\
+                    --sequence-length 2048 --unit --picture 1f1b.svg
+  terapipe simulate --schedule seq1f1b --stages 2 --micro-batches 4 --slices 4 \\
+                    --sequence-length 2048 --profile profile.json --timeline predicted.json
+  terapipe simulate --schedule terapipe --stages 40 --slices 16 --sequence-length 2048 \\
+                    --model gpt3-13b --device v100 --tensor-parallel 8
+  # an order found for these costs
+  terapipe simulate --schedule search --stages 4 --micro-batches 8 --slices 4 \\
+                    --sequence-length 2048 --unit --unit-send 0.05 --order found.csv
 
-With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's states in the dtype's usual
-mixed precision, live slices, keys and values; without ZeRO or activation checkpointing (`terapipe plan` knows both).
---trace opens in ui.perfetto.dev; --timeline is what `terapipe timeline --against` reads.
+With --model it shows the peak of each stage's memory as well: parameters, gradients, Adam's
+states in the dtype's usual mixed precision, live slices, keys and values; without ZeRO or
+activation checkpointing (`terapipe plan` knows both). --trace opens in ui.perfetto.dev;
+`terapipe timeline --against` reads the file of --timeline.
 """
 
 

@@ -36,9 +36,10 @@ DESCRIPTION = (
     "Nothing runs; no GPU is needed."
 )
 EXAMPLES = """\
-  terapipe strategy --model llama-3-70b --device h100 --devices 64 --global-batch 256 --sequence-length 32768 \\
-                    --out ds.json --picture strategy.svg
-  terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 --data-parallel 2 --json
+  terapipe strategy --model llama-3-70b --device h100 --devices 64 --global-batch 256 \\
+                    --sequence-length 32768 --out ds.json --picture strategy.svg
+  terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 \\
+                    --data-parallel 2 --json
 """
 _SHOWN = 10  # strategies in the table
 _STAGES_SHOWN = 8  # peaks of memory, one per stage; of more stages the least and the largest

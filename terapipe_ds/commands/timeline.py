@@ -25,10 +25,11 @@ EXAMPLES = """\
   terapipe timeline timeline-step000020-rank*.json --out step20.png
   terapipe timeline traces/ --against predicted.json
   terapipe timeline traces/ --step 20 --against predicted.json --json --out both.png
-  terapipe timeline traces/ --against predicted.json --html step.html     (zoom, hover and filter; needs plotly)
-  terapipe timeline traces/ --perfetto trace.json                         (opens in ui.perfetto.dev)
+  # a page to zoom, hover and filter; needs plotly
+  terapipe timeline traces/ --against predicted.json --html step.html
+  terapipe timeline traces/ --perfetto trace.json    # opens in ui.perfetto.dev
 
-A trace directory holds timeline-step<step>-rank<rank>.json, as the engine writes them where `trace_dir` is set.
+With `trace_dir` set, the engine writes timeline-step<step>-rank<rank>.json into that directory.
 A single file may also be one that `terapipe simulate --timeline` wrote.
 """
 

@@ -29,12 +29,14 @@ DESCRIPTION = (
 )
 EXAMPLES = """\
   terapipe verify --config ds.json --model mini
-  terapipe verify --config ds.json --model my_model.json --sequence-length 2048 --slices 512 1024 512
-  deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json     (your own script)
+  terapipe verify --config ds.json --model my_model.json --sequence-length 2048 \\
+                  --slices 512 1024 512
+  # your own script
+  deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json
 
-A model is a named size (a wrong one lists all) or a JSON file with fields of models.gpt.GPTConfig. With
-"slices": "auto" and no --slices four equal slices are tried, or as many as fit where granularity_tokens is set.
-docs/verify.md explains the report.
+A model is a named size (a wrong one lists all) or a JSON file with fields of
+models.gpt.GPTConfig. With "slices": "auto" and no --slices it tries four equal slices, or as
+many as fit if granularity_tokens is set. docs/verify.md explains the report.
 """
 
 

@@ -32,7 +32,7 @@ DEEPSPEED_HOOKS = {
     "deepspeed.runtime.engine:DeepSpeedEngine": "__init__",
     "deepspeed.runtime.pipe.p2p": "send recv",
     "deepspeed.comm.torch": "build_shm_op",
-    "deepspeed": "DualPipeVEngine PipelineEngine initialize",
+    "deepspeed": "DualPipeVEngine PipelineEngine initialize set_optimizer_flags",
 }
 MEGATRON_HOOKS = {
     "megatron.core.tensor_parallel:ColumnParallelLinear": "_forward_impl",

@@ -50,7 +50,10 @@ def kernels() -> Iterator[Line]:
     by_kernel: dict[tuple[str, str], list[str]] = {}
     for dtype in _DTYPES:
         q = torch.zeros(1, 1, 8, 64, dtype=getattr(torch, dtype), device=get_accelerator().device_name())
-        why = "; ".join(f"{name}: {reason}" for name, reason in passed_over(q).items())
+        names: dict[str, list[str]] = {}  # those of each reason
+        for name, reason in passed_over(q).items():
+            names.setdefault(reason, []).append(name)
+        why = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())
         by_kernel.setdefault((backend_name(q), why), []).append(dtype)
     for (name, why), dtypes in by_kernel.items():
         text = f"{name} for {', '.join(dtypes)} (head dim 64)" + (f"; {why}" if why else "")

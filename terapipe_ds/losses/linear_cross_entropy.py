@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe_ds.losses.deferred import Add, Tokens, deferred_cross_entropy
+from terapipe_ds.losses.deferred import Add, Tokens, Watch, deferred_cross_entropy
 from terapipe_ds.losses.head import Head
 
 Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -35,6 +35,8 @@ class LinearCrossEntropy:
     Raises:
         ValueError: for an option that no loss can have.
     """
+
+    factors: Callable[[Tensor], Tensor] | None = None  # for subclasses, as in `Tokens`
 
     def __init__(
         self,
@@ -74,6 +76,12 @@ class LinearCrossEntropy:
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         losses = F.cross_entropy(logits, targets, reduction="none", label_smoothing=self.label_smoothing)
+        if (watch := self._watch_of(labels)) is not None:
+            with torch.no_grad():
+                log_probs = F.log_softmax(logits, dim=-1)
+                watch(slice(None), -(log_probs.exp() * log_probs).sum(-1), log_probs.argmax(-1))
+        if self.factors is not None:
+            losses = losses * self.factors(losses.detach())
         return losses @ weights
 
     def of_hidden(
@@ -98,8 +106,12 @@ class LinearCrossEntropy:
                 raise ValueError(f"{self} and the last layer (softcap {head.softcap}) both change the logits: let one")
             head = replace(head, scale=head.scale * self.scale, softcap=self.softcap)
         targets, weights = self._targets_and_weights(labels, hidden.dtype)
-        tokens = Tokens(targets, weights * share, self.label_smoothing, add, around)
+        watch = self._watch_of(labels)
+        tokens = Tokens(targets, weights * share, self.label_smoothing, add, around, self.factors, watch)
         return deferred_cross_entropy(hidden, head, tokens)
+
+    def _watch_of(self, labels: Labels) -> Watch | None:
+        """Return the function of a subclass that gets entropies and largest logits of these labels' tokens."""
 
     def slice_weight(self, labels: Labels) -> float:
         """Return how much the labels of a slice count in the loss of their sequence."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -54,8 +54,22 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
     return lambda parameter: parameter.grad
 
 
+def complete_gradients(
+    module: nn.Module, partial: Collection[str], optimizer: Any, group: Any, advice: str, are_compared: bool
+) -> bool:
+    """Sum `partial` gradients over the tensor-parallel ranks; compare all others that each rank has, until it could.
+
+    Call it once per batch, after its last backward. Returns whether a batch has been compared (`are_compared`: an
+    earlier one). `advice` and errors are those of `sum_gradients` and `require_equal_gradients`.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    sum_gradients({name: parameter for name, parameter in trained.items() if name in partial}, optimizer, group)
+    replicated = {name: parameter for name, parameter in trained.items() if not is_split(parameter)}
+    return are_compared or require_equal_gradients(replicated, optimizer, group, advice)
+
+
 def sum_gradients(partial: Parameters, optimizer: Any, group: Any) -> None:
-    """Sum the gradients of some parameters over the ranks, in place: once per batch, after its last backward.
+    """Sum the gradients of some parameters over the ranks, in place.
 
     Raises:
         RuntimeError: a parameter has no gradient where `optimizer` reads it, and would be left out of the sum.

@@ -9,26 +9,22 @@ from torch import Tensor
 
 
 class VocabularyRanks:
-    """Do the joint work of ranks that divide the vocabulary, and with `shares_tokens` the tokens of a slice."""
+    """Be the `losses.head.VocabularyRanks` of a group; with `shares_tokens` they divide the tokens of a slice too."""
 
     def __init__(self, group: Any, shares_tokens: bool) -> None:
         self.size, self.rank = torch_dist.get_world_size(group), torch_dist.get_rank(group)
         self.group, self._shares_tokens = group, shares_tokens
 
     def span(self, share: int) -> tuple[int, int]:
-        """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
         return share * self.rank, share * self.size
 
     def largest(self, of_tokens: Tensor) -> None:
-        """Put the maximum over the ranks into `of_tokens`."""
         torch_dist.all_reduce(of_tokens, torch_dist.ReduceOp.MAX, self.group)
 
     def sum(self, of_tokens: Tensor) -> None:
-        """Put the sum over the ranks into `of_tokens`."""
         torch_dist.all_reduce(of_tokens, group=self.group)
 
     def gather(self, hidden: Tensor) -> Tensor:
-        """Return the hidden states of all tokens [B, T, H], for this rank's."""
         if not self._shares_tokens:
             return hidden
         own = hidden.transpose(0, 1).contiguous()
@@ -37,7 +33,6 @@ class VocabularyRanks:
         return whole.transpose(0, 1)
 
     def own_sum(self, gradient: Tensor) -> Tensor:
-        """Return this rank's tokens of the sum over the ranks of `gradient` [B, T, H]."""
         if not self._shares_tokens:
             self.sum(gradient)
             return gradient

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import logging
 import pickle
 import platform
 import time
@@ -25,10 +24,8 @@ import torch.distributed as torch_dist
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import describe
+from terapipe_ds.messages import describe, logger
 from terapipe_ds.version import __version__
-
-logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 _LOOK_S, _LONGEST_LOOK_S = 0.001, 0.1
@@ -119,11 +116,11 @@ def refuse_everywhere(problem: str | None, group: Any = None) -> None:
         raise TeraPipeConfigError(texts if len(everyone) == 1 else f"on rank {min(by_rank)}: {texts}")
 
 
-def refuse_in_batch(problem: str | None, world: Any) -> None:
+def refuse_in_batch(problem: str | None, world: Any, kind: type[Exception] = TeraPipeConfigError) -> None:
     """Raise `RaisedEverywhere` on every rank when one of them has found a problem within a batch."""
     told = [f"on rank {rank}: {text}" for rank, text in enumerate(gather(problem, world)) if text is not None]
     if told:
-        raise RaisedEverywhere(TeraPipeConfigError(told[0]))
+        raise RaisedEverywhere(kind(told[0]))
 
 
 def _readable(error: Exception) -> Exception | None:
@@ -156,12 +153,12 @@ def on_any_rank(flag: bool, group: Any) -> bool:
     return bool(number)
 
 
-def by_text(texts: dict[int, str], places: str) -> str:
-    """Group places by their text, in the form "stages [0]: 3 slices; stages [1, 2]: 4 slices"."""
+def by_text(texts: dict[int, str]) -> str:
+    """Group ranks by their text, in the form "ranks [0]: 3 slices; ranks [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}
-    for place, text in texts.items():
-        sides.setdefault(text, []).append(place)
-    return "; ".join(f"{places} {who}: {text}" for text, who in sides.items())
+    for rank, text in texts.items():
+        sides.setdefault(text, []).append(rank)
+    return "; ".join(f"ranks {who}: {text}" for text, who in sides.items())
 
 
 def default_store() -> Any:
@@ -175,7 +172,6 @@ def meet(
     rank: int,
     text: str,
     late: Callable[[float, Callable[[], list[int]]], None],
-    store: Any = None,
 ) -> dict[int, str]:
     """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 
@@ -186,7 +182,7 @@ def meet(
         late: called repeatedly while ranks are missing, with the seconds waited and a function that returns the missing
             ranks. It may raise.
     """
-    store = default_store() if store is None else store
+    store = default_store()
     keys, counter = {each: f"terapipe_ds/{name}/{each}" for each in ranks}, f"terapipe_ds/{name}"
     store.set(keys[rank], text)
     store.add(counter, 1)
@@ -218,7 +214,7 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
         lines = ["the ranks have different DeepSpeed configs or versions; every rank must be given the same one:"]
         for name in values:
             by_rank = {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)}
-            lines += [f"{name}: {by_text(by_rank, 'ranks')}"] if len({*by_rank.values()}) > 1 else []
+            lines += [f"{name}: {by_text(by_rank)}"] if len({*by_rank.values()}) > 1 else []
         raise TeraPipeConfigError("\n  ".join(lines))
 
 

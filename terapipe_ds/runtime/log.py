@@ -6,9 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from terapipe_ds.messages import show_key, text_of
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.messages import logger, show_key, text_of
 
 
 def first_line(error: BaseException) -> str:

@@ -77,8 +77,9 @@ def interactive_timeline(titled: Sequence[Titled], name: str, *, compares: bool 
     return (
         f'<div class="interactive" data-figure="{name}-figure">\n<ul class="sums">{summaries}</ul>\n'
         f'<p class="filters">show {" ".join(_select(*each) for each in filters)}</p>\n'
-        '<p class="help">Drag to zoom, scroll to zoom at the pointer, double-click for the whole step. '
-        "Hover a bar for its times, a pale one for what the stage waited for.</p>\n"
+        '<p class="help">The colour tells the micro-batch: light is forward, dark backward. Drag to zoom, scroll to '
+        "zoom at the pointer, double-click for the whole step. Hover a bar for its times, a pale one for the cause of "
+        "a wait.</p>\n"
         f'<div class="plot"></div>\n<script type="application/json" id="{name}-figure">{data}</script>\n</div>'
     )
 

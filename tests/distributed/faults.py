@@ -99,8 +99,8 @@ STATE = "attention.carry.states:CarriedEntry"
 STATES = "attention.carry.states:CarriedStates"
 ENTRY = "attention.slice_store:SliceEntry"
 ADD_GRADS = f"{ENTRY}.add_grads"
-SLICE_WEIGHTS = "runtime.batch.loss:slice_weights"
-LEAVES = "runtime.engine.forward_backward:PartRunner._leaves"
+WEIGHTS = "runtime.engine.batches:weights_of"
+LEAVES = "runtime.engine.part_runner:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 FACTORS = "runtime.layers.weight_gradients:_factors"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
@@ -112,7 +112,7 @@ FIRST_POSITION = "models.gpt:first_position"
 ROTARY_POSITION = "models.positions:first_position"
 ATTENTION = "models.gpt:sliced_attention"
 MERGE = "attention.backends.blocks:merge"
-RUNNER = "runtime.engine.forward_backward"
+RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
 CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
@@ -357,8 +357,8 @@ fault("engine", EXPERTS, "only the first tensor of a tuple gets a gradient", f"{
 fault("engine", PACKED, "the edges of one row are ignored", f"{RUNNER}:Documents")(
     edges_of_one_row_ignored=lambda documents, starts, *span: documents(((0,), *starts[1:]), *span)
 )
-fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:from_numbers")(
-    edges_of_another_micro_batch=lambda read, numbers: read(numbers)[::-1]
+fault("engine", PACKED, "a micro-batch has the edges of another", "runtime.batch.batch_agreement:_from_stage")(
+    edges_of_another_micro_batch=lambda from_stage, *args: from_stage(*args)[::-1]
 )
 
 
@@ -386,21 +386,21 @@ fault("engine", replace(DICTS, batch="seq_idx"), "the documents of a dict are lo
 # -- the loss --------------------------------------------------------------------------------------------------------
 
 
-@fault("loss", UNEVEN, "slices weigh the same, those without a label left out", SLICE_WEIGHTS)
-def unweighted_losses(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
-    weights = slice_weights(*args, **kwargs)
+@fault("loss", UNEVEN, "slices weigh the same, those without a label left out", WEIGHTS)
+def unweighted_losses(weights_of: Any, *args: Any) -> Any:
+    weights = weights_of(*args)
     counted = sum(weight > 0 for weight in weights)
     return tuple(1.0 / counted if weight > 0 else 0.0 for weight in weights)
 
 
-fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", SLICE_WEIGHTS)(
-    weights_of_tokens=lambda weigh, *args, **kwargs: weigh(*args, **{**kwargs, "loss_reduction": "mean"})
+fault("loss", UNEVEN, "slices weigh by tokens where they should by valid labels", WEIGHTS)(
+    weights_of_tokens=lambda weights_of, *args: weights_of(*args, "mean")
 )
 
 
-@fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches", SLICE_WEIGHTS)
-def slices_counted_as_micro_batches(slice_weights: Any, *args: Any, **kwargs: Any) -> Any:
-    weights = slice_weights(*args, **kwargs)
+@fault("loss", EQUAL, "the loss is divided by the number of slices, as if they were micro-batches", WEIGHTS)
+def slices_counted_as_micro_batches(weights_of: Any, *args: Any) -> Any:
+    weights = weights_of(*args)
     return tuple(weight / len(weights) for weight in weights)
 
 
@@ -443,7 +443,7 @@ def swapped_slices(leaves: Any, self: Any, action: Any, active: Any) -> Any:
 @fault("engine", ALL_FORWARD_FIRST, "the second micro-batch sends the gradients of the first")
 def gradients_of_another_micro_batch() -> Iterator[None]:
     from terapipe_ds.runtime.engine import engine
-    from terapipe_ds.runtime.engine.forward_backward import PartRunner
+    from terapipe_ds.runtime.engine.part_runner import PartRunner
     from terapipe_ds.schedule import Kind
 
     send_gradients = PartRunner.send_gradients

@@ -66,7 +66,7 @@ def round_trip(
         terapipe_ds.save_pretrained(engine, same)
         torch_dist.barrier()
         found["keys"] = keys_in(same) == keys_in(first)
-        again = AutoModelForCausalLM.from_pretrained(same).state_dict()
+        again = AutoModelForCausalLM.from_pretrained(same, dtype="auto").state_dict()
         cast = {key: value.to(again[key].dtype) for key, value in theirs.items()}
         found["written"] = again.keys() == theirs.keys() and all(torch.equal(again[key], cast[key]) for key in cast)
         data = batches(module.config.get_text_config().vocab_size)
@@ -80,7 +80,7 @@ def round_trip(
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
     found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
     found["files"] = sorted(path.name for path in Path(trained).iterdir())
-    model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager", dtype="auto").eval()
     state = model.state_dict()
     found["saved"] = all(torch.equal(value, state[name]) for name, value in own.items())
     found["moved"] = any(not torch.equal(value, cast[name]) for name, value in state.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 from collections.abc import Sequence
@@ -105,6 +106,38 @@ def test_two_graphs_of_each_kind_serve_all_slices_lengths_and_steps() -> None:
         assert 1 <= first <= 2 * kinds
         assert sum(others) <= 2 * kinds - first + (2 if kinds == 1 else 0), others  # the norm may move
         assert recompute <= kinds and non_reentrant == 0
+
+
+def engines_in_turn(stages: int, compiles: Sequence[bool | None]) -> list[tuple[engines.Run, int]]:
+    """Train one module by several engines; return the results and new graphs of each. The first one stays open."""
+    torch._dynamo.reset()
+    graphs, results = CountedGraphs(), []
+    module = engines.pipeline_module(engines.gpt_layers(num_layers=2), stages)
+    with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs), contextlib.ExitStack() as first:
+        for number, each in enumerate(compiles):
+            terapipe, before = None if each is None else engines.section(compile=each), graphs.count
+            with engines.started(module, terapipe, **engines.ZERO1) if number else contextlib.nullcontext() as engine:
+                engine = engine or first.enter_context(engines.started(module, terapipe, **engines.ZERO1))
+                data = engines.batches(2, first_seed=10 * number)  # nothing is compiled in the first batch
+                results.append((engines.train(engine, data), graphs.count - before))
+    torch._dynamo.reset()
+    return results
+
+
+TURNS = (False, True, True, False)
+
+
+def job_in_turn() -> list[tuple[dict[str, float], int]]:
+    stock, ours = engines_in_turn(1, [None] * len(TURNS)), engines_in_turn(2, TURNS)
+    return [(engines.differences(run, other), count) for (run, count), (other, _) in zip(ours, stock, strict=True)]
+
+
+def test_another_engine_of_the_same_module_compiles_as_its_own_config_says() -> None:
+    """Check that no layer keeps the compiled forward of the engine before it, or hands gradients to that engine."""
+    for number, ranks in enumerate(zip(*rank_pool(2).run(job_in_turn, timeout_s=300), strict=True)):
+        assert not engines.violations([errors for errors, _ in ranks], 1e-5), number
+        assert all(graphs <= 3 if TURNS[number] else graphs == 0 for _, graphs in ranks), (number, ranks)
+        assert number != 1 or all(graphs for _, graphs in ranks)
 
 
 def train_llama() -> tuple[dict[str, float], int]:

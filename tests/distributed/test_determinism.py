@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 import torch
 
-from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.runtime.planning import choose_plan
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_planning import _with_few_rounds, cut_anyway
@@ -98,7 +98,7 @@ def _by_the_engine_and_by_hand(model: str) -> tuple[list[int], float, list[str]]
     runs, said, lengths = [], [], [9, 13, 1]
     for terapipe in ({"slices": "auto", "verify": "first_batch"}, {"slices": lengths, "verify": "off"}):
         torch.manual_seed(5)
-        cut = mock.patch.object(schedule_choice, "plan_slices", cut_anyway)
+        cut = mock.patch.object(choose_plan, "plan_slices", cut_anyway)
         with (
             cut,
             engines.logged() as lines,

@@ -9,15 +9,9 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
-from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES
+from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES, known
 
 SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
-
-
-def known(*families: str) -> list[Any]:
-    """Return the families, with a skip for those that the installed transformers lacks or that are refused with it."""
-    lacking = pytest.mark.skip(reason="not with transformers 4.57")
-    return [pytest.param(name, marks=[lacking] * (name not in CONFIGS)) for name in families]
 
 
 def both_ways(ways: list[list[str]]) -> set[str]:

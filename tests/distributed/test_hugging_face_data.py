@@ -27,7 +27,7 @@ from tests.distributed.hugging_face_jobs import (
     train_whole,
     weights_of_all_stages,
 )
-from tests.hugging_face_families import VOCAB_SIZE, config_of
+from tests.hugging_face_families import VOCAB_SIZE, config_of, known
 from tests.unit.models.hugging_face.sliced_model import in_fp64, whole_model
 
 Batch = Mapping[str, Any]
@@ -327,17 +327,17 @@ def test_stages_whose_loaders_shuffle_apart_are_refused() -> None:
 
 
 def test_positions_of_documents_that_layers_do_not_find_are_refused() -> None:
-    batch = {"": flattened(texts((5, 4), seed=1), position_ids_start=2)}
-    for told in rank_pool(2).run(refusals, family="llama", batches=batch, documents="position_ids"):
+    batch = flattened(texts((5, 4), seed=1))
+    batch["position_ids"] += 2
+    for told in rank_pool(2).run(refusals, family="llama", batches={"": batch}, documents="position_ids"):
         assert "ModelRefusedError" in " ".join(told[""])
         assert "not 0, 1, 2, ... in each row, or in each of its documents" in told[""][1]
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("family", "why"), [("bamba", "states of a convolution"), ("bloom", "attention by code of its own")]
-)
-def test_documents_are_refused_where_layers_of_any_stage_mix_them(family: str, why: str) -> None:
+@pytest.mark.parametrize("family", known("bamba", "bloom"))
+def test_documents_are_refused_where_layers_of_any_stage_mix_them(family: str) -> None:
+    why = {"bamba": "states of a convolution", "bloom": "attention by code of its own"}[family]
     batches = {"flattened": flattened(texts((5, 4), seed=1)), "rows": packed_rows(texts((5, 4), seed=1))}
     for told in rank_pool(2).run(refusals, family=family, batches=batches, documents="position_ids"):
         for kind, text in told.values():
@@ -355,16 +355,17 @@ def test_training_data_and_collate_fn_of_initialize() -> None:
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize(("family", "slices"), [("mamba2", 4), ("bloom", 4), ("llama", 4)])
-def test_slices_that_would_have_one_token_are_joined(family: str, slices: int) -> None:
+@pytest.mark.parametrize("family", known("mamba2", "bloom", "llama"))
+def test_slices_that_would_have_one_token_are_joined(family: str) -> None:
     """Models with states or with a cache take a single token for a step of generation."""
-    run = rank_pool(2).run(train_short_slices, family=family, lengths=(5, 9, 4), slices=slices)
+    run = rank_pool(2).run(train_short_slices, family=family, lengths=(5, 9, 4), slices=4)
     assert [refusal for _, refusal in run] == ["", ""]
     assert not engines.violations([errors for errors, _ in run])
 
 
-def test_listed_slices_of_one_token_are_refused_before_the_first_step() -> None:
-    for _, text in rank_pool(2).run(train_short_slices, family="mamba2", lengths=(8,), slices=[4, 1, 3]):
+@pytest.mark.parametrize("family", known("mamba2"))
+def test_listed_slices_of_one_token_are_refused_before_the_first_step(family: str) -> None:
+    for _, text in rank_pool(2).run(train_short_slices, family=family, lengths=(8,), slices=[4, 1, 3]):
         assert "terapipe.slices = [4, 1, 3]: a slice has 1 token" in text and "slices of 2 tokens or more" in text
 
 

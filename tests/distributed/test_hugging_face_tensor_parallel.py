@@ -258,9 +258,17 @@ FAMILIES = (
     "mixtral", "deepseek_v3", "qwen3_next",
 )  # fmt: skip
 BOTH = (2, 1, 2)
+OLDER_PLAN = {
+    f"layers.*.{name}": style
+    for style, names in {
+        "colwise": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"),
+        "rowwise": ("self_attn.o_proj", "mlp.down_proj"),
+    }.items()
+    for name in names
+}
 CASES: dict[str, dict[str, Any]] = {
-    # fewer key and value heads than ranks, and norms whose gradients the ranks sum
-    "shared heads": {"family": "qwen3", "grid": (1, 1, 4)},
+    # fewer key and value heads than ranks, and norms whose gradients the ranks sum, which plans of 4.57 do not name
+    "shared heads": {"family": "qwen3", "grid": (1, 1, 4), "fields": {"base_model_tp_plan": OLDER_PLAN}},
     # tied embeddings: one rank has more of them than the other
     "odd vocabulary, clipping": {"family": "gemma2", "grid": BOTH, "fields": {"vocab_size": 67}, "clipping": 0.01},
     # biases beside divided weights, which count once in the norm; DeepSpeed's norm is fp32
@@ -364,7 +372,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         "ModelRefusedError", {"plan": {f"{PLAN}q_norm": None, f"{PLAN}k_norm": None, f"{PLAN}o_proj": None}},
     ),
     "different gradients for 2 of 9 parameters": (
-        "ReplicatedGradientError", {"plan": {f"{PLAN}q_norm": None}, "step": True},
+        "ReplicatedGradientError", {"plan": {f"{PLAN}q_norm": "replicated"}, "step": True},
     ),
     "the layers of the module are divided over 2 ranks": (
         "TeraPipeConfigError", {"tensor_parallel": {"autotp_size": 4}},

@@ -151,8 +151,9 @@ def test_early_links_stay_exact() -> None:
 
 def job_refused(links: dict[str, Any], lacks_fp8: bool = False, stages: int = 2) -> tuple[str, str]:
     ds_config = engines.config(terapipe=engines.section(links=links))
-    is_old = lacks_fp8 and torch.distributed.get_rank() == 1
-    with mock.patch.object(formats, "torch", SimpleNamespace(__version__="2.0")) if is_old else nullcontext():
+    other = SimpleNamespace(ones=mock.Mock(side_effect=RuntimeError("no kernel")))
+    is_other = lacks_fp8 and torch.distributed.get_rank() == 1
+    with mock.patch.object(formats, "torch", other) if is_other else nullcontext():
         return engines.raised_by(
             lambda: terapipe_ds.initialize(
                 model=engines.pipeline_module(engines.gpt_layers(), stages), config=ds_config
@@ -163,7 +164,10 @@ def job_refused(links: dict[str, Any], lacks_fp8: bool = False, stages: int = 2)
 @pytest.mark.parametrize(
     ("options", "messages"),
     [
-        ({"links": {"forward": "fp8"}, "lacks_fp8": True}, ["on rank 1", "has no float8_e4m3fn", 'take "int8"']),
+        (
+            {"links": {"forward": "fp8"}, "lacks_fp8": True},
+            ["on rank 1", "cannot convert to float8_e4m3fn on cpu (no kernel)", 'take "int8"'],
+        ),
         ({"links": {"backward": "bf16", "exact_until_part": 1}}, ["no link begins", "exact_until_part at most 0"]),
         ({"links": {"forward": "int8"}, "stages": 1}, ["all layers are on one stage", "leave the key out"]),
     ],

@@ -28,6 +28,7 @@ from tests.distributed.engines import (
     VOCAB_SIZE,
     differences,
     engine_of,
+    first_step_error,
     gpt_layers,
     logged,
     micro_batch,
@@ -174,6 +175,39 @@ def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     expected = 0 if job.keeps_logits else 8 if job.make is masked else 12
     assert sum(calls) == expected
     assert ("not torch's own nn.Linear" in "".join(logs)) == job.keeps_logits
+
+
+def two_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    loss = gpt.gpt_loss(logits, labels)
+    return loss, loss.detach()
+
+
+def named_loss(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"loss": gpt.gpt_loss(logits, labels)}
+
+
+def errors_of_kind() -> list[tuple[str, str]]:
+    kinds = [(loss, slices) for loss in (two_losses, named_loss) for slices in (3, 1)]
+    return [first_step_error(gpt_layers(num_layers=1), section(slices=n), loss_fn=loss) for loss, n in kinds]
+
+
+def test_each_rank_names_a_loss_that_is_no_scalar() -> None:
+    of_tuple = "loss_fn (two_losses) returned a tuple of 2, but the loss of a slice must be a scalar tensor: "
+    of_dict = "loss_fn (named_loss) returned a dict with loss, but the loss of a slice must be a scalar tensor: "
+    for told in rank_pool(2).run(errors_of_kind):
+        for (kind, text), start in zip(told, (of_tuple, of_tuple, of_dict, of_dict), strict=True):
+            assert kind == "SliceLossError" and text.removeprefix("on rank 1: ").startswith(start), text
+
+
+def wrong_counts() -> tuple[str, str]:
+    with engine_of(gpt_layers(num_layers=1), section(loss_reduction="mean_of_step")) as engine:
+        engine.step_label_counts = [30.0]
+        return step_error(engine)
+
+
+def test_label_counts_of_another_number_of_micro_batches_are_refused_on_all_ranks() -> None:
+    for _, text in rank_pool(2).run(wrong_counts):
+        assert "engine.step_label_counts = [30.0]" in text and "for each of the 2 micro-batches" in text
 
 
 def evaluated() -> tuple[float, bool, str]:

@@ -25,9 +25,9 @@ from megatron.core import parallel_state
 from torch.distributed import distributed_c10d
 
 from terapipe_ds.attention.call import Call
-from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, gradients
-from terapipe_ds.models.megatron import module as megatron_module
-from terapipe_ds.models.rank_gradients import ReplicatedGradientError
+from terapipe_ds.models import rank_gradients
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT
+from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
 from tests.distributed import megatron_cases, megatron_models
 from tests.distributed.cases import FULL, Worst, violations
 from tests.distributed.harness import rank_pool
@@ -109,19 +109,19 @@ def errors_let_pass() -> Iterator[list[str]]:
 
     def check(*args: Any) -> bool:
         try:
-            return gradients.require_equal_replicas(*args)
+            return require_equal_gradients(*args)
         except ReplicatedGradientError as error:
             caught.append(str(error))
             return True
 
-    with mock.patch.object(megatron_module, "require_equal_replicas", check):
+    with mock.patch.object(rank_gradients, "require_equal_gradients", check):
         yield caught
 
 
 @contextlib.contextmanager
 def without_the_sum() -> Iterator[list[str]]:
     """Keep ``before_reduce`` from summing partial gradients."""
-    with mock.patch.object(megatron_module, "sum_partial_gradients", lambda *_: None):
+    with mock.patch.object(rank_gradients, "sum_gradients", lambda *_: None):
         with errors_let_pass() as caught:
             yield caught
 
@@ -147,7 +147,8 @@ def job_large_replica() -> str:
     generator = torch.Generator().manual_seed(torch_dist.get_rank())
     layer.weight.grad = torch.randn(layer.weight.shape, generator=generator)
     try:
-        gradients.require_equal_replicas(layer, torch.optim.SGD(layer.parameters(), lr=1.0), torch_dist.group.WORLD)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+        require_equal_gradients(dict(layer.named_parameters()), optimizer, torch_dist.group.WORLD, "")
     except ReplicatedGradientError as error:
         return str(error)
     return ""

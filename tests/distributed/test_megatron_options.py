@@ -12,8 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, attention
-from terapipe_ds.models.megatron.gradients import require_equal_replicas
-from terapipe_ds.models.rank_gradients import ReplicatedGradientError
+from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
 from tests.distributed.engines import section
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case
@@ -156,7 +155,8 @@ def compare_copies(values: list[float]) -> bool | str:
     module = torch.nn.Linear(2, 2, bias=False)
     module.weight.grad = torch.full((2, 2), values[torch.distributed.get_rank()])
     try:
-        return require_equal_replicas(module, torch.optim.SGD(module.parameters()), torch.distributed.group.WORLD)
+        weights, optimizer = dict(module.named_parameters()), torch.optim.SGD(module.parameters())
+        return require_equal_gradients(weights, optimizer, torch.distributed.group.WORLD, "")
     except ReplicatedGradientError as error:
         return str(error)
 

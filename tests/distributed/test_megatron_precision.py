@@ -14,7 +14,6 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from terapipe_ds.models import rank_gradients
-from terapipe_ds.models.megatron import module as megatron_module
 from tests.distributed.cases import worst_error
 from tests.distributed.engines import count_products
 from tests.distributed.harness import RankFailure, rank_pool
@@ -43,8 +42,8 @@ OPTIMIZERS = {
 def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
     """Make one step. With `broken`, gradients of ranks are not summed, and no check compares them."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("sum_partial_gradients", "require_equal_replicas") if broken else ():
-            patch.setattr(megatron_module, name, lambda *_: None)
+        for name in ("sum_gradients", "require_equal_gradients") if broken else ():
+            patch.setattr(rank_gradients, name, lambda *_: None)
         with engine_of(case) as engine:
             products = count_products(engine)
             losses = train(engine, case, [0])

@@ -303,7 +303,7 @@ def job_overflows() -> dict[str, Any]:
 
 def nan_in_one_slice() -> tuple[str, str, bool]:
     """After a good step, without `check_finite`: what the next one says, and whether it has left the parameters."""
-    first = second = batches(1)[0]  # without new labels, which the engine would try
+    first, second = batches(2)  # the second one has new labels, which the engine tries
     with engine_of(gpt_layers(), section(slices=PLAN), loss_fn=poisoned_loss, stages=1) as engine:
         train(engine, [first])
         before = [p.detach().clone() for p in engine.module.parameters()]

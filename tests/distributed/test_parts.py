@@ -7,6 +7,7 @@ import re
 import textwrap
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -163,6 +164,49 @@ def test_what_was_made_before_the_layers_move_is_refused(own_optimizer: bool) ->
 def test_what_is_made_after_the_layers_moved_trains(own_optimizer: bool) -> None:
     for steps in rank_pool(2).run(job_groups, changes=LOOP, early=False, own_optimizer=own_optimizer):
         assert steps and all(step == pytest.approx(3e-2, rel=0.05) for step in steps.values())
+
+
+def job_muon_marks(changes: dict[str, Any]) -> list[dict[str, bool]]:
+    """Return which parameters Muon is to update, of the stock engine on one stage and of ours."""
+    marks = []
+    for stages, each in ((1, None), (2, engines.section(**changes))):
+        options = {"stages": stages, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+        by_hand = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3)}  # loads nothing of Muon
+        with engines.engine_of(engines.gpt_layers(), each, initialize=by_hand, **options) as engine:
+            marks.append({name: p.use_muon for name, p in engine.module.named_parameters()})
+    return marks
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_muon_finds_its_parameters_among_layers_that_moved(layout: str) -> None:
+    for stock, ours in rank_pool(2).run(job_muon_marks, changes=LAYOUTS[layout]):
+        assert set(ours.values()) == {True, False} and ours.items() <= stock.items()
+
+
+def job_muon(layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """Train by Muon, whose choice of parameters DeepSpeed marks before the layers move; compare with one stage.
+
+    On a CPU DeepSpeed would compile its Adam for the other parameters, and torch Muon's own products.
+    """
+
+    def adam(parameters: Any, adam_w_mode: bool) -> torch.optim.Optimizer:
+        assert adam_w_mode
+        return torch.optim.AdamW(parameters)
+
+    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
+    with mock.patch("deepspeed.ops.adam.FusedAdam", adam), torch._dynamo.config.patch(disable=True):
+        runs = [
+            engines.run_training(engines.gpt_layers, each, engines.batches(2), stages=stages, **muon)
+            for stages, each in [(1, None), *((2, engines.section(**changes)) for changes in layouts)]
+        ]
+    return [engines.differences(run, runs[0]) for run in runs[1:]]
+
+
+@pytest.mark.full
+def test_muon_trains_layers_that_moved() -> None:
+    for of_layout in zip(*rank_pool(2).run(job_muon, layouts=list(LAYOUTS.values())), strict=True):
+        # its Newton-Schulz steps are in bf16, whatever the parameters are in
+        assert not engines.violations(of_layout, loss=1e-6, returned=1e-6, gradient=1e-3, parameter=1e-4)
 
 
 def job_refused(num_layers: int, options: dict[str, Any], **changes: Any) -> tuple[str, str]:

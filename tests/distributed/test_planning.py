@@ -17,7 +17,7 @@ from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.runtime.planning import choose_plan
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -86,7 +86,7 @@ def _auto_then_listed(options: dict[str, Any]) -> tuple[list[int], float]:
     """Return the plan that ran, and how far a run with that plan as a list is from it, random numbers included."""
     torch.manual_seed(5)
     layers = options.pop("layers", {})
-    cut = mock.patch.object(schedule_choice, "plan_slices", cut_anyway)
+    cut = mock.patch.object(choose_plan, "plan_slices", cut_anyway)
     with cut, engine_of(gpt_layers(**layers), _auto(), **options) as engine:
         planned = train(engine, batches(3))
         lengths = list(engine.slice_plan(LENGTH).lengths)

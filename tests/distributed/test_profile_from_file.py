@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import terapipe_ds
-from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.runtime.planning import choose_plan
 from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
@@ -102,7 +102,7 @@ def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
         engines.train(engine, engines.batches(1))
         planner = engine._plans._planner
         (profile,) = planner.profiles._known.values()
-        with mock.patch.object(schedule_choice, "plan_slices", wraps=schedule_choice.plan_slices) as search:
+        with mock.patch.object(choose_plan, "plan_slices", wraps=choose_plan.plan_slices) as search:
             planner._plan(engines.LENGTH, profile)
         return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]
 

@@ -47,6 +47,26 @@ def test_what_trainer_would_fill_in_is_named() -> None:
         assert [name for name, (_, text) in found.items() if f'{name} = "auto": transformers' not in text] == []
 
 
+# -- DeepSpeed's curriculum ------------------------------------------------------------------------------------
+
+_FIXED = {"min_difficulty": 8, "max_difficulty": 23, "schedule_type": "fixed_root", "schedule_config": {}}
+_METRIC = {"difficulty_type": "value", "clustering_type": "single_cluster", **_FIXED}
+CURRICULUM = {"enabled": True, "curriculum_metrics": {"seqlen": _METRIC}}
+
+
+def job_curriculum() -> tuple[str, str]:
+    sampling = {"enabled": True, "curriculum_learning": CURRICULUM}
+    settings = {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
+    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), engines.section(), **settings))
+
+
+def test_a_curriculum_that_deepspeed_would_ignore_is_refused() -> None:
+    for kind, text in rank_pool(2).run(job_curriculum):
+        assert kind == "TeraPipeConfigError"
+        assert "data_efficiency.data_sampling.curriculum_learning.enabled = true with 2 stages" in text
+        assert "order the data in your own loader" in text
+
+
 # -- evaluation ------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import torch
 
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import schedule_choice
+from terapipe_ds.runtime.planning import choose_plan
 from terapipe_ds.runtime.profiling import profiles, rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
@@ -59,7 +59,7 @@ def _recorded(patch: pytest.MonkeyPatch) -> list[tuple[str, int, int]]:
 def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tuple[list[int], Any, float]:
     """Return the plan, the measured slices, and the difference of a run with that plan as a list."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedule_choice, "plan_slices", cut_anyway)
+        patch.setattr(choose_plan, "plan_slices", cut_anyway)
         patch.setattr(rounds, "MAX_ROUNDS", 4)
         patch.setattr(rounds, "LIMIT_STEPS", 1000)  # so that only a clock of its own would make a rank stop
         _disturb(patch, how, torch.distributed.get_rank() in disturbed)

@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "args": {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1,
                  "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "eval_on_start": True},
         "metrics": "logits",
-        "phases": ["evaluate", "train", "predict", "save"],
+        "phases": ["save", "evaluate", "train", "predict", "save"],
     },
     "resumed": {"args": {**SAVE, "max_steps": 6}, "fp64": True, "phases": ["train", "resume"]},
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
@@ -154,6 +154,20 @@ def test_sabotage_is_seen(tmp_path: Path) -> None:
     assert errors["weights"] > 1e-3 and errors["logs"] > 1e-4
     for text in rank_pool(2).run(trainer_jobs.sharded_by_rank, folder=str(tmp_path / "shards")):
         assert "the stages of a pipeline disagree on the token ids" in text
+
+
+FAULTS = [
+    ("train", "labels", "BatchError", "labels at padding"),
+    ("evaluate", "labels", "BatchError", "labels at padding"),
+    ("evaluate", "logits", "LookupError", "no such label, with logits of [4, 16, 48]"),
+]
+
+
+@pytest.mark.parametrize(("phase", "fault", "kind", "text"), FAULTS)
+def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, text: str, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "phase": phase, "fault": fault}
+    for raised in rank_pool(2).run(trainer_jobs.error_of_one_rank, **job, timeout_s=60):
+        assert raised[0] == kind and text in raised[1], raised
 
 
 def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:

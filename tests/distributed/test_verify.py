@@ -425,6 +425,40 @@ def mean_of_present(logits: Tensor, labels: Tensor) -> Tensor:
     return (logits.mean(-1) - labels).square().nanmean()
 
 
+LEFT: list[Tensor] = []
+
+
+class LeavesInAList(nn.Module):
+    """Leave a statistic of all tokens to the loss, in place of handing it on; `power` 1 is a mean over them."""
+
+    def __init__(self, power: int) -> None:
+        super().__init__()
+        self.power = power
+
+    def forward(self, x: Tensor) -> Tensor:
+        LEFT[:] = [x.detach().mean(1).pow(self.power).mean()]
+        return 2.0 * x
+
+
+def with_list(logits: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(logits, labels) + 0.5 * LEFT[0]
+
+
+def left_in_a_list(power: int, dropout: float) -> tuple[str, str, int]:
+    """Return the error of a step whose labels all count, and the number of steps."""
+    layers = [*stack(LayerSpec(nn.Dropout, dropout))[:-1], LayerSpec(LeavesInAList, power), LayerSpec(Head)]
+    with engines.engine_of([spec_of(each) for each in layers], PLAIN, loss_fn=with_list, stages=1) as engine:
+        return *engines.step_error(engine, engines.batches(1, masked=False)[0]), engine.global_steps
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_what_layers_leave_to_the_loss_in_a_list_is_compared(dropout: float) -> None:
+    """The mean over a sequence is the weighted mean of its slices', and the mean's square is not."""
+    [(kind, text, steps)] = rank_pool(1).run(left_in_a_list, power=2, dropout=dropout)
+    assert (kind, steps) == ("VerifyError", 0) and "loss_fn reads what layers leave elsewhere" in text
+    assert rank_pool(1).run(left_in_a_list, power=1, dropout=dropout) == [("", "", 1)]
+
+
 class TestLabelsThatAreIgnoredLater:
     """While all labels count, a mean over the valid ones and a mean over all are the same."""
 
@@ -474,6 +508,16 @@ class TestLabelsThatAreIgnoredLater:
         others, last = rank_pool(2).run(said, data=[first, later], loss_fn=loss)
         assert (others.kind, last.kind, last.steps) == ("BatchError", "VerifyError", 1)
         assert "or appear for the first time, and the losses of slices differ" in last.text
+
+    def test_a_mean_of_each_row_whose_rows_have_equally_many_labels(self) -> None:
+        """On such labels, in each slice, it equals the mean over all; the trial of kinds of labels mixes them."""
+        data = [engines.micro_batch(seed, masked=False) for seed in range(2)]
+        for _, labels in data:
+            labels[:, ::2] = engines.IGNORE_INDEX
+        kind, text, *_ = on_ranks(data, loss_fn=mean_of_each_row)
+        assert (
+            kind == "VerifyError" and "no terapipe.loss_reduction (mean_valid, mean, sum) agrees with loss_fn" in text
+        )
 
     def test_another_micro_batch_of_the_first_batch(self) -> None:
         data = [engines.micro_batch(0, masked=False), engines.micro_batch(1, masked=True)]

@@ -14,7 +14,7 @@ import torch
 from terapipe_ds.attention import allow_attention_within_slice
 from terapipe_ds.runtime.batch import source as terapipe_data
 from terapipe_ds.runtime.engine import build as engine_build
-from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
+from terapipe_ds.runtime.layers.sliceable import OutsideLayers
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed.engines import (
     EXACT,

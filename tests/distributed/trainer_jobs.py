@@ -367,6 +367,33 @@ def sharded_by_rank(folder: str) -> str:
     return ""
 
 
+def collate_wrong(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Collate rows, with a label at the padding of the first text of all, which only one replica gets."""
+    batch = collate(rows)
+    if any(row["input_ids"] == rows_of(1)[0]["input_ids"] for row in rows):
+        batch["labels"][batch["attention_mask"] == 0] = 1
+    return batch
+
+
+def error_of_one_rank(folder: str, phase: str, fault: str) -> tuple[str, str]:
+    """Return the class and text of the error of a run, for data of one replica or in a function of the last stage."""
+    stages = 1 if fault == "labels" else 2
+    setting = setting_of({"ds": {"pipeline": {"stages": stages}}, "phases": [phase], "metrics": "largest"})
+
+    def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        raise LookupError(f"no such label, with logits of {list(logits.shape)}")
+
+    def make(*args: Any, **kwargs: Any) -> Trainer:
+        trainer = trainer_of(*args, **kwargs)
+        if fault == "labels":
+            trainer.data_collator = collate_wrong
+        else:
+            trainer.preprocess_logits_for_metrics = wrong
+        return trainer
+
+    return engines.raised_by(lambda: play(PipelineTrainer, setting, folder, deepspeed_of(setting), make))
+
+
 def pushed(folder: str) -> list[set[str]]:
     """Return the files of each folder that a run pushes, to a hub that only writes them down."""
     uploads: list[set[str]] = []

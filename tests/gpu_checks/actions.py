@@ -113,29 +113,30 @@ def _measured(
 @contextlib.contextmanager
 def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
+    from deepspeed.accelerator import get_accelerator
+
     from terapipe_ds.runtime.engine.batches import BatchEnd
-    from terapipe_ds.runtime.profiling import slice_timer
 
     real = BatchEnd.timed
 
     @contextlib.contextmanager
     def timed(batch_end: BatchEnd) -> Iterator[None]:
-        slice_timer.synchronize()
+        get_accelerator().synchronize()
         with real(batch_end):
             yield
-            slice_timer.synchronize()
+            get_accelerator().synchronize()
 
     with mock.patch.object(BatchEnd, "timed", timed):
         yield
 
 
 def _step(engine: Any, data: Any) -> float:
-    from terapipe_ds.runtime.profiling.slice_timer import synchronize
+    from deepspeed.accelerator import get_accelerator
 
-    synchronize()
+    get_accelerator().synchronize()
     begin_s = time.perf_counter()
     engine.train_batch(iter(data))
-    synchronize()
+    get_accelerator().synchronize()
     return time.perf_counter() - begin_s
 
 

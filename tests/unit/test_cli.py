@@ -3,6 +3,8 @@ import fcntl
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -433,8 +435,8 @@ def test_the_examples_of_the_help_run(
     from terapipe_ds.commands import show, simulate
 
     monkeypatch.chdir(tmp_path)
-    text = show.EXAMPLES + simulate.EXAMPLES
-    lines = [line.split("  (")[0].split() for line in text.splitlines() if line.startswith("  terapipe")]
+    text = re.sub(r" \\\n +", " ", show.EXAMPLES + simulate.EXAMPLES)
+    lines = [shlex.split(line, comments=True) for line in text.splitlines() if line.startswith("  terapipe")]
     lines = [line for line in lines if not {"--profile", "--model"} & set(line)]
     assert len(lines) == 6 + 6
     for line in lines:

@@ -4,6 +4,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import glob
 import importlib
 import importlib.util
 import itertools
@@ -241,7 +242,7 @@ def test_fast_commands_run_as_printed(
         make_traces(tmp_path)
     for words, output in runnable:
         capsys.readouterr()
-        assert cli.main(words[1:]) == 0
+        assert cli.main([name for word in words[1:] for name in sorted(glob.glob(word)) or [word]]) == 0  # as a shell
         shown = capsys.readouterr().out
         assert not output or shown.strip() == output.strip()
 
@@ -261,11 +262,12 @@ def test_plans_are_found(
 
 
 def make_traces(folder: Path) -> None:
-    """Write what the timelines of the documents are drawn from: `predicted.json` and a step of two ranks."""
+    """Write what the timelines of the documents are drawn from: a prediction and a measured step."""
     plan = ["--schedule", "seq1f1b", "--stages", "4", "--micro-batches", "2", "--slices", "512,384,128", "--unit"]
-    assert cli.main(["simulate", *plan, "--timeline", str(folder / "predicted.json")]) == 0
-    predicted = Timeline.load(folder / "predicted.json")
     (folder / "traces").mkdir()
+    file = folder / "traces/predicted-1024-tokens-2-micro-batches.json"
+    assert cli.main(["simulate", *plan, "--timeline", str(file)]) == 0
+    predicted = Timeline.load(file)
     for rank in range(predicted.num_stages):
         events = tuple(event for event in predicted.events if event.stage_id == rank)
         own = dataclasses.replace(predicted, events=events, critical_path=())

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
@@ -140,3 +141,22 @@ def test_pages_ask_for_nothing_from_the_network() -> None:
     assert "font: false" in settings and "http" not in settings
     for path in (DOCS / "assets").glob("*.[cj]s*"):
         assert "http" not in path.read_text(), path
+
+
+def test_a_picture_opens_and_a_number_stays_beside_its_unit(site: ModuleType) -> None:
+    html = '<p>4 % <img alt="a" src="pictures/a.svg" /></p><table><td>12 s</td><td>8 % of 3 GiB, 5 stages</td></table>'
+    shown = site.on_page_content(html, None, None, None)
+    assert '<p>4 % <a class="picture" href="pictures/a.svg"><img alt="a" src="pictures/a.svg" /></a></p>' in shown
+    assert "<td>12&nbsp;s</td><td>8&nbsp;% of 3&nbsp;GiB, 5 stages</td>" in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_examples_of_commands_fit_the_page_and_may_be_pasted(name: str) -> None:
+    module = importlib.import_module(f"terapipe_ds.commands.{name}")
+    assert [line for line in module.EXAMPLES.splitlines() if len(line) > 96] == []
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    commands = re.findall(rf"^  terapipe {name}\b(.*)$", re.sub(r" \\\n +", " ", module.EXAMPLES), re.MULTILINE)
+    assert commands
+    for command in commands:
+        parser.parse_args(shlex.split(command.split(" > ")[0], comments=True))  # a stray word is an error

@@ -13,8 +13,6 @@ Sinks are merged into what a backend returns: all of them take sinks.
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
@@ -23,10 +21,10 @@ from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, Fla
 from terapipe_ds.attention.backends.flex import Flex
 from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
+from terapipe_ds.messages import logger
 
 __all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "passed_over", "set_backend"]
 
-_log = logging.getLogger("terapipe_ds")
 
 _TIMED: tuple[Backend, ...] = (FlashAttn4(), FlashAttn3(), FlashAttn(), Cudnn(), CudaFlash())
 _BACKENDS: tuple[Backend, ...] = (*_TIMED, Flex(), CpuFlash(), Reference())
@@ -84,10 +82,10 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
         how = "automatic" if _forced is None else "forced"
         here = {backend.name for backend in _BACKENDS if backend.is_available()}
         reasons = "; ".join(f"{name}: {reason}" for name, reason in why.items() if name in here)
-        _log.info("sliced attention: %s backend %s for %s, %s%s%s", how, *key, reasons and f" ({reasons})")
+        logger.info("sliced attention: %s backend %s for %s, %s%s%s", how, *key, reasons and f" ({reasons})")
         if _forced is None and isinstance(chosen, Reference):
             slow = "sliced attention falls back to plain torch, which is slow: %s"
-            _log.warning(slow, reasons or "no fused kernel is available")
+            logger.warning(slow, reasons or "no fused kernel is available")
     return chosen
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator
@@ -20,8 +19,8 @@ from torch.utils import _python_dispatch
 from terapipe_ds.attention.backends.base import Attended, Backend, Need, Queries, Tensor, expand_heads, sum_groups
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.attention.reach import Span
+from terapipe_ds.messages import logger
 
-_log = logging.getLogger("terapipe_ds")
 Forward = Callable[[Queries], Attended]
 Backward = Callable[..., Tensor]  # of `Backend.backward`
 Shape = tuple[int, int, int, int, int]
@@ -214,7 +213,7 @@ def times_ms(
     try:
         grad, queries = random_queries(shape, head_dim, device, dtype)
     except RuntimeError as error:  # too little memory beside the model, say
-        _log.info("sliced attention: kernels could not be timed: %s", str(error).split("\n")[0])
+        logger.info("sliced attention: kernels could not be timed: %s", str(error).split("\n")[0])
         return {kernel.name: math.inf for kernel in kernels}
 
     def once(kernel: Backend) -> float:
@@ -236,5 +235,5 @@ def times_ms(
     found = {name: statistics.median(times[2:]) for name, times in runs.items()}
     shown = ", ".join(f"{ms:.3f} ms by {name}" for name, ms in found.items())
     message = "sliced attention: a slice of %d tokens after %d takes %s (%s, %d heads of %d)"
-    _log.info(message, _TIMED_TOKENS, _TIMED_PREFIX, shown, dtype, heads, head_dim)
+    logger.info(message, _TIMED_TOKENS, _TIMED_PREFIX, shown, dtype, heads, head_dim)
     return found

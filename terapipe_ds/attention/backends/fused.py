@@ -6,7 +6,6 @@ Attention dropout needs one call per slice, because a kernel draws its random nu
 from __future__ import annotations
 
 import functools
-import logging
 
 import torch
 
@@ -14,9 +13,9 @@ from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel, as_wide
 from terapipe_ds.attention.backends.first_use import CHECKED, widest_head, wrong_kernel, wrong_result
+from terapipe_ds.messages import logger
 
 _aten = torch.ops.aten
-_log = logging.getLogger("terapipe_ds")
 _CHECKED_BY_CUDNN = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 1000), (2, 8, 8, 128, 129), (1, 4, 1, 2, 500))
 """(batch, query heads, key heads, queries, keys before them) that are compared with plain torch at first use."""
 NO_DROPOUT = "it cannot replay dropout"
@@ -221,7 +220,7 @@ def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, h
     problem = wrong_result(kernel.forward_at_once, kernel.backward_at_once, CHECKED, device, dtype, head_dim)
     if problem is not None:
         says = "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s"
-        _log.warning(says, kernel.name, device, dtype, head_dim, problem)
+        logger.warning(says, kernel.name, device, dtype, head_dim, problem)
     return problem is None
 
 

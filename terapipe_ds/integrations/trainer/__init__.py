@@ -5,20 +5,19 @@ TRL is imported only for `PipelineSFTTrainer`.
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from terapipe_ds.integrations.trainer.mixin import PipelineTrainer as PipelineTrainer
-    from terapipe_ds.integrations.trainer.mixin import PipelineTrainerMixin as PipelineTrainerMixin
-    from terapipe_ds.integrations.trainer.sft import PipelineSFTTrainer as PipelineSFTTrainer
+from terapipe_ds.integrations.trainer.mixin import PipelineTrainer, PipelineTrainerMixin
 
-_MODULE_OF = {"PipelineSFTTrainer": "sft", "PipelineTrainer": "mixin", "PipelineTrainerMixin": "mixin"}
+if TYPE_CHECKING:
+    from terapipe_ds.integrations.trainer.sft import PipelineSFTTrainer as PipelineSFTTrainer
 
 __all__ = ["PipelineSFTTrainer", "PipelineTrainer", "PipelineTrainerMixin"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
+    if name != "PipelineSFTTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    from terapipe_ds.integrations.trainer.sft import PipelineSFTTrainer
+
+    return PipelineSFTTrainer

@@ -8,27 +8,28 @@ the places where the loop touches the model: forwards, the optimizer's parameter
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Trainer
 
-from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
-from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator, as_rank, count_replicas
+from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
-from terapipe_ds.runtime.checkpoints.save import replaced
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -105,8 +106,9 @@ class PipelineTrainerMixin(Trainer):
         loss = TokenLoss(0.0 if is_dft else smoothing, is_dft, keeps_sums=sft) if sft or smoothing else None
         stages.build_module(self.model, loss, self.args.seed)
         leave_no_weights(self.model)
-        # from here on Trainer and Accelerator count replicas
-        count_replicas(self.args, stages)
+        # from here on Trainer counts replicas; `process_index` stays the rank, which decides who writes files
+        self.args.distributed_state = copy.copy(PartialState())
+        self.args.distributed_state.num_processes = stages.replicas
         self._renew_config()
         super().create_accelerator_and_postprocess()
         PipelineAccelerator.adopt(self.accelerator, stages, self._start_engine)
@@ -171,7 +173,7 @@ class PipelineTrainerMixin(Trainer):
 
     @over_stages
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with replaced(self.args, "_replica", self._stages.replica):  # for samplers and workers
+        with replaced(self.args.distributed_state, "process_index", self._stages.replica):  # for samplers and workers
             return super()._get_dataloader(*args, **kwargs)
 
     @over_stages
@@ -182,18 +184,6 @@ class PipelineTrainerMixin(Trainer):
         # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)
-
-    @over_stages
-    def _prepare_inputs(self, inputs: Any) -> Any:
-        inputs = super()._prepare_inputs(inputs)
-        mask, labels = inputs.get("attention_mask"), inputs.get("labels")
-        are_known = mask is not None and labels is not None and mask.shape == labels.shape
-        if are_known and bool(((mask == 0) & (labels != IGNORED)).any()):
-            raise BatchError(
-                "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
-                "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"
-            )
-        return inputs
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -230,10 +220,8 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        if not self._stages.has_engine:
-            start = time.time()
-            self.deepspeed = self.model_wrapped = self.accelerator.prepare(self.model)
-            self.model_preparation_time = round(time.time() - start, 4)
+        # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
+        self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics
         with replaced(self, "preprocess_logits_for_metrics", None):
             return super().evaluation_loop(*args, **kwargs)
@@ -244,13 +232,9 @@ class PipelineTrainerMixin(Trainer):
     ) -> tuple[Any, Any, Any]:
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
         inputs = self._prepare_inputs(inputs)
-        labels = inputs.get("labels")
-
-        def reduce(logits: Tensor) -> Any:
-            return logits if self._reduce_logits is None else self._reduce_logits(logits, labels)
-
-        wanted = None if prediction_loss_only else reduce
+        labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
         count = None if labels is None else self._labels_of(inputs)
+        wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
         loss, logits, sums = self._stages.evaluate(inputs, count, wanted)
         self._note_metrics("eval", inputs, sums, 0)
         loss = None if loss is None else loss.to(self.args.device)
@@ -281,21 +265,25 @@ class PipelineTrainerMixin(Trainer):
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(self._stages.engine, folder)
-        # Trainer adds its files beside the weights; as a rank, for a pickle names the class that the user made
+        # Trainer adds its files beside the weights, and its own state of processes
         if self.args.should_save:
-            with replaced(self.model, "save_pretrained", lambda *_, **__: None), as_rank(self.args):
+            with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
                 self._save(folder, state_dict={})
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
+    def _as_rank(self) -> AbstractContextManager[None]:
+        """Let the arguments count ranks again, whose random numbers differ."""
+        return replaced(self.args, "distributed_state", PartialState())
+
     @over_stages
     def _save_rng_state(self, output_dir: str) -> None:
-        with as_rank(self.args):
+        with self._as_rank():
             super()._save_rng_state(output_dir)
 
     @over_stages
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with as_rank(self.args):
+        with self._as_rank():
             super()._load_rng_state(checkpoint)
 
 

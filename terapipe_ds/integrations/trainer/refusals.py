@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
-from terapipe_ds.runtime.checkpoints.save import replaced
 
 _WHOLE = "needs the whole model on one rank"
 # Arguments that stages cannot serve in another value than the default, and why.
@@ -62,13 +62,9 @@ def is_sft(kind: type) -> bool:
 def outer_arguments(kind: type, mixin: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return by name the arguments that the mixin of a class of Trainer got; its parents may pass them on unnamed."""
     parents = kind.__mro__[kind.__mro__.index(mixin) + 1 :]  # classes before the mixin have handed theirs on
-    signatures = (inspect.signature(vars(base)["__init__"]) for base in parents if "__init__" in vars(base))
-    names = next(list(each.parameters)[1:] for each in signatures if "args" in _named(each))
-    return dict(zip(names, args, strict=False)) | dict(kwargs)
-
-
-def _named(signature: inspect.Signature) -> list[str]:
-    return [each.name for each in signature.parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    starts = (inspect.unwrap(vars(base)["__init__"]) for base in parents if "__init__" in vars(base))
+    names = next(names for start in starts if "args" in (names := inspect.getfullargspec(start).args))
+    return dict(zip(names[1:], args, strict=False)) | dict(kwargs)
 
 
 def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config: Mapping[str, Any]) -> None:
@@ -76,41 +72,33 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config
 
     `mixin` is the class that gives the Trainer its stages; `ds_config` is DeepSpeed's config.
     """
-    args: TrainingArguments = given["args"]
     if not torch_dist.is_initialized():
         raise ModelRefusedError(
             "the ranks are not connected: start the script with the deepspeed launcher or torchrun, and on CPUs set "
             "TrainingArguments(use_cpu=True)"
         )
     with refused_on_all_ranks():
-        problems = [*_of_class(kind, mixin), *_of_args(args, ds_config), *_of_given(given)]
-        problems += conflicting_keys(ds_config)
-        if problems:
-            raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
+        of_call = *_of_class(kind, mixin), *_of_args(given["args"], ds_config), *_of_given(given)
+        _refuse(kind, [*of_call, *conflicting_keys(ds_config)])
 
 
-def _of_class(kind: type, mixin: type) -> list[str]:
-    problems = [
-        f"{base.__name__}: its loss compares whole sequences, or needs texts that the model generates; of TRL's "
-        "trainers stages serve SFTTrainer alone"
-        for base in kind.__mro__
-        if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base)
-    ]
-    problems += [
-        f"{base.__name__}.save_model: the stages save, and it would not run; override _save, or save_model in a class "
-        "above the mixin"
-        for base in kind.__mro__[kind.__mro__.index(mixin) + 1 : kind.__mro__.index(Trainer)]
-        if "save_model" in vars(base)
-    ]
+def _of_class(kind: type, mixin: type) -> Iterator[str]:
+    for base in kind.__mro__:
+        if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base):
+            yield (
+                f"{base.__name__}: its loss compares whole sequences, or needs texts that the model generates; of "
+                "TRL's trainers stages serve SFTTrainer alone"
+            )
+    for base in kind.__mro__[kind.__mro__.index(mixin) + 1 : kind.__mro__.index(Trainer)]:
+        if "save_model" in vars(base):
+            yield (
+                f"{base.__name__}.save_model: the stages save, and it would not run; override _save, or save_model in "
+                "a class above the mixin"
+            )
     # the mixin wraps each method that overrides one of Trainer
-    missing = [
-        name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__") and not hasattr(Trainer, name)
-    ]
-    if missing:
-        problems.append(
-            f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
-        )
-    return problems
+    wrapped = [name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__")]
+    if missing := [name for name in wrapped if not hasattr(Trainer, name)]:
+        yield f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
 
 
 def _is_of_trl(kind: type) -> bool:
@@ -119,19 +107,18 @@ def _is_of_trl(kind: type) -> bool:
     return is_trainer and not kind.__name__.startswith("_") and not is_sft_itself(kind)
 
 
-def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> list[str]:
+def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[str]:
     # the library's defaults, which a class of the user may change; an empty list is no value either
     kinds = [kind for kind in type(args).__mro__ if dataclasses.is_dataclass(kind)]
     defaults = {each.name: each.default for kind in kinds for each in dataclasses.fields(kind)}
-    problems = [
-        f"{name}: {why}"
-        for name, why in _REFUSED_ARGS.items()
-        if (value := getattr(args, name, None)) != defaults.get(name) and (value or defaults.get(name))
-    ]
+    for name, why in _REFUSED_ARGS.items():
+        value = getattr(args, name, None)
+        if value != defaults.get(name) and (value or defaults.get(name)):
+            yield f"{name}: {why}"
     if args.label_names not in (None, ["labels"]):
-        problems.append(f'label_names={args.label_names}: a causal language model has "labels" alone; leave it out')
+        yield f'label_names={args.label_names}: a causal language model has "labels" alone; leave it out'
     if args.label_smoothing_factor and "num_items_in_batch" not in inspect.signature(LabelSmoother.__call__).parameters:
-        problems.append(
+        yield (
             f"label_smoothing_factor: Trainer of transformers {transformers.__version__} adds up the means of "
             "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
@@ -139,49 +126,52 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> list[str]
     keys = ("zero_optimization", "stage"), ("tensor_parallel", "autotp_size"), ("terapipe", "strategy")
     divides = args.bf16 or args.fp16 or any((ds_config.get(key) or {}).get(name) for key, name in keys)
     if any(name in optimizer for name in _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides):
-        problems.append(f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch")
+        yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
     if args.accelerator_config.dispatch_batches:
-        problems.append("dispatch_batches: rank 0 would divide batches among stages; leave it out")
+        yield "dispatch_batches: rank 0 would divide batches among stages; leave it out"
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-    unserved = sorted(set(options) - {"use_reentrant"})
-    if unserved:
-        problems.append(f'gradient_checkpointing_kwargs {unserved}: set "recompute" in the terapipe section')
-    return problems
+    if unserved := sorted(set(options) - {"use_reentrant"}):
+        yield f'gradient_checkpointing_kwargs {unserved}: set "recompute" in the terapipe section'
 
 
-def _of_given(given: Mapping[str, Any]) -> list[str]:
-    problems = [f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None]
-    if given.get("quantization_config") is not None and not isinstance(given.get("model"), str | os.PathLike):
-        problems.append(
+def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
+    yield from (f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None)
+    model, template = given.get("model"), getattr(given["args"], "chat_template_path", None)
+    is_named = isinstance(model, str | os.PathLike)
+    if given.get("quantization_config") is not None and not is_named:
+        yield (
             "quantization_config: the model is in memory already; give its folder or name, or "
             "terapipe_ds.skeleton(name, quantization_config=...)"
         )
-    template = getattr(given["args"], "chat_template_path", None)
     is_file = template is None or str(template).endswith((".jinja", ".j2"))
-    if not is_file and (isinstance(given.get("model"), str | os.PathLike) or hasattr(given.get("model"), SOURCE)):
-        problems.append(
+    if not is_file and (is_named or hasattr(model, SOURCE)):
+        yield (
             f"chat_template_path={template}: TRL would resize an embedding without values; give a .jinja file, or a "
             "model in memory"
         )
     if any(each is not None for each in given.get("optimizers") or ()):
-        problems.append(
+        yield (
             "optimizers: they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an "
             "optimizer in DeepSpeed's config"
         )
-    return problems
 
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
-    problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name))]
+    _refuse(type(trainer), [*_of_trainer(trainer, mixin)])
+
+
+def _of_trainer(trainer: Trainer, mixin: type) -> Iterator[str]:
+    yield from filter(None, (_problem_of_method(trainer, mixin, name) for name in _REPLACED))
     if getattr(trainer, "aux_loss_enabled", False):
-        problems.append(
-            "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
-        )
+        yield "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
     if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
-        problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
+        yield 'padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"'
+
+
+def _refuse(kind: type, problems: Sequence[str]) -> None:
     if problems:
-        raise ModelRefusedError(f"pipeline stages cannot serve this {type(trainer).__name__}: {'; '.join(problems)}")
+        raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
 
 
 def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:

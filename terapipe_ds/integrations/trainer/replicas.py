@@ -1,9 +1,8 @@
-"""Let accelerate and Trainer count replicas of the model, not ranks: the stages of a pipeline get the same data."""
+"""Let accelerate count replicas of the model, not ranks: the stages of a pipeline get the same data."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from accelerate import Accelerator
@@ -13,7 +12,6 @@ from accelerate.utils.operations import recursively_apply
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import TrainingArguments
 
 from terapipe_ds.integrations.trainer.stages import Stages
 
@@ -73,29 +71,3 @@ class PipelineAccelerator(Accelerator):
             self._schedulers.append(DeepSpeedSchedulerWrapper(self.stages.own_scheduler(config), self._optimizers[-1]))
             return self._schedulers[-1]
         return item
-
-
-def count_replicas(args: TrainingArguments, stages: Stages) -> None:
-    """Let `args` count replicas as their processes.
-
-    `process_index` stays the rank, which decides who writes files, unless `args` have a `_replica`.
-    """
-    base: Any = type(args)
-    names = {
-        "world_size": property(lambda self: stages.replicas),
-        "process_index": property(lambda self: vars(self).get("_replica", base.process_index.fget(self))),
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "counted_class": base,
-    }
-    args.__class__ = type(base.__name__, (base,), names)
-
-
-@contextlib.contextmanager
-def as_rank(args: TrainingArguments) -> Iterator[None]:
-    """Let `args` count ranks again, whose random numbers differ."""
-    counted, args.__class__ = type(args), args.counted_class
-    try:
-        yield
-    finally:
-        args.__class__ = counted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,11 +12,7 @@ import torch.distributed as torch_dist
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.runtime import lr_schedules
-from deepspeed.runtime.pipe.topology import (
-    PipeDataParallelTopology,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
-)
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
@@ -27,7 +22,8 @@ from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.wrong_keys import refuse_misspelt_section
-from terapipe_ds.integrations.trainer.token_loss import Sums, TokenLoss
+from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
@@ -99,9 +95,8 @@ class Stages:
                 f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
                 "ranks; with tensor-parallel ranks, their product must divide the ranks"
             )
-        if tensor == 1:
-            return PipeDataParallelTopology(num_pp=count, num_dp=world // count)
-        return PipeModelDataParallelTopology(num_pp=count, num_mp=tensor, num_dp=world // (count * tensor))
+        sizes = {"pipe": count, "data": world // (count * tensor)} | ({"model": tensor} if tensor > 1 else {})
+        return ProcessTopology(axes=[*sizes], dims=[*sizes.values()])
 
     def _wanted_sizes(self) -> tuple[Any, Any]:
         """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
@@ -127,7 +122,7 @@ class Stages:
 
         `args` count data-parallel ranks as their processes.
         """
-        raw = copy.deepcopy(dict(self._raw))
+        raw = dict(self._raw)
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         # a size that the JSON leaves out comes from the arguments, not from DeepSpeed's default
         for name in _SIZES:
@@ -187,7 +182,7 @@ class Stages:
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
         engine.step_label_counts = label_counts
-        loss = engine.train_batch(iter(batches))
+        loss = engine.train_batch(map(_checked, batches))
         return loss.detach().float().reshape(()), self._sums()
 
     def evaluate(
@@ -202,7 +197,7 @@ class Stages:
         reduction = "avg" if engine.monitor.enabled and with_loss else None
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
         result: Any = engine.eval_batch(
-            iter([batch]),
+            map(_checked, [batch]),
             return_logits=wants_logits,
             compute_loss=with_loss,
             reduce_output=reduction,
@@ -212,13 +207,16 @@ class Stages:
         logits: Any = None
         if wants_logits:
             result, logits = result
-        own = None
-        if engine.is_last_stage():
+
+        def of_last_stage() -> tuple[Tensor | None, Any]:
             loss = result[0] if isinstance(result, list) else result
-            logits = logits if with_loss else loss
-            reduced = None if reduce_logits is None else nested_detach(reduce_logits(logits))
+            of_model = logits if with_loss else loss
+            reduced = None if reduce_logits is None else nested_detach(reduce_logits(of_model))
             of_batch = loss.detach().float().cpu().reshape(()) if with_loss else None
-            own = of_batch, send_to_device(reduced, "cpu")
+            return of_batch, send_to_device(reduced, "cpu")
+
+        # an error of the user's function must reach all ranks
+        own = everywhere(lambda: of_last_stage() if engine.is_last_stage() else None, torch_dist.group.WORLD)
         loss, reduced = next(each for each in gather(own, self._pipe_group()) if each is not None)
         return loss, reduced, self._sums()
 
@@ -241,6 +239,19 @@ class Stages:
         all_of_them = [torch.empty_like(own) for _ in range(self.replicas)]
         torch_dist.all_gather(all_of_them, own, group=self.module.mpu().get_data_parallel_group())
         return torch.cat(all_of_them)
+
+
+def _checked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch; raise BatchError for labels at padding. The engine draws it, and tells all ranks of errors."""
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    if mask is None or labels is None or mask.shape != labels.shape:
+        return batch
+    if bool((mask.eq(0) & labels.ne(IGNORED)).any()):
+        raise BatchError(
+            "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
+            "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"
+        )
+    return batch
 
 
 def leave_no_weights(model: nn.Module) -> None:

@@ -34,13 +34,7 @@ from terapipe_ds.models.hugging_face.refusals import (
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
-from terapipe_ds.models.hugging_face.weights.quantized import (
-    ask_for,
-    quantize,
-    refuse_random_weights,
-    require_adapters,
-    require_stored,
-)
+from terapipe_ds.models.hugging_face.weights.quantized import ask_for, quantize, refuse_quantized
 from terapipe_ds.models.hugging_face.weights.stored import (
     ADAPTER_CONFIG,
     DrawnWeights,
@@ -94,7 +88,7 @@ def from_config(
     dtype = check_arguments(dtype, options)
     if of_hub := [name for name in _OF_HUB if name in options]:
         raise TypeError(f"from_config reads nothing from the hub: leave out {', '.join(of_hub)}")
-    refuse_random_weights(config)
+    refuse_quantized(config, "drawn")
     with _family_named(config):
         outline = Outline(model_without_weights(config, dtype))
     with refused_on_all_ranks():  # adapters may be in a folder
@@ -148,7 +142,8 @@ def from_pretrained(
     with refused_on_all_ranks():  # each may have a disk of its own
         name, folder, adapter = _folders(folder, adapter, of_hub)
         config = _config_of(name, folder, quantization_config)
-        require_adapters(config, adapter)
+        if adapter is None:
+            refuse_quantized(config, "trained")
         with _family_named(config):
             outline = Outline(model_without_weights(config, dtype))
         # generation settings are only handed on to what is saved
@@ -170,7 +165,8 @@ def _from_model(
     with refused_on_all_ranks():
         base = language_model_of(model)
         kept_dtype, has_adapters, source = dtype or base.dtype, base is not model, getattr(base, SOURCE, None)
-        require_stored(base.config, source)
+        if source is None:
+            refuse_quantized(base.config, "copied")
         whole = fresh = model_without_weights(base.config, kept_dtype)
         state = base.state_dict()
         if has_adapters:
@@ -182,7 +178,8 @@ def _from_model(
             # adapters of a skeleton have no values yet
             adapter = model if source is None else model.peft_config["default"]
             whole = of_peft.with_adapters(model, model_without_weights(base.config, kept_dtype))
-        require_adapters(base.config, adapter)
+        if adapter is None:
+            refuse_quantized(base.config, "trained")
         # this refuses by name everything that stages would not do like the owner's model
         changes = changes_of(model, whole, dtype)
         if (adapter is None or has_adapters) and not any(changes.requires_grad.values()):
@@ -324,7 +321,8 @@ def _problem_of_version() -> str:
     """Return why not even a tiny Llama can be cut, if that fails: then the model's family is not the cause."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "num_hidden_layers": 1}
     try:
-        outline = Outline(model_without_weights(transformers.LlamaConfig(**sizes, vocab_size=8), torch.float32))
+        llama = transformers.LlamaConfig(**sizes, vocab_size=8)
+        outline = Outline(model_without_weights(llama, torch.get_default_dtype()))
         DecoderLayer(Blueprint(outline, DrawnWeights(outline, 0)), 0).find_way()
     except Exception as error:
         return str(error) if isinstance(error, ModelRefusedError) else f"{type(error).__name__}: {error}"

@@ -13,7 +13,7 @@ import contextlib
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline, Run
 from terapipe_ds.models.hugging_face.forward.probe import Way, find_way
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check_division
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, VocabEmbedding
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, Products, VocabEmbedding
 from terapipe_ds.models.hugging_face.weights.quantized import take_scales, without_values
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import is_unread
@@ -108,7 +108,7 @@ class Piece(nn.Module):
         take_scales(self, state_dict, prefix)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def defer_weight_gradients(self, gradients: LinearProducts) -> None:
+    def defer_weight_gradients(self, gradients: Products) -> None:
         """Let the engine compute the weight gradients of linear layers that transformers defines itself."""
         for layer in self.modules():
             make = _LINEARS.get(type(layer).__name__) if type(layer).__module__.startswith("transformers.") else None
@@ -134,9 +134,6 @@ class Piece(nn.Module):
 class Embedding(Piece):
     """Token ids [B, T], or with position ids a tuple -> hidden states [B, T, H] of the first decoder layer."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__(blueprint, blueprint.outline.before)
-
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens = tokens_of(inputs)
         return self.outline.run_before(self.runs, tokens, places(tokens))
@@ -145,19 +142,12 @@ class Embedding(Piece):
 class TiedEmbedding(Piece):
     """Token ids, or with position ids a tuple -> their embeddings; the output matrix is the same weights."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__(blueprint, [blueprint.outline.embedding])
-
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         return self.held[0](tokens_of(inputs))
 
 
 class BeforeLayers(Piece):
     """Embeddings of tokens -> hidden states of the first decoder layer; only in models with tied embeddings."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, (name for name in outline.before if name != outline.embedding))
 
     def forward(self, embedded: Tensor) -> Tensor:
         tokens = torch.zeros(embedded.shape[:2], dtype=torch.long, device=embedded.device)
@@ -206,19 +196,12 @@ class DecoderLayer(Piece):
 class Norm(Piece):
     """Run the modules between the decoder layers and the output matrix, [B, T, H] -> the same."""
 
-    def __init__(self, blueprint: Blueprint) -> None:
-        outline = blueprint.outline
-        super().__init__(blueprint, (name for name in outline.after if name != outline.head))
-
     def forward(self, hidden: Tensor) -> Tensor:
         return self.outline.run_after(self.runs, hidden, places(hidden))
 
 
 class OutputMatrix(Piece):
     """Apply the output matrix and the code that follows it (scales, caps), [B, T, H] -> logits [B, T, vocab_size]."""
-
-    def __init__(self, blueprint: Blueprint) -> None:
-        super().__init__(blueprint, [blueprint.outline.head])
 
     def output_head(self) -> Head | str:
         """Return the output matrix and the code after it for a loss that keeps no logits, or why it needs logits."""
@@ -257,19 +240,11 @@ def _with_scale_and_cap(head: Head | str, piece: Piece) -> Head | str:
     return form if isinstance(form, str) else replace(head, scale=form[0], softcap=form[1])
 
 
-class LinearProducts(Protocol):
-    """Declare the engine's object that computes weight gradients."""
-
-    def linear(
-        self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False
-    ) -> Tensor: ...
-
-
-def _conv1d(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+def _conv1d(gradients: Products, layer: Any, inputs: Tensor) -> Tensor:
     return gradients.linear(inputs, layer.weight, layer.bias, is_transposed=True)
 
 
-def _falcon(gradients: LinearProducts, layer: Any, inputs: Tensor) -> Tensor:
+def _falcon(gradients: Products, layer: Any, inputs: Tensor) -> Tensor:
     outputs = gradients.linear(inputs, layer.weight)
     return outputs if layer.bias is None else outputs + layer.bias  # the layer rounds before it adds
 
@@ -279,15 +254,18 @@ _LINEARS = {"Conv1D": _conv1d, "FalconLinear": _falcon}
 
 def layers_of(blueprint: Blueprint) -> list[LayerSpec]:
     """Return the model as `PipelineModule(layers=...)` takes it."""
-    decoder = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(blueprint.outline.layers))]
-    norm = LayerSpec(Norm, blueprint)
+    outline = blueprint.outline
+    decoder = [LayerSpec(DecoderLayer, blueprint, index) for index in range(len(outline.layers))]
+    norm = LayerSpec(Norm, blueprint, [name for name in outline.after if name != outline.head])
+    if outline.tied is None:
+        head = LayerSpec(OutputMatrix, blueprint, [outline.head])
+        return [LayerSpec(Embedding, blueprint, outline.before), *decoder, norm, head]
     # DeepSpeed sums the gradients of layers with one key over their stages
-    if blueprint.outline.tied is None:
-        return [LayerSpec(Embedding, blueprint), *decoder, norm, LayerSpec(OutputMatrix, blueprint)]
-    weight = "held.0.weight"
-    first = TiedLayerSpec(TIED, TiedEmbedding, blueprint, tied_weight_attr=weight)
-    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, forward_fn=TiedLogits(), tied_weight_attr=weight)
-    return [first, LayerSpec(BeforeLayers, blueprint), *decoder, norm, last]
+    weight, names = "held.0.weight", [outline.embedding]
+    first = TiedLayerSpec(TIED, TiedEmbedding, blueprint, names, tied_weight_attr=weight)
+    last = TiedLayerSpec(TIED, TiedEmbedding, blueprint, names, forward_fn=TiedLogits(), tied_weight_attr=weight)
+    others = [name for name in outline.before if name != outline.embedding]
+    return [first, LayerSpec(BeforeLayers, blueprint, others), *decoder, norm, last]
 
 
 def tokens_of(inputs: Tensor | tuple[Tensor, ...]) -> Tensor:

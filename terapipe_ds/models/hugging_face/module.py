@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,13 +23,12 @@ from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import partial_in
-from terapipe_ds.models.hugging_face.tensor_parallel.universal import universal_checkpoint_info
-from terapipe_ds.models.hugging_face.weights.quantized import refuse_tensor_ranks
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import partial_in, universal_checkpoint_info
+from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
-from terapipe_ds.models.rank_gradients import is_split, require_equal_gradients, sum_gradients
+from terapipe_ds.models.rank_gradients import complete_gradients
 
 _ADVICE = (
     "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
@@ -103,7 +101,7 @@ class HuggingFaceModule(PipelineModule):
             )
         tensor_ranks = axes.get("model", 1)
         if tensor_ranks > 1:
-            refuse_tensor_ranks(blueprint.outline.model)
+            refuse_quantized(blueprint.outline.model.config, "divided")
             adapters = blueprint.adapters
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor
@@ -212,13 +210,10 @@ class HuggingFaceModule(PipelineModule):
 
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
         """
-        if self.blueprint.ranks is None:
-            return
-        group, trained = self.blueprint.ranks.group, {n: p for n, p in self.named_parameters() if p.requires_grad}
-        sum_gradients({n: trained[n] for n in partial_in(self) if n in trained}, engine.optimizer, group)
-        if not self._replicas_compared:
-            whole = {n: p for n, p in trained.items() if not is_split(p)}
-            self._replicas_compared = require_equal_gradients(whole, engine.optimizer, group, _ADVICE)
+        if self.blueprint.ranks is not None:
+            group, compared = self.blueprint.ranks.group, self._replicas_compared
+            names = partial_in(self)
+            self._replicas_compared = complete_gradients(self, names, engine.optimizer, group, _ADVICE, compared)
 
     to_tuple = staticmethod(to_tuple)
 
@@ -266,13 +261,8 @@ class HuggingFaceModule(PipelineModule):
 
 def _checked(partition: Sequence[int], num_layers: int) -> list[int]:
     bounds = list(partition)
-    if (
-        any(not isinstance(bound, int) or isinstance(bound, bool) for bound in bounds)
-        or len(bounds) < 2
-        or bounds[0] != 0
-        or bounds[-1] != num_layers
-        or any(a >= b for a, b in itertools.pairwise(bounds))
-    ):
+    is_rising = all(type(bound) is int for bound in bounds) and bounds == sorted(set(bounds))
+    if not is_rising or len(bounds) < 2 or (bounds[0], bounds[-1]) != (0, num_layers):
         raise ValueError(
             f"partition {bounds} is not a list of rising integers from 0 to {num_layers}, the number of pipeline "
             "layers with embedding, norm and output matrix"

@@ -17,9 +17,9 @@ import secrets
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -84,17 +84,11 @@ def _put_in_place(publishing: Path) -> None:
     publishing.rmdir()
 
 
-class Engine(Protocol):
-    """Declare what saving needs of an engine."""
-
-    module: HuggingFaceModule
-
-
 class SavingError(RuntimeError):
     """Report that a stage could not write its weights; raised on all ranks."""
 
 
-def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
+def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str], *, merge: bool = False) -> None:
     """Write the model's weights, config, generation config and tokenizer into a folder. A collective over all ranks.
 
     Each stage writes its own weights, tied ones once, into a hidden folder. Once all are on the disk they replace the
@@ -110,7 +104,8 @@ def save_pretrained(engine: Engine, folder: str | os.PathLike[str], *, merge: bo
             adapters are trained.
         SavingError: on all ranks, with the failure of each.
     """
-    module, adapters = engine.module, engine.module.blueprint.adapters
+    module: HuggingFaceModule = engine.module
+    adapters = module.blueprint.adapters
     _check_merge(module, merge)
     runs = [piece.runs for piece in module.modules() if isinstance(piece, Piece)]
     pieces = {name: held for of_piece in runs for name, held in of_piece.items()}

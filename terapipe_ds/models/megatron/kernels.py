@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -24,8 +23,7 @@ from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
 from terapipe_ds import compat
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.messages import logger
 
 
 def on_cpu() -> bool:

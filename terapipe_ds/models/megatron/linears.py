@@ -51,38 +51,31 @@ def split_backwards(module: nn.Module, gradients: SplitBackwards) -> None:
     """Let linear layers in `module`, itself included, leave weight gradients to W, except layers with own products."""
     for layer in module.modules():
         if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)) and _computes_as_megatron(layer):
-            layer._forward_impl = _forward_of(layer, gradients)
+            layer._forward_impl = functools.partial(_split_forward, layer, gradients)  # copies of the layer copy this
         elif transformer_engine.HAVE_TE and _computes_as_engine(layer):
-            layer.forward = functools.partial(_engine_forward, layer, gradients)  # copies of the layer copy this
-            setattr(layer.forward, _MARK, True)
-
-
-_MARK = "_terapipe_splits"
+            layer.forward = functools.partial(_engine_forward, layer, gradients)
 
 
 def _computes_as_megatron(layer: Any) -> bool:
     replaced = vars(layer).get("_forward_impl")
     plain = (ColumnParallelLinear._forward_impl, RowParallelLinear._forward_impl)
-    return (replaced is None or hasattr(replaced, _MARK)) and type(layer)._forward_impl in plain
+    is_usual = replaced is None or getattr(replaced, "func", None) is _split_forward  # of an earlier engine
+    return is_usual and type(layer)._forward_impl in plain
 
 
-def _forward_of(layer: Any, gradients: SplitBackwards) -> Callable[..., Tensor]:
-    """Return a `_forward_impl` for `layer`: its product with a weight that may be another layer's."""
-    plain = functools.partial(type(layer)._forward_impl, layer)
-
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-        # fused accumulation and inference have products of their own
-        is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
-        take = None if is_other else gradients.taker(input, weight)
-        if take is None:
-            return plain(input, weight, bias, **options)
-        sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
-        ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
-        # no edge to the weight: B would call the weight's hooks without a gradient
-        return _SplitLinear.apply(input, weight.detach(), bias, take, ranks)
-
-    setattr(forward, _MARK, True)
-    return forward
+def _split_forward(
+    layer: Any, gradients: SplitBackwards, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
+) -> Tensor:
+    """Be the `_forward_impl` of `layer`: its product with a weight that may be another layer's."""
+    # fused accumulation and inference have products of their own
+    is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
+    take = None if is_other else gradients.taker(input, weight)
+    if take is None:
+        return type(layer)._forward_impl(layer, input, weight, bias, **options)  # type: ignore[no-any-return]
+    sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)
+    ranks = _Ranks(options.get("tp_group"), sums=sums, shares_tokens=shares)
+    # no edge to the weight: B would call the weight's hooks without a gradient
+    return _SplitLinear.apply(input, weight.detach(), bias, take, ranks)
 
 
 def _computes_as_engine(layer: Any) -> bool:
@@ -92,7 +85,7 @@ def _computes_as_engine(layer: Any) -> bool:
     replaced = vars(layer).get("forward")
     # a precision of the layer's own, or parts of the weight as parameters of their own
     is_usual = is_plain and layer.te_quant_params is None and isinstance(getattr(layer, "weight", None), nn.Parameter)
-    return is_usual and (replaced is None or hasattr(replaced, _MARK))
+    return is_usual and (replaced is None or getattr(replaced, "func", None) is _engine_forward)
 
 
 def _engine_forward(layer: Any, gradients: SplitBackwards, inputs: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -16,14 +16,19 @@ from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.messages import nearest
-from terapipe_ds.models.megatron.gradients import require_equal_replicas, sum_partial_gradients
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
-from terapipe_ds.models.megatron.weights import mark_split_parameters, universal_checkpoint_info
+from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
+from terapipe_ds.models.rank_gradients import complete_gradients
 
+_ADVICE = (
+    "Where a rank's gradient counts only its own tokens or heads, set parameter.sequence_parallel = True, so that it "
+    "is summed; otherwise the ranks were given different samples or different random numbers for dropout "
+    "(terapipe_ds.models.megatron.layers.seed_dropout)"
+)
 _BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
 
 
@@ -152,12 +157,10 @@ class MegatronGPT(PipelineModule):
 
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
         """
-        group = self.blueprint.groups.tp
-        if group.size() == 1:
-            return
-        sum_partial_gradients(self, self.blueprint.config, engine.optimizer, group)
-        if not self._replicas_compared:
-            self._replicas_compared = require_equal_replicas(self, engine.optimizer, group)
+        group, config, compared = self.blueprint.groups.tp, self.blueprint.config, self._replicas_compared
+        if group.size() > 1:
+            names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
+            self._replicas_compared = complete_gradients(self, names, engine.optimizer, group, _ADVICE, compared)
 
 
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:

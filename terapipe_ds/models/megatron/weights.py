@@ -1,4 +1,4 @@
-"""Mark parameters that tensor-parallel ranks share, and describe them for DeepSpeed.
+"""Mark parameters that tensor-parallel ranks share, name partial gradients, and describe parameters for DeepSpeed.
 
 A universal checkpoint holds every parameter and its Adam moments whole, under a name that no layout changes.
 DeepSpeed (0.19.8) finds out from `universal_checkpoint_info`, which it saves with the model, how the parts of a
@@ -54,6 +54,19 @@ def mark_split_parameters(module: nn.Module) -> None:
         if weight is not None and not hasattr(weight, "tensor_model_parallel"):
             dim = 1 if isinstance(layer, RowParallelLinear) else 0
             set_tensor_model_parallel_attributes(weight, is_parallel=True, dim=dim, stride=1)
+
+
+def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) -> bool:
+    """Return whether only the sum over tensor-parallel ranks is the gradient.
+
+    A rank's share counts only its own tokens (sequence parallelism), or its own heads (query and key norms). The norms
+    of latent attention come before the heads are cut.
+    """
+    if is_split(parameter):
+        return False
+    if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
+        return True
+    return not config.multi_latent_attention and ("q_layernorm." in name or "k_layernorm." in name)
 
 
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:

@@ -249,8 +249,8 @@ class Search:
                 self._score(priced[candidate], proposal.shape, proposal.bounds, proposal.slices, near_s=near_s)
                 continue
             self.work += _PROPOSING
-            for one in self._proposals_of(priced[candidate]):
-                heapq.heappush(queue, (one.seconds, added, candidate, one))
+            for each in self._proposals_of(priced[candidate]):
+                heapq.heappush(queue, (each.seconds, added, candidate, each))
                 added += 1
 
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:

@@ -1,4 +1,4 @@
-"""Let all ranks agree on a batch before its first action.
+"""Let all ranks agree on a batch, and on their config, before its first action.
 
 DeepSpeed gives data only to the first and the last stage, so these draw all micro-batches first. Then the ranks sum up
 one fixed-size tensor on the CPU. The sums tell every rank how long each micro-batch is, and whether all ranks have
@@ -8,12 +8,14 @@ raises the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
+import xxhash
 
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
@@ -21,8 +23,11 @@ from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe
 from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
 
+T = TypeVar("T")
+
+SAMPLE = 1 << 16  # stages compare at least this many elements of labels, if there are more
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SAME_CALLS = "Every rank must make the same calls, with the same config, between the same batches."
 _SAME_DATA = "Give the first and the last stage iterators over the same micro-batches."
 _SHUFFLED = (
@@ -106,7 +111,9 @@ class StageReport:
     micro-batches, None on stages that draw no labels. `seen` are the shapes of all labels that this rank got. `starts`
     says where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of the token
     ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
-    batches; 0 means that there are none, or that they stand in for labels that this stage does not need.
+    batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
+    is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
+    batch, else 2.
     """
 
     training: bool
@@ -119,10 +126,11 @@ class StageReport:
     starts: tuple[Starts | None, ...] = ()
     dicts: int = 0
     contents: int = 0
+    model_change: int = 0
 
 
 class _Header(NamedTuple):
-    """Hold the numbers that the stages of a pipeline add up. Only the loss stage sets the fields after `edges`."""
+    """Hold the numbers that the stages of a pipeline add up. Only the loss stage sets the fields after `has_edges`."""
 
     other_counts: int  # 0: all stages have the same number of micro-batches
     other_labels: int  # 0: the stages that draw got labels of the same shapes
@@ -130,21 +138,28 @@ class _Header(NamedTuple):
     other_contents: int  # 0: and the same labels in tuples
     without_contents: int  # stages that draw but have no such labels to compare
     without_labels: int  # stages that draw but got no labels
-    edges: int = 0  # the numbers of the message that says where documents start; the stage of the first part gives it
+    has_edges: int = 0  # some rows have several documents; the stage of the first part says where these start
     is_uniform: int = 0  # all micro-batches have the shape that follows
     rows: int = 0
     length: int = 0
 
 
-_SHARED = 3  # the numbers before the headers: failed ranks, other calls, other data
+_PROBLEMS = 3  # the first numbers: failed ranks, other calls, other data
+_SHARED = _PROBLEMS + 2  # the numbers before the headers: also ranks with a changed and with a new model
 
 
-def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shapes], None]) -> Shapes:
+def agree_on_batch(
+    report: StageReport,
+    place: PlaceInJob,
+    check: Callable[[Shapes], None],
+    when_changed: Callable[[bool], None] = lambda is_new: None,
+) -> Shapes:
     """Return the shapes of this pipeline's micro-batches, as the stage that knows the loss sees them.
 
     A collective over all ranks. If the data of replicas end at different steps, all replicas stop at the first end.
 
-    If a stage that draws got no labels, `check` checks its inputs once the shapes are known.
+    If a stage that draws got no labels, `check` checks its inputs once the shapes are known. If the model of any rank
+    has changed, `when_changed` is called on all of them, with whether any has not been like this before.
 
     Raises:
         RaisedEverywhere: on every rank, when one of them could not draw its data or when ranks disagree.
@@ -164,9 +179,11 @@ def agree_on_batch(report: StageReport, place: PlaceInJob, check: Callable[[Shap
         any(other_labels)
         or other_contents
         or any(each.other_counts or each.other_dicts for each in headers)
-        or bool(sums[:_SHARED].any())
+        or bool(sums[:_PROBLEMS].any())
     ):
         raise RaisedEverywhere(_problem(report, place))
+    if sums[_PROBLEMS]:
+        when_changed(bool(sums[_PROBLEMS + 1]))
     # the inputs of stages without labels can be checked only now
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
@@ -196,7 +213,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         of_drawing(digest(report.contents)),
         draws and not report.contents,
         draws and not report.seen,
-        len(to_numbers(report.starts)) if place.stage_id == place.first_stage else 0,
+        place.stage_id == place.first_stage and any(report.starts),
     )
     # one shape is enough if micro-batches are alike; otherwise a second message has all shapes
     if place.stage_id == place.loss_stage and report.shapes:
@@ -209,7 +226,9 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
         data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
     numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
-    numbers[:_SHARED] = torch.tensor([report.error is not None, call, data])
+    numbers[:_SHARED] = torch.tensor(
+        [report.error is not None, call, data, report.model_change > 0, report.model_change > 1]
+    )
     numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
     return numbers
 
@@ -218,18 +237,20 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
     if header.is_uniform:
         shapes: Shapes = (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
     else:
-        sizes = torch.tensor([(s.rows, s.length) for s in report.shapes or ()] or [(0, 0)] * report.num_micro_batches)
-        if place.control is not None:
-            torch_dist.broadcast(sizes, group=place.control, group_src=place.loss_stage)
-        shapes = tuple(MicroBatchShape(rows, length) for rows, length in sizes.tolist())
+        shapes = _from_stage(place.loss_stage, report.shapes or (), place)
     # one message more if some rows have several documents
-    if not header.edges:
+    if not header.has_edges:
         return shapes
-    numbers = torch.tensor(to_numbers(report.starts) if place.stage_id == place.first_stage else [0] * header.edges)
-    if place.control is not None:
-        torch_dist.broadcast(numbers, group=place.control, group_src=place.first_stage)
-    starts = from_numbers(numbers.tolist())
+    starts = _from_stage(place.first_stage, report.starts, place)
     return tuple(replace(shape, starts=each) for shape, each in zip(shapes, starts, strict=True))
+
+
+def _from_stage(stage_id: int, value: T, place: PlaceInJob) -> T:
+    """Return the value of a stage on all stages of the pipeline."""
+    values = [value]
+    if place.control is not None:
+        torch_dist.broadcast_object_list(values, group=place.control, group_src=stage_id)
+    return values[0]
 
 
 class _Message(NamedTuple):
@@ -273,7 +294,7 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
 
     def differing(what: str, ranks: Iterable[int], text: Callable[[StageReport], str]) -> list[str]:
         texts = {rank: text(messages[rank].report) for rank in ranks}
-        return [f"{what}: {by_text(texts, 'ranks')}"] if len(set(texts.values())) > 1 else []
+        return [f"{what}: {by_text(texts)}"] if len(set(texts.values())) > 1 else []
 
     # a different call or config explains all differences that follow
     everyone = range(len(messages))
@@ -305,3 +326,54 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
         lines += differing("the number of micro-batches", stages, lambda one: str(one.num_micro_batches))
         lines += differing(what, labelled, lambda one: str([[shape.rows, shape.length] for shape in one.seen]))
     return BatchError(f"the stages of a pipeline disagree on {'; '.join(lines)}. {cause} {_SAME_DATA}")
+
+
+# -- checksums that show whether ranks have drawn different data -------------------------------------------------------
+
+
+def checksum(value: Any) -> int:
+    """Return a number in [0, 2^62) that depends on every bit, on the order, the shapes and the dtypes in `value`."""
+    digest = xxhash.xxh3_64()
+    for part in _content(value):
+        digest.update(part)
+    return digest.intdigest() >> 2
+
+
+def contents_of(labels: Any) -> int:
+    """Return a checksum of the first tensor of labels, or of a sample if it is large; 0 if it cannot be compared.
+
+    A stage without the loss may get labels of one value in place of the labels that it does not need, and other tensors
+    beside them. Whole numbers count by their values: a sample shows a shuffle as well as the whole tensor does.
+    """
+    tensors = [each for each in (labels if isinstance(labels, (tuple, list)) else (labels,)) if torch.is_tensor(each)]
+    if not tensors or not tensors[0].numel():
+        return 0
+    # every n-th element, from the start to the end
+    sample = tensors[0].detach().reshape(-1)[:: 1 + tensors[0].numel() // SAMPLE].cpu()
+    sample = sample if sample.is_floating_point() or sample.is_complex() else sample.long()
+    return 0 if bool((sample == sample[0]).all()) else checksum(sample)
+
+
+def _content(value: Any) -> Iterator[Any]:
+    """Yield the bytes of a value, however deep. An object of unknown kind counts by its type: its text may vary."""
+    if torch.is_tensor(value):
+        yield f"{list(value.shape)} {value.dtype};".encode()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+        return
+    text = f"{type(value).__module__}.{type(value).__qualname__} "
+    inner: list[Any] = []
+    if isinstance(value, _PLAIN):
+        text += repr(value)
+    elif isinstance(value, np.ndarray | np.generic) and value.dtype != object:
+        yield f"{text}{value.dtype} {value.shape};".encode()
+        yield value.tobytes()
+        return
+    elif isinstance(value, Mapping):
+        inner = [each for item in value.items() for each in item]
+    elif isinstance(value, (tuple, list)):
+        inner = list(value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        inner = [getattr(value, field.name) for field in fields(value)]
+    yield f"{text} {len(inner)};".encode(errors="surrogatepass")
+    for each in inner:
+        yield from _content(each)

@@ -154,11 +154,6 @@ class UncutLabels(SliceableTensors):
     value: Any
     whole_length: int
 
-    @classmethod
-    def of(cls, labels: Any, length: int) -> UncutLabels:
-        """Return the labels of sequences of `length` tokens."""
-        return cls((), (), 0, False, labels, length)
-
     @property
     def length(self) -> int:
         return self.whole_length

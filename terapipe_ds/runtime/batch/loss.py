@@ -8,12 +8,13 @@ count the labels of all micro-batches and data-parallel ranks alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.messages import show_key
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
@@ -22,46 +23,37 @@ class SliceLossError(ValueError):
     """Say that the losses of the slices cannot be combined into the loss of the micro-batch."""
 
 
-def slice_weights(
-    labels: SliceableTensors,
-    plan: SlicePlan,
-    *,
-    loss_reduction: str,
-    ignore_index: int,
-    slice_weight: Callable[[Any], Any] | None = None,
-) -> tuple[float, ...]:
-    """Return one factor per slice of `plan`; zeros if no label counts.
-
-    Args:
-        labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
-        loss_reduction: how `loss_fn` reduces: `mean_valid` or `mean_of_step` | `mean` | `sum`.
-        slice_weight: `loss_fn.slice_weight`, called with the labels of one slice; replaces `loss_reduction`. A slice's
-            factor is its weight over the sum of all, which is right if `loss_fn` is a sum divided by that weight.
-    """
-    if isinstance(labels, UncutLabels):
-        return (1.0,)
-    if slice_weight is None and loss_reduction == "sum":
-        return (1.0,) * plan.num_slices
-    if slice_weight is None and loss_reduction == "mean":
-        return plan.shares
-    counts = slice_counts(labels, plan, ignore_index, slice_weight)
-    total = sum(counts) or 1.0
-    return tuple(count / total for count in counts)
+class LossKindError(SliceLossError):
+    """Say that a loss is no scalar tensor."""
 
 
 def weights_of(
     labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any, reduction: str | None = None
 ) -> tuple[float, ...]:
-    """Return one factor per slice from the config and `loss_fn`; `reduction` replaces the config's reduction."""
-    weight = getattr(loss_fn, "slice_weight", None)
+    """Return one factor per slice of `plan`; zeros if no label counts.
+
+    Args:
+        labels: of the whole micro-batch; the first one that has the sequence decides which labels are valid.
+        loss_fn: its `slice_weight`, if it has one, replaces the reduction. A slice's factor is then its weight over the
+            sum of all, which is right if `loss_fn` is a sum divided by that weight.
+        reduction: replaces the config's: `mean_valid` or `mean_of_step` | `mean` | `sum`.
+    """
     reduction = reduction or config.loss_reduction
-    return slice_weights(labels, plan, loss_reduction=reduction, ignore_index=config.ignore_index, slice_weight=weight)
+    has_weights = getattr(loss_fn, "slice_weight", None) is not None
+    if isinstance(labels, UncutLabels):
+        return (1.0,)
+    if not has_weights and reduction == "sum":
+        return (1.0,) * plan.num_slices
+    if not has_weights and reduction == "mean":
+        return plan.shares
+    counts = slice_counts(labels, plan, config, loss_fn)
+    total = sum(counts) or 1.0
+    return tuple(count / total for count in counts)
 
 
-def slice_counts(
-    labels: SliceableTensors, plan: SlicePlan, ignore_index: int, slice_weight: Callable[[Any], Any] | None = None
-) -> list[float]:
-    """Return how much each slice's labels count: the result of `slice_weight`, or the number of valid labels."""
+def slice_counts(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> list[float]:
+    """Return how much each slice's labels count, whatever the reduction: by `slice_weight`, or the valid labels."""
+    slice_weight = getattr(loss_fn, "slice_weight", None)
     if slice_weight is not None:
         weights = [float(slice_weight(labels.part(*plan.span(i)))) for i in range(plan.num_slices)]
         for i, weight in enumerate(weights):
@@ -72,15 +64,10 @@ def slice_counts(
                 )
         return weights
     # count the valid labels of each token over all rows
-    valid = labels.deciding != ignore_index
+    valid = labels.deciding != config.ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
     return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]
-
-
-def counts_any(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConfig, loss_fn: Any) -> bool:
-    """Return whether any label counts, whatever the reduction."""
-    return sum(slice_counts(labels, plan, config.ignore_index, getattr(loss_fn, "slice_weight", None))) > 0.0
 
 
 def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: Any) -> float:
@@ -89,8 +76,7 @@ def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: 
         raise SliceLossError(
             'terapipe.loss_reduction = "mean_of_step": labels without a sequence cannot be counted; set it to "mean"'
         )
-    weight = getattr(loss_fn, "slice_weight", None)
-    return sum(slice_counts(labels, SlicePlan((labels.length,)), config.ignore_index, weight))
+    return sum(slice_counts(labels, SlicePlan((labels.length,)), config, loss_fn))
 
 
 class _ExactZero(torch.autograd.Function):
@@ -115,10 +101,15 @@ def exact_zero(outputs: Any) -> torch.Tensor:
     return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
 
 
-def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None) -> Any:
+def weighted_loss(
+    outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None, trains: bool = True
+) -> Any:
     """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of scalars.
 
-    Without `loss_fn` outputs are losses.
+    Without `loss_fn` outputs are losses. Only an evaluation may have several, as in the stock engine.
+
+    Raises:
+        LossKindError: the loss is something else.
     """
     # a mean over no labels is NaN, so the loss function is not called
     if weight == 0.0:
@@ -129,11 +120,25 @@ def weighted_loss(outputs: Any, labels: Any, weight: float, loss_fn: Callable[[A
             )
         return exact_zero(outputs)
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
-    if not torch.is_tensor(loss):
+    is_several = isinstance(loss, (tuple, list)) and all(map(torch.is_tensor, loss))
+    if is_several and not trains:
         return [part * weight for part in loss]
-    if loss.numel() != 1:
-        raise SliceLossError(
-            f"the loss of a slice must be a scalar, got shape {list(loss.shape)}: reduce it in loss_fn and say how "
-            "in terapipe.loss_reduction"
-        )
+    if not torch.is_tensor(loss) or loss.numel() != 1:
+        raise LossKindError(_problem_of_kind(loss, loss_fn))
     return loss if weight == 1.0 else loss * weight
+
+
+def _problem_of_kind(loss: Any, loss_fn: Any) -> str:
+    name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
+    who = "the last layer (PipelineModule has no loss_fn)" if loss_fn is None else f"loss_fn ({name})"
+    given, fix = f"a {type(loss).__name__}", "return the loss to train on alone"
+    if torch.is_tensor(loss):
+        given, fix = f"shape {list(loss.shape)}", "reduce it in loss_fn and say how in terapipe.loss_reduction"
+    elif isinstance(loss, Mapping):
+        given, fix = f"{given} with {', '.join(map(show_key, loss)) or 'nothing'}", f'{fix}, such as result["loss"]'
+    elif isinstance(loss, (tuple, list)):
+        given, fix = f"{given} of {len(loss)}", f"{fix}, such as result[0]"
+    return (
+        f"{who} returned {given}, but the loss of a slice must be a scalar tensor: {fix}. Other values to log are for "
+        "PipelineModule.get_additional_losses()"
+    )

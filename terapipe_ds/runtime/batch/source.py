@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +10,10 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import (
     DataSums,
@@ -22,13 +22,11 @@ from terapipe_ds.runtime.batch.batch_agreement import (
     Shapes,
     StageReport,
     agree_on_batch,
+    checksum,
+    contents_of,
 )
-from terapipe_ds.runtime.batch.checksums import checksum, contents_of
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels, as_tuple, check_sizes
-from terapipe_ds.runtime.batch.packed_rows import find_starts
 from terapipe_ds.runtime.layout.layout import Layout
-
-logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass
@@ -59,6 +57,8 @@ class BatchSource:
             it may raise.
         look_at: called with the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
+        model_change: returns how the model of this rank differs from the batch before, as `StageReport` has it.
+        when_changed: called on every rank if any model has changed, with whether that is for the first time.
         require: called on the rank of the last part, with the lengths of the micro-batches and whether they are trained
             on; it raises if nothing can run them.
     """
@@ -76,6 +76,8 @@ class BatchSource:
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
         require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
+        model_change: Callable[[], int] = lambda: 0,
+        when_changed: Callable[[bool], None] = lambda is_new: None,
     ) -> None:
         self._config, self._next_batch, self._place = config, next_batch, place
         self._is_first = place.stage_id in layout.stages_with_end(first=True)
@@ -83,6 +85,7 @@ class BatchSource:
         self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = self._tells_of_labels = tells  # once each
         self._accept, self._look_at, self._check, self._require = accept, look_at, check, require
+        self._model_change, self._when_changed = model_change, when_changed
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -120,8 +123,9 @@ class BatchSource:
         starts = tuple(each.starts for each in drawn)
         by_kind = [each.dicts for each in drawn], [each.contents for each in drawn]
         of_data = [checksum(each) if any(each) else 0 for each in by_kind]
+        of_data.append(self._model_change())
         report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, *of_data)
-        return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn))
+        return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn), self._when_changed)
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
         """Return the checksums of the data that this stage uses: the inputs on the first, the labels on the last."""
@@ -174,7 +178,7 @@ class BatchSource:
         if not isinstance(batch, Mapping):
             inputs, labels = _split(batch, has_more=self._config.is_stock_order)
             has_starts = self._is_first and documents != "off"
-            starts = find_starts(inputs, documents, self._config.sequence_dim) if has_starts else None
+            starts = _find_starts(inputs, documents, self._config.sequence_dim) if has_starts else None
             return ReadBatch(inputs, labels, starts)
         read = read_dict(batch, self._config)
         if read.labels is None and self._is_last and needs_labels:
@@ -199,7 +203,8 @@ class BatchSource:
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
         if self._config.is_stock_order and self._tells_nothing(labels):
-            return UncutLabels.of(_copied(labels), _length_of(inputs, self._config.sequence_dim))
+            length = _length_of(inputs, self._config.sequence_dim)
+            return UncutLabels((), (), 0, False, _copied(labels), length)
         if not _is_absent(labels):
             return self._labels_of(_copied(labels))
         if needs_labels:
@@ -268,6 +273,39 @@ def _require_rows(batch: Any, micro_batch_id: int, row_dim: int) -> None:
             f"micro-batch {micro_batch_id} has 0 rows (shapes {shapes}): a filter has removed all, or the data is at "
             "its end; skip such micro-batches in the data iterator"
         )
+
+
+def _find_starts(inputs: Any, documents: int | str, dim: int) -> Starts | None:
+    """Return where documents start in the rows of a micro-batch; None if each row is one document.
+
+    inputs: as the data iterator gives them. `documents` is the key of the config; `dim` counts tokens.
+
+    Raises BatchError if the entry holds no position ids of whole rows.
+    """
+    # find the entry that the config names
+    tensors, what = as_tuple(inputs, "the inputs"), f"terapipe.documents = {documents!r}"
+    if isinstance(documents, str):
+        raise BatchError(
+            f"{what} names an entry of a dict, but this batch is a tuple with {len(tensors)} input tensors: give the "
+            "index of the position ids among them, or dict batches"
+        )
+    if documents >= len(tensors) or len(tensors) == 1:
+        raise BatchError(
+            f"{what}, but the batch has {len(tensors)} input tensors: give ((tokens, position_ids), labels), and the "
+            "index of the position ids"
+        )
+    # it must hold positions, one for each token of each row
+    ids = tensors[documents]
+    kind = f"a tensor of {str(ids.dtype).removeprefix('torch.')} {list(ids.shape)}"
+    if dim > 1 or not are_position_ids(ids):
+        raise BatchError(f"{what}: position ids are integers [rows, tokens], and the input is {kind}")
+    ids = ids.movedim(dim, 1)
+    others = (t for i, t in enumerate(tensors) if i != documents and t.dim() > 1 and t.size(dim) == ids.shape[1])
+    rows = next((t.size(1 - dim) for t in others), len(ids))
+    if rows != len(ids):
+        raise BatchError(f"{what} is {kind}, but the other inputs have {rows} rows: give position ids for each row")
+    starts = starts_of(ids)
+    return starts if have_edges(starts) else None
 
 
 def _split(batch: Any, has_more: bool) -> tuple[Any, Any]:

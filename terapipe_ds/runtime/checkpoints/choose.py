@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
@@ -14,17 +13,16 @@ from typing import Any
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import show_key, show_value
+from terapipe_ds.messages import logger, show_key, show_value
 from terapipe_ds.runtime.agreement import gather_results
 from terapipe_ds.runtime.checkpoints.disks import require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
-from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader, replaced
+from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.log import first_line
-
-logger = logging.getLogger("terapipe_ds")
 
 Damaged = Mapping[str, str]  # damage in the contents of checkpoints, by `read_as`
 

@@ -41,7 +41,7 @@ def require_shared(folder: Path, world: Any) -> None:
     blind = {rank: path for rank, path in enumerate(paths) if not appears[rank]}
     if blind:
         raise CheckpointError(
-            f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind, 'ranks')}): they have another disk "
+            f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind)}): they have another disk "
             f"or another working folder, and each machine would hold only a piece of the checkpoint. {_SHARE}"
         )
 

@@ -7,7 +7,6 @@ this module checks a checkpoint before DeepSpeed reads it, and every rank refuse
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.messages import describe
+from terapipe_ds.messages import describe, logger
 from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
@@ -30,8 +29,6 @@ from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_l
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.planning.plans import Plans
-
-logger = logging.getLogger("terapipe_ds")
 
 _TP_DEGREE, _PP_DEGREE = constants.CHECKPOINT_TP_DEGREE, constants.CHECKPOINT_PP_DEGREE
 MODEL_SIZES = "terapipe_model_sizes"  # in `universal_checkpoint_info` of a module, and so in its checkpoints
@@ -249,6 +246,6 @@ def with_description(engine: PipelineEngine, client_state: Mapping[str, Any] | N
     process groups. Megatron-DeepSpeed, where it is a method, passes the method's dict as the client's state.
     """
     state, name = dict(client_state or {}), constants.UNIVERSAL_CHECKPOINT_INFO
-    if name in state or engine.has_moe_layers or not callable(getattr(engine.module, name, None)):
-        return state  # with experts, DeepSpeed makes the dict itself and accepts none from the client
+    if name in state or not callable(getattr(engine.module, name, None)):
+        return state
     return {**state, name: _description(engine.module)}

@@ -240,8 +240,6 @@ class Shard:
 
 def form_of(optimizer: Any) -> StateForm | None:
     """Return the form in which an optimizer saves its states; None: we do not know it."""
-    if getattr(optimizer, "has_moe_layers", False):
-        return None
     if isinstance(optimizer, (DeepSpeedZeroOptimizer, BF16_Optimizer)):
         is_zero = isinstance(optimizer, DeepSpeedZeroOptimizer)
         if is_zero and (optimizer.elastic_checkpoint or optimizer.round_robin_gradients):
@@ -249,7 +247,7 @@ def form_of(optimizer: Any) -> StateForm | None:
         if not is_zero and not optimizer.using_real_optimizer:
             return None
         inner, masters = constants.BASE_OPTIMIZER_STATE, constants.SINGLE_PARTITION_OF_FP32_GROUPS
-        count = int(optimizer.partition_count[0])  # the same for each group, if there are no experts
+        count = int(optimizer.partition_count[0])  # the same for each group
         alignment = optimizer.nccl_start_alignment_factor * count
         return StateForm(inner, masters, True, count, alignment, lists_pieces=True, strips=is_zero)
     if isinstance(optimizer, FP16_Optimizer):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, gather, gather_results, refuse_everywhere
 from terapipe_ds.runtime.checkpoints.optimizer_forms import (
@@ -33,7 +34,6 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     StateForm,
     form_of,
 )
-from terapipe_ds.runtime.checkpoints.save import replaced
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
 from terapipe_ds.runtime.layout.layout import Layout
@@ -231,7 +231,7 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
         return None
     # All ranks end up with the same reasons against moving states, so they decide alike
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
-    if engine.has_moe_layers or form is None:
+    if form is None:
         stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
     elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
         stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"

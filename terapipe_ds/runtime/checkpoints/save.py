@@ -12,7 +12,6 @@ written their files. A kill leaves an incomplete checkpoint that looks whole. So
 from __future__ import annotations
 
 import glob
-import logging
 import os
 import secrets
 import shutil
@@ -26,14 +25,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.atomic import sync, write_text
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
-
-logger = logging.getLogger("terapipe_ds")
 
 T = TypeVar("T")
 LATEST = "latest"  # DeepSpeed's name
@@ -256,20 +254,6 @@ def _removed_after_an_error(paths: CheckpointPaths, leads: bool) -> Iterator[Non
 def is_leader(engine: PipelineEngine) -> bool:
     """Return whether this rank names files: the first one of all, or of each node that has a disk of its own."""
     return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Make `value` the attribute `name` of one object for a while."""
-    is_own, before = name in vars(owner), vars(owner).get(name)  # otherwise its class has the attribute
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:

@@ -24,6 +24,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.messages import show_key
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.log import first_line
@@ -51,12 +52,9 @@ def strict_loading() -> Iterator[None]:
         is_other = threading.get_ident() in others
         return load(*args, **(options if is_other else {**options, "weights_only": True}))
 
-    torch.load = load_strictly
-    try:
-        with torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in allowed]):
-            yield
-    finally:
-        torch.load = load
+    safe = torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in allowed])
+    with replaced(torch, "load", load_strictly), safe:
+        yield
 
 
 def read_strictly(path: Path) -> Any:

@@ -1,5 +1,5 @@
 """Execute batches: the engine that DeepSpeed calls (`engine`), and its components, which `build` makes.
 
 `engine` has the loop over the actions of a batch. `batches` draws a batch, opens, ends and closes it.
-`forward_backward` runs F, B and W of a part, with everything that they use. `batch_results` adds up the losses.
+`part_runner` runs F, B and W of a part, with everything that they use. `batch_results` adds up the losses.
 """

@@ -14,7 +14,7 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.loss import LossKindError, exact_zero, weighted_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
 _WIDE = (torch.float32, torch.float64)
@@ -45,6 +45,7 @@ class BatchResults:
     def begin(self, batch: BatchInFlight | None) -> None:
         """Collect the results of `batch` from now on; with None, collect nothing."""
         self._batch = batch
+        self.problem: str | None = None  # of the result of loss_fn, in training
         self._total: Any = None
         self._total_additional: Any = None
         # the loss and the sum of the outputs, for the slices of a training batch that count
@@ -82,10 +83,21 @@ class BatchResults:
         if of_hidden is not None:
             loss = of_hidden(outputs, labels, weight)
         else:
-            loss = weighted_loss(outputs, labels, weight, self._engine.module.loss_fn)
+            loss = self._loss_of_outputs(outputs, labels, weight, batch.training)
         if batch.training:
             self._add_additional_losses(weight)
         return loss
+
+    def _loss_of_outputs(self, outputs: Any, labels: Any, weight: float, training: bool) -> Any:
+        """Return the share of the loss. If it is no number, training goes on with zero, and all ranks raise later."""
+        loss_fn = self._engine.module.loss_fn
+        try:
+            return weighted_loss(outputs, labels, weight, loss_fn, training)
+        except LossKindError as error:
+            if loss_fn is None or not training:
+                raise
+            self.problem = str(error)
+            return exact_zero(outputs)
 
     def book(self, active: ActiveSlice, loss: Any, outputs: Any = None) -> None:
         """Add a slice's share of the loss, which has its value, to the results of its micro-batch.
@@ -116,10 +128,10 @@ class BatchResults:
 
     def loss_of_nan(self) -> LossOfNaN | None:
         """Return the first slice whose loss is NaN although it counts. Read one number, and the others only then."""
-        if self._total is None or not _has_nan(self._total):
+        if self._total is None or not torch.isnan(self._total):
             return None
         for active, loss, total in sorted(self._counted, key=lambda each: (each[0].micro_batch_id, each[0].slice_id)):
-            if _has_nan(loss):
+            if torch.isnan(loss):
                 is_of_loss_fn = total is not None and bool(torch.isfinite(total))
                 cause = (
                     "The outputs of the last layer are finite there, so that loss_fn made it of them"
@@ -163,10 +175,6 @@ def _sum_of(outputs: Any) -> torch.Tensor:
     tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
     sums = [each.detach().sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
     return functools.reduce(torch.add, sums)
-
-
-def _has_nan(loss: Any) -> bool:
-    return bool(torch.isnan(loss).any()) if torch.is_tensor(loss) else any(map(_has_nan, loss))
 
 
 def accumulated(total: Any, loss: Any) -> Any:

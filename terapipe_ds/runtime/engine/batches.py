@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,16 +15,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
 from terapipe_ds.attention.documents import Starts
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
-from terapipe_ds.runtime.engine.forward_backward import PartRunner, Stage
+from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
+from terapipe_ds.runtime.layers.sliceable import ModelChanges
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
 from terapipe_ds.runtime.links.groups import Wires
@@ -33,21 +35,30 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from terapipe_ds.schedule.action import Action, Kind
 
-logger = logging.getLogger("terapipe_ds")
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
 
 class IncomingBatches:
     """Prepare the batches of one stage, up to the point where their actions can run."""
 
-    def __init__(self, to_plan: StageToPlan, plans: Plans, stage: Stage, wires: Wires, verify_only: bool) -> None:
+    def __init__(
+        self,
+        to_plan: StageToPlan,
+        plans: Plans,
+        stage: Stage,
+        wires: Wires,
+        verify_only: bool,
+        guard_again: Callable[[], None],
+    ) -> None:
         engine, layout = to_plan.engine, to_plan.layout
         self._engine, self._config, self._plans = engine, to_plan.config, plans
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
+        self._links, self._guard_again = stage.links, guard_again
         self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
         self._sequence = stage.sequence
         self._has_first = any(place.is_first for place in places)
+        self._num_micro_batches = 0  # of the batch that is drawn
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._source = BatchSource(
@@ -63,10 +74,19 @@ class IncomingBatches:
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,
+            model_change=ModelChanges(engine.module).since_the_last_batch,
+            when_changed=self._renew,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
         layers = [getattr(layer, "check_inputs", None) for layer in engine.module.modules()]
         self._layers_checks = [check for check in layers if callable(check)]
+
+    def _renew(self, is_new: bool) -> None:
+        """Treat the next batch as the first one, because the model is another one on some rank."""
+        self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
+        if is_new:
+            self._first_batch.renew()
+            self._guard_again()
 
     def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
         """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""
@@ -85,7 +105,7 @@ class IncomingBatches:
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
         # draw, and agree with all ranks on the data
-        engine = self._engine
+        engine, self._num_micro_batches = self._engine, num_micro_batches
         self._source.also_agree_on("global_steps", str(engine.global_steps))
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
         # every stage computes the same slices and the same schedule
@@ -106,8 +126,22 @@ class IncomingBatches:
         """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""
         check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
         problem = problem_of_device_waits(self._wires.post_on_device)
+        problem = problem or self._problem_of_label_counts()
         if problem is not None:
             raise TeraPipeConfigError(problem)
+
+    def _problem_of_label_counts(self) -> str | None:
+        """Return what is wrong with `engine.step_label_counts`, which a program sets before each batch."""
+        counts, number = self._engine.step_label_counts, self._num_micro_batches
+        if self._config.loss_reduction != "mean_of_step" or counts is None:
+            return None
+        if len(counts) == number and all(0.0 <= count < math.inf for count in counts):
+            return None
+        return (
+            f'engine.step_label_counts = {show_value(list(counts))}: with loss_reduction "mean_of_step" it must have '
+            f"one finite count for each of the {number} micro-batches of the next batch, or be None, so that the "
+            "engine counts labels itself"
+        )
 
     def _scales(self, drawn: Sequence[DrawnMicroBatch]) -> list[float]:
         """Return the factor of each micro-batch's mean loss: 1.0, unless the labels of a step weigh alike.
@@ -178,6 +212,10 @@ class OpenBatch:
         naming = named_range(action) if self._names_ranges else nullcontext()
         with naming, stage.tracer.measure(action), counting, timing:
             yield
+
+    def guard_again(self) -> None:
+        """Run the next batch of each mode under the closer guard."""
+        self._modes_run.clear()
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""
@@ -271,6 +309,8 @@ class BatchEnd:
             with stage.watchdog.waiting("the check of all ranks for numbers that are not finite"):
                 stage.links.close_batch()  # a caller may go on after the error
                 stage.finite.agree(engine.global_steps + 1)
+        if stage.results.problem is not None:
+            raise SliceLossError(stage.results.problem)
         self._refuse_losses_of_nan(engine.global_steps + 1)
         # each copy of a part has seen other micro-batches
         if self._layout.has_copies:

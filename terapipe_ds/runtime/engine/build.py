@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
@@ -15,16 +15,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     may_overflow,
+    problem_of_curriculum,
     problem_of_grad_scaler,
 )
-from terapipe_ds.runtime.engine.forward_backward import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.own_time import OwnTime
+from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
@@ -38,13 +40,13 @@ from terapipe_ds.runtime.engine.trained_parameters import (
 from terapipe_ds.runtime.failures.device_memory import warning_of_allocator
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
-from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules
+from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules, uncompile_layers
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
 from terapipe_ds.runtime.layers.gradient_sums import hooks_without_need
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.sliceable import problem_of_layers
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products, leave_to_autograd
 from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
@@ -64,8 +66,6 @@ from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_l
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,7 @@ class EngineSetup:
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -111,6 +112,7 @@ class EngineSetup:
         multiple, layout = everywhere(check)
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
+        deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
         parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)
@@ -123,6 +125,7 @@ class EngineSetup:
     def refuse(self, engine: PipelineEngine) -> None:
         """Raise TeraPipeConfigError on every rank if the engine cannot train these layers. A collective."""
         config, multiple = self.config, self.slice_length_multiple
+        uncompile_layers(engine.module)  # of an earlier engine
         shortest = shortest_slice_on(engine.module)
         problems = (problem_of_lengths("terapipe.slices", each, multiple, shortest) for each in config.listed_slices)
         check_checkpointing(config.is_stock_order)
@@ -157,7 +160,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     # layers leave weight gradients to W, or add them to their sums in the product itself
-    weights = WeightGradients() if config.compile else accumulate_in_products(module, engine.optimizer)
+    weights = leave_to_autograd(module) if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.check_finite == "every_step":
         is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
         where = store, engine.stage_id, groups.world

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.messages import logger
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
@@ -116,7 +115,8 @@ def missing_loss_scale(optimizer: Any) -> float:
 
 def may_overflow(engine: PipelineEngine) -> bool:
     """Return whether overflowing gradients are expected: DeepSpeed then skips the step, and lowers the scale."""
-    return _has_grad_scaler(engine) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
+    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
+    return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
 
 
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
@@ -130,6 +130,17 @@ def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | No
     )
 
 
-def _has_grad_scaler(engine: PipelineEngine) -> bool:
-    scalers = engine.torch_autocast_z0_gradscaler, getattr(engine.optimizer, "torch_autocast_gradscaler", None)
-    return scalers != (None, None)
+def problem_of_curriculum(config: DeepSpeedConfig, num_stages: int) -> str | None:
+    """Return an error about DeepSpeed's curriculum, which no pipeline with several stages can follow; else None.
+
+    Its sampler sends each batch from rank 0 through the group of a stage's own replicas, and only the first stage's
+    group has rank 0. Without `training_data` nothing reads the setting.
+    """
+    curriculum = config.data_efficiency_config["data_sampling"]["curriculum_learning"]
+    if num_stages == 1 or not curriculum["enabled"]:
+        return None
+    return (
+        f"data_efficiency.data_sampling.curriculum_learning.enabled = true with {num_stages} stages: DeepSpeed's "
+        "sampler reaches the first stage only, and for data of your own iterator the setting has no effect. Set it to "
+        "false, and order the data in your own loader, in the same way on the first and the last stage"
+    )

@@ -3,6 +3,16 @@
 DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and timers.
 This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
 micro-batch of gradient accumulation. Reduction and step come once per batch.
+
+DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods here, in this order:
+
+1. `_train_schedule` draws the micro-batches (`batches`). All ranks agree on their shapes, so that every stage computes
+   the same slices and the same schedule. The schedule lowers its order for this stage to actions: computations,
+   messages, and at the end the sums of tied and replicated gradients and the optimizer's step.
+2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
+   The last stage weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
+   are products of their own, outside of autograd (`weight_gradients`).
+3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
 """
 
 from __future__ import annotations
@@ -19,17 +29,18 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
+from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
 from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
-from terapipe_ds.runtime.engine.forward_backward import PartRunner
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
+from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
-from terapipe_ds.runtime.layers.outside_layers import OutsideLayers
-from terapipe_ds.runtime.layers.sliceable import WrittenParameters, check_compile_call
+from terapipe_ds.runtime.layers.compiled import uncompile_layers
+from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, problem_of_tied_gradients, sum_gradients
@@ -102,9 +113,10 @@ class TeraPipeEngine(ModelEndsEngine):
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
-        self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")
+        again = self._batch.guard_again
+        self._incoming = IncomingBatches(to_plan, self._plans, stage, self._wires, verify_only, again)
         self._batch_end = BatchEnd(self, self._layout, stage)
         # reports and checkpoints come last, because they use all other objects
         self._steps = StepReport(self, stage, groups, self.terapipe_config)
@@ -218,6 +230,8 @@ class TeraPipeEngine(ModelEndsEngine):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
+            self._stage.weights.close()  # the layers, which refer to it, may go on
+            uncompile_layers(self.module)
         super().destroy()
         if "_groups" in vars(self):
             self._groups.close()
@@ -335,6 +349,7 @@ class TeraPipeEngine(ModelEndsEngine):
                 problem = problem or (None if self._written is None else self._written.problem())
                 problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
                 refuse_in_batch(problem, self._groups.world)
+                refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
             self._written = self._outside = None
         self._batch_end.before_sums()
         self._exec_reduce_tied_grads()

@@ -6,7 +6,6 @@ each slice.
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.layout.layout import Layout, Place
 from terapipe_ds.runtime.layout.sequence_axis import counted_as_replicas, mean_over_ranks
 from terapipe_ds.runtime.layout.tied_and_copied import sum_over_places
 from terapipe_ds.runtime.links.groups import PipelineGroups
-
-logger = logging.getLogger("terapipe_ds")
 
 
 class ModelEndsEngine(PipelineEngine):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,19 +13,18 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.devices import peak_of_card
+from terapipe_ds.messages import logger
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.engine.forward_backward import Stage
-from terapipe_ds.runtime.engine.trace import Tracer, event_of
+from terapipe_ds.runtime.engine.part_runner import Stage
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule import Schedule
-from terapipe_ds.schedule.action import COMPUTE_KINDS
-from terapipe_ds.timeline import Timeline, TimelineEvent
+from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s
 
-logger = logging.getLogger("terapipe_ds")
 T = TypeVar("T")
 
 PREFIX = "Train/TeraPipe/"
@@ -136,36 +134,22 @@ class StepReport:
                 self._steps.clear()
 
     def _gathered(self, ran: Ran) -> tuple[Timeline | None, float, int] | None:
-        """Bring the times of all stages to rank 0; None elsewhere. A collective over the stages.
-
-        All stages know the orders of all, so the start and the end of each computation are enough.
-        """
-        # a row for each computation of the longest order, and one for the model's operations and allocator retries
-        orders = [[action for action in order if action.kind in COMPUTE_KINDS] for order in ran.schedule.orders]
-        table = torch.full((1 + max(map(len, orders)), 2), float("nan"), dtype=torch.float64)
-        flops, events = self._stage.flops, None if self._tracer is None else self._tracer.last
-        table[0, 0] = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
+        """Bring the times of all stages to rank 0; None elsewhere. A collective over the stages."""
         now, before = allocator_retries(), self._retries
-        table[0, 1], self._retries = now - before, now
-        if events is not None and len(events) == len(orders[self._stage.stage_id]):
-            table[1 : 1 + len(events)] = torch.tensor([(e.start_s, e.end_s) for e in events], dtype=torch.float64)
-        # gather the tables of all stages, which know each other's orders
-        tables = [table]
+        self._retries = now
+        flops = self._stage.flops
+        model_flops = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
+        own = model_flops, now - before, None if self._tracer is None else self._tracer.last
+        everyone = [own for _ in self._groups.ranks]
         if self._groups.control is not None:
-            tables = [torch.empty_like(table) for _ in orders] if self._is_first_rank else []
             with self._stage.watchdog.waiting("the times of all stages for the monitors"):
-                torch_dist.gather(table, tables or None, dst=0, group=self._groups.control)
+                torch_dist.gather_object(own, everyone if self._is_first_rank else None, 0, self._groups.control)
         if not self._is_first_rank:
             return None
-        # give the times back to their actions
-        model_flops, retries = float(sum(one[0, 0] for one in tables)), int(sum(one[0, 1] for one in tables))
-        events_of_all: list[TimelineEvent] = []
-        for stage_id, (order, one) in enumerate(zip(orders, tables, strict=True)):
-            times = one[1 : 1 + len(order)].tolist()
-            if any(start_s != start_s for start_s, _ in times):  # NaN: nothing was recorded there
-                return None, model_flops, retries
-            events_of_all += [event_of(action, stage_id, *both) for action, both in zip(order, times, strict=True)]
-        return Timeline(len(orders), tuple(events_of_all)), model_flops, retries
+        flops_of_stages, retries, recorded = zip(*everyone, strict=True)
+        events = [event for of_stage in recorded for event in of_stage or ()]
+        timeline = Timeline(len(everyone), tuple(events)) if all(recorded) else None  # else a stage recorded nothing
+        return timeline, sum(flops_of_stages), sum(retries)
 
 
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:

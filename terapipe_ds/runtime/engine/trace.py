@@ -50,10 +50,10 @@ class ActionTracer(Protocol):
 
 
 class HostClock:
-    """Tell the time of this rank's thread, as seconds since 1970; with `waits` a mark waits for the device first."""
+    """Tell the time of this rank's thread, as seconds since 1970; a mark waits for the device first."""
 
-    def __init__(self, waits: bool) -> None:
-        self._waits, self._zero_s = waits, time.time() - time.monotonic()
+    def __init__(self) -> None:
+        self._zero_s = time.time() - time.monotonic()
 
     def now(self) -> float:
         """Return the mark of a computation that begins, which `seconds` turns into a time."""
@@ -61,8 +61,7 @@ class HostClock:
 
     def mark(self) -> float:
         """Return the mark of a computation that ends, or whose input has arrived."""
-        if self._waits:
-            wait_for_computation()
+        wait_for_computation()
         return self.now()
 
     def seconds(self, mark: float) -> float:
@@ -126,9 +125,8 @@ class Tracer:
         self._clock, self._marks, self.last = None, [], None
         if self._is_written or (self._is_monitored and step is not None):
             # if only monitors record, the device notes the times, so that the host does not wait for each action
-            on_host = get_accelerator().is_synchronized_device()
-            waits = self._is_written and not on_host
-            self._clock = HostClock(waits) if on_host or waits else DeviceClock(get_accelerator().Event)
+            on_host = self._is_written or get_accelerator().is_synchronized_device()
+            self._clock = HostClock() if on_host else DeviceClock(get_accelerator().Event)
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:

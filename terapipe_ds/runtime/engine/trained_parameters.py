@@ -21,7 +21,9 @@ def never_none_at_all(module: Any, parameters: Any) -> Any:
         return [_with_some(module, group, f"{NOTHING_TRAINED}_{index}") for index, group in enumerate(listed)]
     if any(each.requires_grad for each in listed):
         return parameters if parameters is None else listed
-    return [_number(module, NOTHING_TRAINED)]
+    # a program that lists frozen parameters may train them later; quantized ones it cannot
+    later = [] if parameters is None else [each for each in listed if each.is_floating_point()]
+    return [*later, _number(module, NOTHING_TRAINED)]
 
 
 def fill_empty_groups(module: Any, optimizer: Any) -> None:

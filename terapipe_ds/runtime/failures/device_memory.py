@@ -16,10 +16,7 @@ from deepspeed.accelerator import get_accelerator
 
 def allocator_retries() -> int:
     """Return how often the allocator ran out of memory, waited for all work of the device, and tried again."""
-    accelerator = get_accelerator()
-    if accelerator.is_synchronized_device():
-        return 0
-    return int((accelerator.memory_stats() or {}).get("num_alloc_retries", 0))
+    return int((get_accelerator().memory_stats() or {}).get("num_alloc_retries", 0))
 
 
 def save_memory_snapshot(folder: Path, rank: int) -> None:

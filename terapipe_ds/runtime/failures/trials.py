@@ -45,13 +45,10 @@ class Trials:
     Args:
         ranks: all of these peers, including this rank; no rank or one if there are no peers to wait for.
         stall_timeout_s: after this time a peer would report a stall. A rank that failed waits for half of it.
-        store: for tests; the default store otherwise.
     """
 
-    def __init__(
-        self, ranks: Sequence[int] = (), rank: int = 0, stall_timeout_s: float = math.inf, store: Any | None = None
-    ) -> None:
-        self._ranks, self._rank, self._store = tuple(ranks), rank, store
+    def __init__(self, ranks: Sequence[int] = (), rank: int = 0, stall_timeout_s: float = math.inf) -> None:
+        self._ranks, self._rank = tuple(ranks), rank
         self._patience_s = min(PATIENCE_S, stall_timeout_s / 2)
 
     def failure(self, error: Exception | None, what: str, remedy: str = "") -> TrialFailure | None:
@@ -74,7 +71,7 @@ class Trials:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):
             raise error
-        if own is None and not get_accelerator().is_synchronized_device():
+        if own is None:
             get_accelerator().synchronize()  # if this rank waits for a peer, the host may not know it
 
         # A rank that failed does not wait forever: its peers may be in the collective that it has left
@@ -89,7 +86,7 @@ class Trials:
 
         # All peers put the same number on the same trial
         name = f"trials/{self._ranks}/{next(_numbers.setdefault(self._ranks, itertools.count(1)))}"
-        texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late, self._store)
+        texts = meet(name, self._ranks, self._rank, json.dumps([own, what]), late)
         results = {rank: json.loads(text) for rank, text in texts.items()}  # the failure (or None) and its trial
         # A peer at another trial would wait for this rank in its layers
         others = [

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +14,13 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layout.parted_module import PartedModule
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
 _KEPT_CALLS = "_terapipe_kept_calls"
-
-logger = logging.getLogger("terapipe_ds")
 
 
 def set_recompute(
@@ -78,8 +77,11 @@ def stages_to_recompute(
         recomputing = config.recomputing_stages(num_stages)
     if recomputing is None:
         return None
-    # it is no error to set the same interval twice
+    # it is no error to set the same interval twice; if the number of stages is unknown, stages 0, 1, ... may be all
+    named = set(config.recompute if isinstance(config.recompute, tuple) else ())
     is_full = len(recomputing) == num_stages
+    if stands_for_all:
+        is_full = config.recompute == "full" or (bool(named) and named == set(range(len(named))))
     for where, interval in (("the module", own), ("the DeepSpeed section `pipeline`", _interval_of(raw))):
         if interval and not (interval == 1 and is_full):
             shown = list(config.recompute) if isinstance(config.recompute, tuple) else config.recompute
@@ -146,18 +148,6 @@ def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
         module.held_parts[module.active_chunk].checkpointable = module.is_checkpointable_results
 
 
-def recompute_for(module: PipelineModule, choices: Iterable[frozenset[int] | None]) -> None:
-    """Let all layers recompute that any length in a batch needs: recomputing more layers takes less memory.
-
-    `choices` has the layers that were chosen for each length. None means that its slices were set by hand: then
-    everything recomputes.
-    """
-    wanted: set[int] = set()
-    for layers in choices:
-        wanted |= set(range(len(module._layer_specs))) if layers is None else layers
-    recompute_layers(module, wanted)
-
-
 @contextmanager
 def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterator[None]:
     """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward."""
@@ -166,11 +156,9 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    module.activation_checkpoint_func = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
-    try:
+    ours = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
+    with replaced(module, "activation_checkpoint_func", ours):
         yield
-    finally:
-        module.activation_checkpoint_func = checkpoint
 
 
 def checkpoint_with_gradients(

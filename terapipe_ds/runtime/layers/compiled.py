@@ -11,7 +11,6 @@ A layer that wraps the modules of others names its compiled modules by `compiled
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,13 +20,13 @@ from torch import nn
 
 from terapipe_ds.attention import running_layer
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather
-
-logger = logging.getLogger("terapipe_ds")
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others
 _MOST_GRAPHS = 16  # of a kind of layer: torch's own limit of 8 counts training, evaluation and recompute alike
+_MARK = "_terapipe_compiled"  # of calls that run what was compiled here
 _as_they_are = 0  # blocks of `layers_as_they_are` that are open; of the process: autograd has threads of its own
 
 
@@ -46,13 +45,11 @@ def compile_layers(module: nn.Module) -> None:
     """Compile the layers that `module` runs, of all parts that the stage holds."""
     kinds: set[str] = set()
     others: set[str] = set()
-    for chunk_id, part in enumerate(getattr(module, "held_parts", (module,))):
-        for index, layer in enumerate(getattr(part, "forward_funcs", ())):
-            if isinstance(layer, nn.Module):
-                parts = compiled_parts(layer)
-                (kinds if parts else others).add(type(layer).__name__)
-                for number, piece in enumerate(parts):
-                    compile_layer(piece, f"layer {index} of chunk {chunk_id}, part {number}")
+    for index, layer in enumerate(layers_run_by(module)):
+        parts = compiled_parts(layer)
+        (kinds if parts else others).add(type(layer).__name__)
+        for number, piece in enumerate(parts):
+            compile_layer(piece, f"layer {index} of the stage, part {number}")
     logger.info("terapipe.compile: layers of %s are compiled", ", ".join(sorted(kinds)) or "no kind")
     if others:
         logger.warning(
@@ -60,6 +57,13 @@ def compile_layers(module: nn.Module) -> None:
             "for the slice in other ways than sliced_attention (docs/compile.md)",
             ", ".join(sorted(others)),
         )
+
+
+def uncompile_layers(module: nn.Module) -> None:
+    """Have layers that `compile_layers` compiled run as they are; those that the user compiled stay so."""
+    for layer in module.modules():
+        if hasattr(layer._compiled_call_impl, _MARK):
+            layer._compiled_call_impl = None
 
 
 def problem_of_compile(module: nn.Module, profiles_flops: bool, has_sequence_ranks: bool) -> str | None:
@@ -143,4 +147,5 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
             else:
                 vars(layer)["forward"] = own
 
+    setattr(call, _MARK, True)
     layer._compiled_call_impl = call

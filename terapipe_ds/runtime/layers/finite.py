@@ -170,10 +170,9 @@ class FiniteCheck:
         if active is not None and tensor.numel() and tensor.layout is torch.strided:
             self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(tensor.detach())))
 
-    def look_at_loss(self, loss: Tensor | Sequence[Tensor]) -> None:
-        """Check the weighted loss, or losses, of the running slice on the last stage."""
-        for part in [loss] if isinstance(loss, Tensor) else loss:
-            self.look("the loss function", "the loss", part)
+    def look_at_loss(self, loss: Tensor) -> None:
+        """Check the weighted loss of the running slice on the last stage."""
+        self.look("the loss function", "the loss", loss)
 
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""

@@ -38,9 +38,7 @@ def hooks_without_need(optimizer: object) -> int | None:
 
 def _reduces_at_the_end(optimizer: Any) -> bool:
     """Return whether it is ZeRO-1, whose hooks do nothing but add gradients to `grad_accum`, if it has that."""
-    if type(optimizer) is not DeepSpeedZeroOptimizer or optimizer.zenflow or optimizer.cpu_offload:
-        return False
-    return not (optimizer.partition_gradients or optimizer.overlap_comm)
+    return type(optimizer) is DeepSpeedZeroOptimizer and not (optimizer.cpu_offload or optimizer.overlap_comm)
 
 
 class GradientSums:

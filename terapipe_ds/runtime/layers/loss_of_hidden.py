@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,10 +12,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.losses import Head, find_head
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.loss import exact_zero
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
-
-logger = logging.getLogger("terapipe_ds")
 
 Context = Callable[[], AbstractContextManager[Any]]
 _WORTH_TELLING_BYTES = 16_384  # that a token keeps for the loss

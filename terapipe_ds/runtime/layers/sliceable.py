@@ -1,17 +1,18 @@
-"""Say whether layers may run slice by slice at all, as far as only the built module shows it."""
+"""Say whether layers may run slice by slice at all, as far as the built module shows it, and then its first batch."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from types import ModuleType
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.messages import logger
+from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
+from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 
 
 def problem_of_layers(
@@ -100,6 +101,119 @@ class WrittenParameters:
         """Return an error that names these parameters. Parameters that forwards limit may be recomputed."""
         names = sorted(self._written[False] - self._written[True])
         return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
+
+
+class OutsideLayers:
+    """Remember, before the first training batch, the state that `module` holds outside its layers.
+
+    The engine trains a loss module, sums it over its copies and saves it. It does so with nothing else outside layers.
+
+    Args:
+        has_copies: two stages compute the loss, each of half the micro-batches.
+        is_whole: nothing is cut.
+        trainer: objects that the engine changes, and the loss may reach.
+    """
+
+    def __init__(self, module: Any, has_copies: bool, is_whole: bool, trainer: Iterable[object]) -> None:
+        self._module, self._has_copies, self._sees_parts = module, has_copies, has_copies or not is_whole
+        self._buffers = {name: each.detach().clone() for name, each in _outside(module.named_buffers())}
+        layers = (each for name, each in module.named_modules() if name and layer_of_parameter(name) is not None)
+        stock = (each for name, each in vars(module).items() if name in OF_DEEPSPEED)
+        self._state = KeptState({"": module} if has_copies else {}, apart=(*trainer, *layers, *stock))
+        self._before = self._values()
+
+    def _values(self) -> dict[str, Any]:
+        """Return the module's state, and the globals that a loss function names."""
+        values, loss_fn = self._state.values(with_entries=True), self._module.loss_fn
+        for key in names_in(loss_fn.__code__) if self._has_copies and isinstance(loss_fn, FunctionType) else ():
+            values |= leaves(f"global variable {key}", loss_fn.__globals__.get(key), set(), with_entries=True)
+        return values
+
+    def problem(self, has_gradient: Callable[[Any], bool]) -> str | None:
+        """Return an error about state that this rank alone trains or changes; None if there is none."""
+        named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
+        if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
+            return (
+                f"{first_four(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each "
+                "stage would train its own copy, and no checkpoint would have it: move it into a layer, or into a "
+                "loss_fn that is an nn.Module"
+            )
+        now = dict(self._module.named_buffers())
+        changed = [n for n, each in self._buffers.items() if n not in now or not same(each, now[n])]
+        if changed and self._sees_parts:
+            return (
+                f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
+                "sees one slice of a sequence, and under chimera runs on one of two stages: keep no statistics there, "
+                'or set terapipe.slices to 1 and schedule to "1f1b"'
+            )
+        reads = getattr(self._module.get_additional_losses, "__code__", None)  # after each call, on both stages
+        told = {"reported"} | (set() if reads is None else names_in(reads) - {"loss_fn"})
+        changed = [name for name in changes(self._before, self._values()) if told.isdisjoint(name.split("."))]
+        if kept := [name for name in changed if name.split(".")[0] not in OF_DEEPSPEED]:
+            return (
+                f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
+                "compute the loss, each of half the micro-batches, and neither sees the state of the other: keep it in "
+                "the training loop, or take a schedule other than chimera and chimera-seq"
+            )
+        return None
+
+
+def _outside(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    return [(name, each) for name, each in named if layer_of_parameter(name) is None]
+
+
+_HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+class ModelChanges:
+    """Detect what a program changes in the layers of a stage between batches, because checks hold for what they saw.
+
+    It sees the classes of modules, their forwards and hooks, the hooks of parameters, which of them are trained, and
+    the loss. It does not see what a function reads when it runs.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._last: tuple[Any, ...] = ()
+        self._seen: set[tuple[Any, ...]] = set()
+
+    def since_the_last_batch(self) -> int:
+        """Return 0 if nothing has changed since the last call, 1 if all is as in an earlier call, else 2."""
+        before, self._last = self._last, tuple(self._all())
+        if self._last == before:
+            return 0
+        is_new = self._last not in self._seen
+        self._seen.add(self._last)
+        return 1 + is_new
+
+    def _all(self) -> Iterator[Any]:
+        for module in self._module.modules():
+            own = vars(module)
+            yield type(module)
+            yield type(module).forward
+            yield from map(_code_of, [own["forward"]] if "forward" in own else ())
+            for name in _HOOKS_OF_MODULES:
+                yield from map(_code_of, own[name].values() if own[name] else ())
+            for parameter in own["_parameters"].values():
+                if parameter is not None:
+                    yield parameter.requires_grad
+                    for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
+                        yield from map(_code_of, hooks.values() if hooks else ())
+        for part in getattr(self._module, "held_parts", (self._module,)):
+            yield from map(_code_of, getattr(part, "forward_funcs", ()))
+        yield _code_of(getattr(self._module, "loss_fn", None))
+
+
+def _code_of(function: Any) -> Any:
+    """Return an object that is equal for functions of one code; None for the engine's own.
+
+    Programs add one hook again and again, each time as a new object.
+    """
+    while isinstance(function, partial):
+        function = function.func
+    if str(getattr(function, "__module__", "")).split(".")[0] in ("deepspeed", "terapipe_ds"):
+        return None
+    return getattr(getattr(function, "__func__", function), "__code__", type(function))
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

@@ -7,20 +7,18 @@ gradients. Buffers, other attributes and random numbers are restored afterwards.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from torch import nn
+from torch import Tensor, nn
 
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
-
-logger = logging.getLogger("terapipe_ds")
 
 
 @contextmanager
@@ -86,27 +84,25 @@ def stand_ins(
     with_gradients: bool = True,
     dtype: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Replace the `Parameter` objects of `module` by others; with `dtype`, by copies of floating numbers."""
+    """Replace the `Parameter` objects of `module` by others; with `dtype`, by copies of all floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    others: dict[int, Tensor] = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
+    if dtype is not None:
+        others |= {id(buffer): buffer.to(dtype) for buffer in module.buffers() if buffer.is_floating_point()}
     # change the modules' own dicts: a layer then reads a stand-in by any name
-    originals = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None
-    ]
-    others = {id(p): _stand_in(p, sums, with_gradients, dtype) for p, _ in gradients}
+    registries: list[dict[str, Any]] = [r for part in module.modules() for r in (part._parameters, part._buffers)]
+    originals = [(r, name, tensor) for r in registries for name, tensor in r.items() if id(tensor) in others]
     try:
         for parameter, _ in gradients:
             # restore the gradients of training, whatever the trial leaves
             parameter.grad = None  # a layer that keeps a reference of its own leaves its gradient here
-        for owner, name, parameter in originals:
-            owner[name] = others[id(parameter)]
+        for registry, name, tensor in originals:
+            registry[name] = others[id(tensor)]
         with nullcontext() if sums is None else sums.lent(others):
             yield
     finally:
-        for owner, name, parameter in originals:
-            owner[name] = parameter
+        for registry, name, tensor in originals:
+            registry[name] = tensor
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

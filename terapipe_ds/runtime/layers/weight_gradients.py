@@ -15,13 +15,15 @@ their gradients in B.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.overrides import _get_current_function_mode_stack
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
@@ -41,6 +43,20 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
             layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
         elif type(layer) is nn.Embedding and not _is_replaced(layer) and _is_plain(layer):
             layer.forward = partial(_looked_up, layer, gradients)  # type: ignore[assignment, method-assign]
+    return gradients
+
+
+def leave_to_autograd(module: nn.Module) -> WeightGradients:
+    """Undo what an earlier engine has prepared in `module`, or its optimizer would get the gradients of a later one."""
+    gradients = WeightGradients()
+    gradients.close()
+    for layer in module.modules():  # a layer comes before those that it prepares
+        forward = vars(layer).get("forward")
+        if isinstance(forward, partial) and any(isinstance(each, WeightGradients) for each in forward.args):
+            del layer.forward
+        defer = getattr(layer, "defer_weight_gradients", None)
+        if defer is not None:
+            defer(gradients)
     return gradients
 
 
@@ -65,9 +81,6 @@ class _Product(NamedTuple):
         """
         return id(self.weight), id(self.bias), self.inputs.is_floating_point()
 
-    def all_inputs(self) -> Tensor:
-        return self.inputs if self.gather is None else self.gather(self.inputs)
-
 
 class WeightGradients:
     """Compute the weight gradients of the linear layers of one stage here, not in autograd.
@@ -89,6 +102,12 @@ class WeightGradients:
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
         self.witness = torch.zeros((), requires_grad=True)
+        self.is_closed = False
+        self.open_batch()
+
+    def close(self) -> None:
+        """Leave all gradients to autograd from now on, and let go of the optimizer: its engine has ended."""
+        self.is_closed, self.sums = True, None
         self.open_batch()
 
     def __deepcopy__(self, memo: object) -> WeightGradients:
@@ -268,6 +287,8 @@ class WeightGradients:
         is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
         if key is None or not is_leaf or not is_plain or torch.is_autocast_enabled(inputs.device.type):
             return None
+        if weight.is_complex():  # the products here have no conjugates
+            return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
         if waits and inputs.requires_grad and self._is_kept(key, hooked):
@@ -279,9 +300,13 @@ class WeightGradients:
 
     def _running_key(self) -> Key | None:
         """Return the slice whose forward is recorded; None: nothing that this object may compute."""
+        if self.is_closed:
+            return None
         active = active_slice()
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None
+        if _are_operations_replaced():
             return None
         return active.part_id, active.micro_batch_id, active.slice_id
 
@@ -300,7 +325,7 @@ class WeightGradients:
 
         Each call to it is for one backward of the slice that runs now.
         """
-        active = active_slice()
+        active = None if self.is_closed else active_slice()
         if active is None or not torch.is_grad_enabled() or not table.requires_grad:
             return None
         if self.sums is not None and self._is_summed(table):
@@ -361,7 +386,8 @@ class _Deferred:
 def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:
     """Return the rows and the inputs of all products of one weight, each as one tensor."""
     if len(products) == 1:
-        return products[0].rows, products[0].all_inputs()
+        [only] = products
+        return only.rows, only.inputs if only.gather is None else only.gather(only.inputs)
     # `gather` may return the same memory each time
     inputs = [each.inputs if each.gather is None else each.gather(each.inputs).clone() for each in products]
     return torch.cat([each.rows for each in products]), torch.cat(inputs)
@@ -393,12 +419,33 @@ def _is_plain(layer: nn.Embedding) -> bool:
 # moving average, has to use weights of its own
 
 
-def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, inputs: Tensor) -> Tensor:
-    return gradients.linear(inputs, layer.weight, layer.bias if with_bias else None)
+def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, input: Tensor) -> Tensor:
+    if type(layer) is nn.Linear and not _is_of_torch(nn.Linear.forward):
+        return nn.Linear.forward(layer, input)
+    return gradients.linear(input, layer.weight, layer.bias if with_bias else None)
 
 
-def _looked_up(layer: nn.Embedding, gradients: WeightGradients, ids: Tensor) -> Tensor:
-    return gradients.lookup(ids, layer.weight, layer.padding_idx)
+def _looked_up(layer: nn.Embedding, gradients: WeightGradients, input: Tensor) -> Tensor:
+    if not _is_of_torch(nn.Embedding.forward):
+        return nn.Embedding.forward(layer, input)
+    return gradients.lookup(input, layer.weight, layer.padding_idx)
+
+
+@lru_cache(maxsize=64)
+def _is_of_torch(function: Any) -> bool:
+    """Return whether torch or DeepSpeed's profiler has written a function: a program may replace torch's own."""
+    return str(function.__module__).partition(".")[0] in ("torch", "deepspeed", "terapipe_ds")
+
+
+def _are_operations_replaced() -> bool:
+    """Return whether a program replaces operations, whose derivative is then another: by patches or function modes.
+
+    Forward-mode derivatives need operations as well.
+    """
+    if not _is_of_torch(F.linear) or not _is_of_torch(F.embedding) or forward_ad._current_level >= 0:
+        return True
+    is_free = not torch._C._len_torch_function_stack()
+    return not is_free and not all(map(_is_of_torch, map(type, _get_current_function_mode_stack())))
 
 
 _PLAIN = (Tensor, nn.Parameter)  # other classes may have products, and backwards, of their own

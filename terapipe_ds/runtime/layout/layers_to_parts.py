@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
@@ -28,8 +28,6 @@ from terapipe_ds.runtime.layout.sequence_axis import group_of
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
 from terapipe_ds.runtime.log import show_log
-
-logger = logging.getLogger("terapipe_ds")
 
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 

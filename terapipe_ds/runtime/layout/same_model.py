@@ -28,7 +28,7 @@ def require_equal_models(module: Any) -> None:
     everyone = gather(facts)
     other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
     shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
-    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)}, 'ranks')}" for key in shown]
+    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)})}" for key in shown]
     raise TeraPipeConfigError(
         "\n  ".join(["the ranks have built different models:", *lines])
         + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."

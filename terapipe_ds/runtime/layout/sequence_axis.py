@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 AXIS = "sequence"
@@ -171,16 +172,13 @@ def counted_as_replicas(grid: PipelineParallelGrid, ranks: SequenceRanks) -> Ite
     if ranks.size == 1:
         yield
         return
-    names = ("dp_proc_group", "data_parallel_id", "data_parallel_size")
-    group, before = grid.replicas_group, [getattr(grid, name) for name in names]
-    after = (group, torch_dist.get_rank(group), torch_dist.get_world_size(group))
-    try:
-        for name, value in zip(names, after, strict=True):
-            setattr(grid, name, value)
+    group = grid.replicas_group
+    with (
+        replaced(grid, "dp_proc_group", group),
+        replaced(grid, "data_parallel_id", torch_dist.get_rank(group)),
+        replaced(grid, "data_parallel_size", torch_dist.get_world_size(group)),
+    ):
         yield
-    finally:
-        for name, value in zip(names, before, strict=True):
-            setattr(grid, name, value)
 
 
 def mean_over_ranks(booked: Any, ranks: SequenceRanks) -> Any:

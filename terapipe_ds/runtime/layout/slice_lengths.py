@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 
 from terapipe_ds.config import TeraPipeConfig
-
-logger = logging.getLogger("terapipe_ds")
+from terapipe_ds.messages import logger
 
 
 def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:
@@ -35,11 +33,7 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
     if raised != config.granularity_tokens and is_cut and rank == 0:
         shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
         logger.info(
-            "terapipe.granularity_tokens is raised from %d to %d%s: slices must be multiples of %d tokens, the model's "
-            "slice_length_multiple",
-            config.granularity_tokens,
-            raised,
-            shorter,
-            multiple,
+            f"terapipe.granularity_tokens is raised from {config.granularity_tokens} to {raised}{shorter}: slices must "
+            f"be multiples of {multiple} tokens, the model's slice_length_multiple"
         )
     return config.with_multiple(multiple)

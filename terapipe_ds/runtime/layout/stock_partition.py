@@ -14,6 +14,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: the method that cut it
@@ -31,12 +32,9 @@ def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
     """Return the first layer of every part, and the number of layers. DeepSpeed builds layers to count parameters."""
     cut = copy.copy(module)  # the module keeps its own cut
     cut.num_stages = num_parts
-    disabled, deepspeed_logger.disabled = deepspeed_logger.disabled, True
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), random_states_kept():
-            cut._partition_layers(method=method)
-    finally:
-        deepspeed_logger.disabled = disabled
+    is_silent = replaced(deepspeed_logger, "disabled", True)
+    with is_silent, contextlib.redirect_stdout(io.StringIO()), random_states_kept():
+        cut._partition_layers(method=method)
     return [int(bound) for bound in cut.parts]  # NumPy's integers are no seeds, with `seed_layers`
 
 
@@ -44,13 +42,12 @@ def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
 def random_states_kept() -> Iterator[None]:
     """Restore the random states of Python, NumPy, the host and the current device at the end."""
     accelerator = get_accelerator()
-    on_device = None if accelerator.is_synchronized_device() else accelerator.get_rng_state()
-    python, numpy, host = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    on_device, host = accelerator.get_rng_state(), torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()
     try:
         yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(host)
-        if on_device is not None:
-            accelerator.set_rng_state(on_device)
+        accelerator.set_rng_state(on_device)

@@ -56,7 +56,8 @@ class MessageBuffers:
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a contiguous tensor with any content."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        free = [storage for storage in self._storages if is_unused(storage)]
+        # one use: nothing but this object holds the storage
+        free = [each for each in self._storages if int(torch._C._storage_Use_Count(each._cdata)) == 1]
         fitting = min(
             (each for each in free if each.nbytes() >= num_bytes), key=torch.UntypedStorage.nbytes, default=None
         )
@@ -68,11 +69,6 @@ class MessageBuffers:
             self.num_allocated += 1
         taken = torch.empty(0, dtype=dtype, device=self._device)
         return taken.set_(fitting, 0, shape)  # type: ignore[call-overload, no-any-return]
-
-
-def is_unused(storage: torch.UntypedStorage) -> bool:
-    """Return whether nothing but this one object holds the storage."""
-    return int(torch._C._storage_Use_Count(storage._cdata)) == 1
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.config.values import LinksConfig
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds
 from terapipe_ds.runtime.links.groups import Wires
-
-logger = logging.getLogger("terapipe_ds")
 
 
 def problem_of_links(config: TeraPipeConfig, layout: Layout, device: torch.device) -> str | None:
@@ -35,11 +31,8 @@ def problem_of_links(config: TeraPipeConfig, layout: Layout, device: torch.devic
 
 
 def _problem_of_fp8(device: torch.device) -> str | None:
-    dtype = getattr(torch, "float8_e4m3fn", None)
-    if dtype is None:
-        return f"torch {torch.__version__} has no float8_e4m3fn"
     try:
-        torch.ones(1, device=device).to(dtype).to(torch.float32)
+        torch.ones(1, device=device).to(torch.float8_e4m3fn).to(torch.float32)
     except (RuntimeError, TypeError) as error:
         return f"torch cannot convert to float8_e4m3fn on {device} ({error})"
     return None

@@ -22,8 +22,7 @@ from terapipe_ds.runtime.links.specs import TensorSpec
 
 _ALIGNED = 16  # each tensor begins at a multiple of this number of bytes, so that any dtype can be viewed there
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
-_FLOAT8 = getattr(torch, "float8_e4m3fn", torch.uint8)  # if torch lacks it, `problem_of_format` refuses
-_DTYPES = {"bf16": torch.bfloat16, "fp8": _FLOAT8, "int8": torch.int8}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LEAST_SCALE = torch.finfo(torch.float32).tiny
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator.device_queues import DEFAULT_QUEUES, mappings_that_hang
-
-logger = logging.getLogger("terapipe_ds")
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _MOST_WARNED = 4  # schedules whose mappings are tried: a job with other lengths in each batch has many

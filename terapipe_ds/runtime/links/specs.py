@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +14,7 @@ _DTYPES: tuple[torch.dtype, ...] = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.bool, torch.uint8, torch.int8, torch.int16,
     torch.int32, torch.int64, torch.complex64, torch.complex128,
 )  # fmt: skip
-_ANNOUNCEMENT_INTS = 256
+_ANNOUNCEMENT_BYTES = 4096
 
 
 class LinkError(RuntimeError):
@@ -71,29 +72,22 @@ class MessageSpec:
         return MessageSpec(tuple(t for t in self.tensors if t.requires_grad), True)
 
     def encode(self) -> torch.Tensor:
-        """Return the announcement of this spec: a tensor of int64 of a fixed size."""
+        """Return the announcement of this spec: bytes of a fixed size."""
         # The size is fixed, so that the receiver can post the receive before it knows anything
-        ints = [int(self.is_tuple), len(self.tensors)]
-        for spec in self.tensors:
-            ints += [_DTYPES.index(spec.dtype), int(spec.requires_grad), len(spec.shape), *spec.shape]
-        if len(ints) > _ANNOUNCEMENT_INTS:
+        data = pickle.dumps(self)
+        if len(data) > _ANNOUNCEMENT_BYTES:
             raise LinkError(
                 f"a layer hands on {len(self.tensors)} tensors, more than one message can announce; pack them"
             )
-        return torch.tensor(ints + [0] * (_ANNOUNCEMENT_INTS - len(ints)), dtype=torch.int64)
+        return torch.frombuffer(bytearray(data.ljust(_ANNOUNCEMENT_BYTES, b"\0")), dtype=torch.uint8)
 
     @staticmethod
     def blank() -> torch.Tensor:
         """Return a tensor to receive an announcement in."""
-        return torch.empty(_ANNOUNCEMENT_INTS, dtype=torch.int64)
+        return torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8)
 
-    @classmethod
-    def decode(cls, announcement: torch.Tensor) -> MessageSpec:
+    @staticmethod
+    def decode(announcement: torch.Tensor) -> MessageSpec:
         """Return the spec that `encode` has announced."""
-        ints = iter(announcement.tolist())
-        is_tuple, count = bool(next(ints)), next(ints)
-        specs = []
-        for _ in range(count):
-            dtype, requires_grad, num_dims = _DTYPES[next(ints)], bool(next(ints)), next(ints)
-            specs.append(TensorSpec(tuple(next(ints) for _ in range(num_dims)), dtype, requires_grad))
-        return cls(tuple(specs), is_tuple)
+        spec: MessageSpec = pickle.loads(announcement.numpy().tobytes())
+        return spec

@@ -170,14 +170,20 @@ class StageLinks:
         is_activation = action.kind is Kind.RECV_ACTIVATION
         _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)
 
-    def receive_activation(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        """Return the input of F `action`, once it has arrived."""
-        channel = self._channels[action.chunk_id].activations_in
+    def receive(self, action: Action) -> tuple[MessageSpec, Tensors]:
+        """Return the input of F `action`, or of B a gradient for each output that requires one, once it has arrived."""
+        channel = self._incoming(action)
         if channel is None:
             return self._take(action)
         message = channel.wait(action.unit)
-        self._heard_from(channel.wire.peer_stage_id, Kind.FORWARD, action.part_id - 1, action.unit)
+        neighbour = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
+        self._heard_from(channel.wire.peer_stage_id, action.kind, neighbour, action.unit)
         return message
+
+    def _incoming(self, action: Action) -> ReceiveChannel | None:
+        """Return the channel of the message that an F or a B waits for."""
+        channels = self._channels[action.chunk_id]
+        return channels.activations_in if action.kind is Kind.FORWARD else channels.gradients_in
 
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
@@ -192,15 +198,6 @@ class StageLinks:
             channel.announce(signature, MessageSpec.of(tensors, is_tuple))
         channel.send(tensors, needed_at, channel.announced[signature])
         self._keep_budget(channel)
-
-    def receive_gradients(self, action: Action) -> Tensors:
-        """Return the output gradients of B `action`, once they have arrived: one for each output that requires one."""
-        channel = self._channels[action.chunk_id].gradients_in
-        if channel is None:
-            return self._take(action)[1]
-        _, gradients = channel.wait(action.unit)
-        self._heard_from(channel.wire.peer_stage_id, Kind.BACKWARD, action.part_id + 1, action.unit)
-        return gradients
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
@@ -239,9 +236,8 @@ class StageLinks:
 
     def describe_wait(self, action: Action) -> Wait:
         """Describe for reports the message that an F or a B waits for, and its sender."""
-        channels, is_forward = self._channels[action.chunk_id], action.kind is Kind.FORWARD
-        channel = channels.activations_in if is_forward else channels.gradients_in
-        what = f"the {'input' if is_forward else 'gradients'} of {action}"
+        channel = self._incoming(action)
+        what = f"the {'input' if action.kind is Kind.FORWARD else 'gradients'} of {action}"
         if channel is None:
             return Wait(f"{what}, from this stage", ())
         return Wait(f"{what}: {channel.wire.name}", (channel.wire.peer,))

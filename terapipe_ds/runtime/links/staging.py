@@ -16,6 +16,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe import p2p
 
+from terapipe_ds.compat.replaced import replaced
+
 _HOST_BACKENDS = ("gloo", "mpi")
 
 
@@ -44,7 +46,7 @@ def neighbours_staged() -> Iterator[None]:
     if not needs_staging(None, torch.device(get_accelerator().current_device_name())):
         yield
         return
-    send, recv, synchronize_tied = p2p.send, p2p.recv, PipelineModule._synchronize_tied_weights
+    send, recv = p2p.send, p2p.recv
 
     def staged_send(tensor: torch.Tensor, dest_stage: int, async_op: bool = False) -> Any:
         return send(to_host(tensor.detach()), dest_stage, async_op)
@@ -55,10 +57,11 @@ def neighbours_staged() -> Iterator[None]:
         tensor.detach().copy_(buffer)
         return result
 
-    p2p.send, p2p.recv = staged_send, staged_recv
     # gloo copies the broadcast values back into a CUDA tensor, which autograd refuses for a parameter
-    PipelineModule._synchronize_tied_weights = torch.no_grad()(synchronize_tied)
-    try:
+    synchronize_tied = torch.no_grad()(PipelineModule._synchronize_tied_weights)
+    with (
+        replaced(p2p, "send", staged_send),
+        replaced(p2p, "recv", staged_recv),
+        replaced(PipelineModule, "_synchronize_tied_weights", synchronize_tied),
+    ):
         yield
-    finally:
-        p2p.send, p2p.recv, PipelineModule._synchronize_tied_weights = send, recv, synchronize_tied

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile
+from terapipe_ds.messages import logger
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -17,14 +17,12 @@ from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
-from terapipe_ds.runtime.planning.schedule_choice import WORTH_CHANGING, best_with_recompute, best_without_moving
+from terapipe_ds.runtime.planning.choose_plan import WORTH_CHANGING, best_with_recompute, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import simulate
-
-logger = logging.getLogger("terapipe_ds")
 
 
 class AutoPlanner:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import PlanError, SlicePlan
 from terapipe_ds.planner import ranked_schedules
 from terapipe_ds.planner.result import PREFERENCE
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
-from terapipe_ds.runtime.layers.activation_checkpointing import recompute_for
+from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
@@ -24,9 +25,7 @@ from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
 
-logger = logging.getLogger("terapipe_ds")
-
-_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches; the oldest goes first
+_SCHEDULES_KEPT = 64  # one for each combination of slice counts over the micro-batches
 
 
 class Plans:
@@ -45,7 +44,7 @@ class Plans:
         self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
         self._resumed: tuple[str, dict[str, Any], Any] = ("", {}, None)
-        self._schedules: dict[tuple[str, bool, tuple[int, ...]], Schedule] = {}
+        self.schedule = functools.lru_cache(_SCHEDULES_KEPT)(self._schedule)
 
     # -- choices -----------------------------------------------------------------------------------------------------
 
@@ -157,7 +156,10 @@ class Plans:
         for choice in choices:
             self._note_run(replace(choice, schedule=how.schedule))
         if self._config.recompute == "auto":
-            recompute_for(self._engine.module, [choice.recompute for choice in choices])
+            # all layers that any length needs, and with slices that were set by hand every layer: it takes less memory
+            every = frozenset(range(len(self._engine.module._layer_specs)))
+            chosen = (every if choice.recompute is None else choice.recompute for choice in choices)
+            recompute_layers(self._engine.module, frozenset().union(*chosen))
         return how, plans
 
     def _plan_missing(
@@ -211,19 +213,11 @@ class Plans:
 
     # -- schedules ---------------------------------------------------------------------------------------------------
 
-    def schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
+    def _schedule(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         """Return the schedule for micro-batches of `num_slices` slices, proven to run.
 
         It holds a list of computations for each stage, such as F0.0, F0.1, B0.1, B0.0 (micro-batch, slice).
         """
-        key = name, training, num_slices
-        if key not in self._schedules:
-            self._schedules[key] = self._built(name, training, num_slices)
-            if len(self._schedules) > _SCHEDULES_KEPT:
-                del self._schedules[next(iter(self._schedules))]
-        return self._schedules[key]
-
-    def _built(self, name: str, training: bool, num_slices: tuple[int, ...]) -> Schedule:
         stages, chunks = self._layout.num_stages, self._layout.chunks_per_stage
         if not name.endswith(".csv"):
             options = self._config.options_of(name)

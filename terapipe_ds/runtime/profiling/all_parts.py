@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -35,7 +34,7 @@ from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
 from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
-from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.channel import ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.specs import MessageSpec
@@ -43,7 +42,7 @@ from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, synchronize
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
@@ -253,25 +252,20 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     a CPU the own time is all processor time of sending or receiving, on an accelerator only the time of the calls.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    packs, unpacks = outgoing.packing(spec), incoming.packing(spec)
-    back = [incoming.buffer(t) for t in (unpacks or spec).tensors]
-    synchronize()
+    sender, receiver = SendChannel(outgoing), ReceiveChannel(incoming, lambda unit: spec, lambda unit: None)
+    get_accelerator().synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
-    works: list[Any] = [incoming.irecv(buffer) for buffer in back]
+    receiver.post((0, 0))
     called_s = time.perf_counter() - begin_s
     if not sends:
-        while works:
-            works.pop(0).wait()
+        receiver.wait((0, 0))
     again_s = time.perf_counter()
-    ready = [outgoing.outgoing(tensor) for tensor in (there if packs is None else [packs.pack(there)])]
-    works += [outgoing.isend(tensor) for tensor in ready]
+    sender.send(there, consumed_at=0, spec=spec)
     called_s += time.perf_counter() - again_s
-    for work in works:
-        work.wait()
-    came = [incoming.incoming(*each) for each in zip(back, (unpacks or spec).tensors, strict=True)]
-    if unpacks is not None:
-        unpacks.unpack(*came)
-    synchronize()
+    if sends:
+        receiver.wait((0, 0))
+    sender.keep_at_most(0)
+    get_accelerator().synchronize()
     own_s = time.process_time() - begin_cpu_s if get_accelerator().is_synchronized_device() else called_s
     return (time.perf_counter() - begin_s) / 2, own_s / 2
 

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import logging
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,12 +25,12 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.messages import logger
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
-
-logger = logging.getLogger("terapipe_ds")
 
 _Sample = TypeVar("_Sample", CostSample, LinkSample)
 _Times = TypeVar("_Times", CostSample, Overhead)
@@ -203,8 +202,10 @@ def read_cache(path: Path | None, key: ProfileKey) -> Profile | None:
     return profile
 
 
-def write_cache(path: Path, profile: Profile) -> None:
-    """Keep a profile. Raise OSError if it cannot be written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, profile.to_json())
-    logger.info("the measured profile is kept in %s", path)
+def write_cache(path: Path | None, profile: Profile) -> None:
+    """Keep a profile, if there is a path; a file that cannot be written is only a warning."""
+    if path is not None:
+        with Diagnostic(f"terapipe.planner.cache_dir: cannot write {path}").attempt():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, profile.to_json())
+            logger.info("the measured profile is kept in %s", path)

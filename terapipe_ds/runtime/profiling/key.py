@@ -47,7 +47,6 @@ def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list
     Numbers among the arguments of a layer do not count if they are positional: most layers have their own number there.
     The first layer of the model has inputs without gradients, and the times of the last one include the loss.
     """
-    # most layers have their own number among the arguments
     described = describe_part(module).one_by_one
     layers = [[kind, [a for a in arguments if not a.isdigit()], *more] for kind, arguments, *more in described]
     ends = [(is_first and index == 0, is_last and index == len(layers) - 1) for index in range(len(layers))]

@@ -7,20 +7,18 @@ the seconds of the layers are scaled until their sum equals the seconds of the p
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile
+from terapipe_ds.messages import logger
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import LARGEST
 from terapipe_ds.runtime.failures.trials import TrialFailure, Trials
 from terapipe_ds.runtime.profiling.key import parameters_of_layer
 from terapipe_ds.runtime.profiling.rounds import Point
 from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
-
-logger = logging.getLogger("terapipe_ds")
 
 _RUNS = 2  # of each point; the shorter one counts
 _LEAST_S = 1e-9  # a layer that does nothing

@@ -65,16 +65,17 @@ def single_process() -> Iterator[None]:
     """Have a process group of one rank, which `PipelineModule` needs, unless there is a group already."""
     had_rank, had = "LOCAL_RANK" in os.environ, torch_dist.is_initialized()
     os.environ.setdefault("LOCAL_RANK", "0")  # PipelineModule reads it
-    if not had:
-        torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
-    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     try:
+        if not had:
+            torch_dist.init_process_group("gloo", store=torch_dist.HashStore(), rank=0, world_size=1)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled, and never used
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
         yield
     finally:
         # who called a command from Python, as a test does, is no job afterwards
-        if not had:
-            deepspeed.comm.destroy_process_group()
+        if not had and torch_dist.is_initialized():
+            # DeepSpeed has the group in its own books, unless its start failed
+            (deepspeed.comm if deepspeed.comm.is_initialized() else torch_dist).destroy_process_group()
         if not had_rank:
             os.environ.pop("LOCAL_RANK", None)
 

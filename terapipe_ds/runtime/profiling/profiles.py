@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,18 +19,17 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
 from terapipe_ds.files.atomic import check_writable
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import RaisedEverywhere, from_rank_0, gather
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
 
 T = TypeVar("T")
-logger = logging.getLogger("terapipe_ds")
 
 
 class Profiles:
@@ -74,7 +72,7 @@ class Profiles:
         most_s = max(forward_s + backward_s for forward_s, backward_s in own_s.values())
         if self._engine.global_rank == 0:
             logger.info("the engine itself takes %.3g ms of the F and B of a slice", 1e3 * most_s)
-            _keep(path, profile)
+            write_cache(path, profile)
         return most_s
 
     def from_rank_0(self, ask: Callable[[], T]) -> T:
@@ -218,11 +216,5 @@ def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartMeasured],
     for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
         logger.warning("%s", warning)
     profile = combine(key, costs, num_stages)
-    _keep(path, profile)
+    write_cache(path, profile)
     return profile
-
-
-def _keep(path: Path | None, profile: Profile) -> None:
-    if path is not None:
-        with Diagnostic(f"terapipe.planner.cache_dir: cannot write {path}").attempt():
-            write_cache(path, profile)

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.costs.profile import CostSample
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer, processor_clock
+from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 Point = tuple[int, int]
 """(tokens, prefix)."""
@@ -83,8 +84,9 @@ def time_part(
     points = grid(length, granularity_tokens)
     # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
+    processor_s = time.process_time if get_accelerator().is_synchronized_device() else None
     with timer.leaving_weights():
-        rounds = measure(timer, points, length, limit_steps, peers, processor_clock(), progress)
+        rounds = measure(timer, points, length, limit_steps, peers, processor_s, progress)
     lengths = sorted({tokens for tokens, _ in points})
     alone = weights(timer, lengths, peers) if timer.can_split else None
     samples = rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
@@ -245,7 +247,6 @@ def undisturbed(runs: Sequence[Taken]) -> list[float]:
 
     Peers that meet inside the layers wait for one another in every run, so the loss is relative to the least.
     """
-    # every run waits for a peer inside the layers, so this disturbs none
     least_s = min(run.lost_s for run in runs)
     return [run.seconds for run in runs if run.lost_s <= least_s + _DISTURBED * run.seconds]
 

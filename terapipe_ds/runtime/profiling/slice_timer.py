@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.exchange import SequenceRanks
@@ -25,7 +25,6 @@ from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_wi
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 
 _HALF = 0.5  # any weight that is not 1: the weights of slices are not
@@ -54,6 +53,58 @@ class LayerKept(NamedTuple):
     stored: int  # for all tokens of the sequence
     sent: int
     windows: tuple[int | None, ...] = ()  # of the layers of its attention
+
+
+Handed = list[tuple[torch.Tensor, torch.Tensor]]
+"""Tensors, and the leaves that a layer takes in their places."""
+
+
+class LayerByLayer:
+    """Run layers once, each with its own graph: call it like a part, then run one backward after the other."""
+
+    def __init__(self, functions: Sequence[Callable[[Any], Any]], now_s: Callable[[], float] = time.perf_counter):
+        self._functions, self._now_s = tuple(functions), now_s
+        self._forward_s: list[float] = []
+        self._handed: list[Handed] = [[]]  # to the first layer, between the layers, and out of the last one
+        self.ended_s = 0.0  # by the clock: when the last layer's outputs were handed over
+
+    def __call__(self, inputs: Any) -> Any:
+        """Return the outputs of the last layer, without the graph behind them.
+
+        Raises:
+            TypeError: a layer hands on anything but tensors in containers that torch knows.
+        """
+        values = _apart(inputs, self._handed[0])
+        for function in self._functions:
+            begin_s = self._now_s()
+            outputs = function(values)
+            self._forward_s.append(self._now_s() - begin_s)
+            self._handed.append([])
+            values = _apart(outputs, self._handed[-1])
+        self.ended_s = self._now_s()
+        return values
+
+    def backward(
+        self,
+        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        after: Callable[[], Any] = lambda: None,
+    ) -> list[tuple[float, float]]:
+        """Return the seconds of forward and backward by layer, after the backward of the value made of the outputs.
+
+        Each backward runs in `around()`, and before the next one `after()` is called.
+        """
+        seconds = []
+        for forward_s in reversed(self._forward_s):
+            # the leaf's gradient is the gradient of the tensor that the layer before made
+            pairs = [(tensor, leaf.grad) for tensor, leaf in self._handed.pop() if tensor.requires_grad]
+            pairs = [(tensor, gradient) for tensor, gradient in pairs if gradient is not None]
+            with around():
+                begin_s = self._now_s()
+                if pairs:
+                    torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+                seconds.append((forward_s, self._now_s() - begin_s))
+            after()
+        return seconds[::-1]
 
 
 @dataclass
@@ -302,8 +353,7 @@ class SliceTimer:
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)
             if self.of_hidden is not None:
                 return LiveSlice(active, None, self.of_hidden(outputs, labels, _HALF))
-            loss = weighted_loss(outputs, labels, _HALF, self.module.loss_fn)
-            return LiveSlice(active, None, loss if torch.is_tensor(loss) else sum(loss))
+            return LiveSlice(active, None, weighted_loss(outputs, labels, _HALF, self.module.loss_fn))
 
     def _leaves(self, active: ActiveSlice) -> tuple[Tensors, bool]:
         if self.inputs is not None:
@@ -311,6 +361,21 @@ class SliceTimer:
         spec, tensors = self._received[self._tokens(active)]
         both = zip(tensors, spec.tensors, strict=True)
         return tuple(tensor.detach().requires_grad_(s.requires_grad) for tensor, s in both), spec.is_tuple
+
+
+def _apart(value: Any, handed: Handed) -> Any:
+    """Return `value` with copies of leaves in place of its tensors: a layer may write its inputs in place."""
+
+    def copy_of(item: Any) -> Any:
+        if torch.is_tensor(item):
+            leaf = item.detach().requires_grad_(item.requires_grad)
+            handed.append((item, leaf))
+            return leaf.clone()
+        if item is None or isinstance(item, bool | int | float | str):
+            return item
+        raise TypeError(f"a layer hands on a {type(item).__name__}, which may hold tensors unseen")
+
+    return tree_map(copy_of, value)
 
 
 def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
@@ -321,16 +386,5 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def _now_s() -> float:
-    synchronize()
+    get_accelerator().synchronize()
     return time.perf_counter()
-
-
-def processor_clock() -> Callable[[], float] | None:
-    """Return the clock of this process's processor time; None if a device computes beside the host."""
-    return time.process_time if get_accelerator().is_synchronized_device() else None
-
-
-def synchronize() -> None:
-    """Wait for the device, if it runs behind the host."""
-    if not get_accelerator().is_synchronized_device():
-        get_accelerator().synchronize()

@@ -82,9 +82,7 @@ def random_states(module: nn.Module) -> list[Tensor]:
     """Return the states of torch's generators, of the device and of the trackers of tensor parallelism."""
     trackers = [ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())]
     states = [state for tracker in trackers for state in tracker.get_states().values() if torch.is_tensor(state)]
-    if not get_accelerator().is_synchronized_device():
-        states.append(get_accelerator().get_rng_state())
-    return [state.cpu().clone() for state in (torch.get_rng_state(), *states)]
+    return [state.cpu().clone() for state in (torch.get_rng_state(), get_accelerator().get_rng_state(), *states)]
 
 
 def _constant(name: str, drawn: Tensor, args: Sequence[Any]) -> Tensor | None:

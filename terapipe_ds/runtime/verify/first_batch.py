@@ -20,11 +20,12 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import counts_any, weights_of
+from terapipe_ds.runtime.batch.loss import LossKindError, SliceLossError, slice_counts, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
@@ -40,8 +41,6 @@ from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
 from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
-
-logger = logging.getLogger("terapipe_ds")
 
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
@@ -60,8 +59,8 @@ class FirstBatchCheck:
     """Compare slices with whole sequences: on a cut of the first training batch that is sliced.
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
-    a later batch. Layers that agreed are compared again when sequences have become half as long again. It does not
-    change parameters, gradients, buffers, random numbers and the data.
+    a later batch. Layers that agreed are compared again when sequences have become half as long again, and after
+    `renew`, when the model has changed. It does not change parameters, gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -121,18 +120,24 @@ class FirstBatchCheck:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
         if result.findings:  # a caller who goes on gets the error again
-            raise self._error(text, result.findings[0].layer)
+            raise self._error(text, result.findings[0])
         self._longest = max(self._longest, longest) if with_layers else self._longest
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
-    def _error(self, text: str, layer: str) -> Exception:
-        """Return the error of this rank; only rank 0's has the whole text."""
+    def renew(self) -> None:
+        """Check the next training batch as the first one. Every rank must call this between the same batches."""
+        self._is_done, self._loss_waits, self._longest = False, False, 0
+
+    def _error(self, text: str, first: Finding) -> Exception:
+        """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
+        if first.raised == LossKindError.__name__:
+            return RaisedEverywhere(SliceLossError(first.problem.partition(": ")[2]))
         if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
             return VerifyError(text)
-        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(layer)))
+        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(first.layer)))
 
     def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
         """Return the micro-batches with the share of each sequence rank as a slice of its own.
@@ -201,8 +206,7 @@ class FirstBatchCheck:
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
                 break
-        if not get_accelerator().is_synchronized_device():
-            get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
+        get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
     def _check_plan(
@@ -258,7 +262,7 @@ class FirstBatchCheck:
         """Return the cut with the weights of its slices' losses; if no label counts, weigh by tokens."""
         assert micro_batch.labels is not None
         labels, weights = cut.of(micro_batch.labels), cut.plan.shares
-        if counts_any(labels, cut.plan, self._config, self._module.loss_fn):
+        if any(slice_counts(labels, cut.plan, self._config, self._module.loss_fn)):
             weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
         return replace(cut, weights=weights)
 
@@ -273,7 +277,6 @@ class FirstBatchCheck:
         problem = problem_of_gradient_hooks(module)  # some are added after the engine was built
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
-            return
         # the value before layers run shows which reports the layers write
         at_start = reported_so_far(module.get_additional_losses)
         with untouched(module, with_gradients=False):
@@ -281,7 +284,7 @@ class FirstBatchCheck:
                 owner, chunk_id = layout.homes(part_id)[0]
                 outputs = None
                 # one part after the other: a stage has the inputs only when its turn comes
-                if owner == engine.stage_id and inputs is not None:
+                if owner == engine.stage_id and inputs is not None and problem is None:
                     activate(module, chunk_id)
                     starts = cut.of_starts(micro_batch.shape.starts)
                     keeps = keeps_attention(module)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import counts_any, slice_counts, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
 from terapipe_ds.runtime.verify.loss import LossCheck
@@ -64,14 +64,29 @@ class LabelProbe:
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
         # tensor-parallel ranks try the same labels, because loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
-        self._seen = np.union1d(self._seen, values[order])
+        before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
         if not len(places):
             return None
         with untouched(holder, with_gradients=False):
             calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-            return next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+            problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+            if problem is not None and is_later and self._is_nan_anyway():
+                self._seen, problem = before, None  # training names the slice
+            return problem
+
+    def _is_nan_anyway(self) -> bool:
+        """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""
+        if self._regular is None:
+            return False
+        labels = _picked(self._regular, np.zeros(self._tokens, np.int64))
+        check = _with_labels(self._check, labels, self._unequal())
+        return not bool(torch.isfinite(check.losses(check.slicing).values).all())
+
+    def _unequal(self) -> SlicePlan:
+        """Return unequal slices: special labels that are spread unevenly over them tell the means apart."""
+        return SlicePlan((self._tokens // 3, self._tokens - self._tokens // 3))
 
     def _try(self, labels: SliceableTensors, is_later: bool) -> str | None:
         """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
@@ -79,7 +94,7 @@ class LabelProbe:
         Later batches are not compared window by window, so this compares their other kinds too: `loss_fn` may weigh
         them unlike the kinds of the first batch.
         """
-        config, weight = self._check.config, getattr(self._check.loss_fn, "slice_weight", None)
+        config, loss_fn = self._check.config, self._check.loss_fn
         num_kinds, ranks = labels.length, self._check.slicing.ranks
         # which kinds get a gradient; NaN, when all labels are ignored, is none
         whole = replace(self._check, labels=_picked(labels, np.arange(self._tokens) % num_kinds))
@@ -89,8 +104,8 @@ class LabelProbe:
         is_trained = torch.stack(ranks.exchange(is_trained)).any(0)
         # which kinds have a weight
         is_counted = torch.ones(num_kinds, dtype=torch.bool)
-        if weight is not None or config.loss_reduction in ("mean_valid", "mean_of_step"):
-            counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config.ignore_index, weight)
+        if hasattr(loss_fn, "slice_weight") or config.loss_reduction in ("mean_valid", "mean_of_step"):
+            counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config, loss_fn)
             is_counted = torch.tensor(counts) > 0.0
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
         if self._regular is None and regular.any():
@@ -112,9 +127,8 @@ class LabelProbe:
 
         The others are in the first row alone, because a mean over rows may follow a mean over the tokens of each.
         """
-        # unequal slices, in which special labels are spread unevenly, tell the means apart
-        first = self._tokens // 3
-        plan, kinds = SlicePlan((first, self._tokens - first)), np.arange(self._tokens) % special.length
+        plan, kinds = self._unequal(), np.arange(self._tokens) % special.length
+        first = plan.lengths[0]
         if self._regular is not None:
             others = np.arange(len(kinds[first::2])) % special.length
             special = _joined(special, self._regular)
@@ -155,7 +169,7 @@ def compare_everywhere(
     the first window that has a loss, and for windows with new kinds of labels.
     """
     waits, not_finite, seen, head = "no label counts in this batch", "", set[int](), check.head
-    own = (check, "") if counts_any(check.labels, check.slicing.plan, check.config, check.loss_fn) else None
+    own = (check, "") if check.has_counted_labels else None
     for here, where in filter(None, itertools.chain((own,), _windows(check, everyone, note))):
         # the last layer takes far longer than loss_fn, and shows the same for labels of the same kinds
         fresh = set[int]() if head is None else _kinds_that_run(here) - seen
@@ -166,7 +180,7 @@ def compare_everywhere(
             return problem + where, ""
         if not here.is_finite:
             not_finite = not_finite or ("the loss of the whole is not finite" + where) * any(here.slicing.weights)
-        elif counts_any(here.labels, here.slicing.plan, here.config, here.loss_fn):
+        elif here.has_counted_labels:
             waits = ""
     # if no loss is finite, this shows no fault of slices
     if not_finite and waits:

@@ -5,10 +5,9 @@ To tell faults from rounding, run it in a wider dtype as well, and measure the r
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import push_slice
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
@@ -28,8 +28,6 @@ from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim
-
-logger = logging.getLogger("terapipe_ds")
 
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks
@@ -143,7 +141,7 @@ class LayerCheck:
         reference, agrees = replace(self, inputs=cast(self.inputs, dtype), autocast=nullcontext), False
         caught: Exception | None = None
         try:
-            with in_dtype(self.layer.module, dtype):
+            with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
                 reference.keep()
                 agrees = reference.compare_all() is None
         except Exception as error:  # kernels that know no other dtype, too little memory
@@ -427,23 +425,3 @@ def cast(inputs: Activations, dtype: torch.dtype) -> Activations:
         return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
 
     return inputs.changed(wide)
-
-
-@contextmanager
-def in_dtype(module: nn.Module | None, dtype: torch.dtype) -> Iterator[None]:
-    """Let parameters and buffers of `module` be copies in `dtype`; hooks of parameters stay."""
-    module = nn.Module() if module is None else module
-    buffers = [
-        (part._buffers, name, buffer)
-        for part in module.modules()
-        for name, buffer in part._buffers.items()
-        if buffer is not None and buffer.is_floating_point()
-    ]
-    with stand_ins(module, with_gradients=False, dtype=dtype):
-        try:
-            for owner, name, buffer in buffers:
-                owner[name] = buffer.to(dtype)
-            yield
-        finally:
-            for owner, name, buffer in buffers:
-                owner[name] = buffer

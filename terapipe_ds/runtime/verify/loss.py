@@ -18,7 +18,7 @@ from terapipe_ds.attention import active_slice, guard_plain_attention, push_slic
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
-from terapipe_ds.runtime.batch.loss import weighted_loss, weights_of
+from terapipe_ds.runtime.batch.loss import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
@@ -76,12 +76,12 @@ class HeadWithLoss:
         # losses have their weights: they and the gradients add up
         plan = loss.slicing.plan
         slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
-        both = NamedLayer(self.layer.layer_id, _Joined(self.layer.module, run))
+        both = NamedLayer(self.layer.layer_id, Joined(self.layer.module, run))
         with guard_plain_attention(self.intercept), GuardCapturedNames():
             return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
 
 
-class _Joined(nn.Module):
+class Joined(nn.Module):
     """Hold the last layer for a function that runs it and the loss."""
 
     def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
@@ -107,6 +107,29 @@ class _LossOfHiddenCheck(LayerCheck):
         gradients = super()._backwards(slicing, runs, of_outputs)
         # scaled as gradients are, because these are divided by the scale
         return {"the loss": torch.stack(losses).double().sum()[None] * self._scale} | gradients
+
+
+class LossAfterLayers(LayerCheck):
+    """Compare the value of a loss that comes right after the layers of its part, as in training.
+
+    It may read what layers leave elsewhere. `loss` is the check of the loss apart, which has found no difference.
+    """
+
+    loss: LossCheck
+
+    def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
+        expected, values = whole.outputs[0].double()[None], torch.stack([each[0].double() for each in parts])
+        with torch.enable_grad():
+            size = max(self.loss.losses(self.slicing.whole()).size, float(values.abs().sum()))
+        difference = _compare_values(values.sum()[None], expected, size, self._dtypes(()))
+        return Activations((), False, ()), difference if bool(torch.isfinite(expected).all()) else None
+
+
+def _compare_values(total: Tensor, expected: Tensor, size: float, dtypes: set[torch.dtype]) -> Difference | None:
+    cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
+    # if terms cancel out, the loss itself is mostly rounding
+    least = size if float(expected.abs()) < cancels * size else 0.0
+    return compare("the loss", total, expected, tolerance_of(dtypes, of_loss=True), least_norm=least)
 
 
 def _reported(get_additional_losses: Callable[[], Mapping[str, Any] | None]) -> dict[str, float]:
@@ -140,6 +163,10 @@ class LossCheck:
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
     head: HeadWithLoss | None = None
+
+    @property
+    def has_counted_labels(self) -> bool:
+        return any(slice_counts(self.labels, self.slicing.plan, self.config, self.loss_fn))
 
     def run(self) -> str | None:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""
@@ -216,12 +243,8 @@ class LossCheck:
         return tolerance_of(self._dtypes(), of_loss=True)
 
     def _compare(self, whole: Losses, sliced: Losses) -> Difference | None:
-        dtypes, tolerance = self._dtypes(), self._tolerance()
-        cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
-        # if terms cancel out, the loss itself is mostly rounding
-        size = max(whole.size, float(sliced.values.abs().sum()))
-        least = size if float(whole.values.abs()) < cancels * size else 0.0
-        differences = [compare("the loss", sliced.values.sum()[None], whole.values, tolerance, least_norm=least)]
+        size, tolerance = max(whole.size, float(sliced.values.abs().sum())), self._tolerance()
+        differences = [_compare_values(sliced.values.sum()[None], whole.values, size, self._dtypes())]
         for layout, a, b in zip(self.outputs.layouts, sliced.gradients, whole.gradients, strict=True):
             if isinstance(layout, TokenDim):
                 differences.append(compare("the gradient of the loss", a, b, tolerance, by_token=True))
@@ -239,7 +262,7 @@ class LossCheck:
                 labels = self.labels.part(active.start, active.stop)
                 loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
             reported.append(_reported(self.get_additional_losses) if weight else {})
-            runs.append((leaves, loss if torch.is_tensor(loss) else sum(loss)))
+            runs.append((leaves, loss))
         # backwards in reverse; a product of gradient and output tells the size of a term of the loss
         gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):

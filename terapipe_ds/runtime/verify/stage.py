@@ -15,17 +15,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.attention import PlainAttentionError, guard_plain_attention
+from terapipe_ds.attention import PlainAttentionError, active_slice, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, as_tuple
+from terapipe_ds.runtime.batch.loss import LossKindError, weighted_loss
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
-from terapipe_ds.runtime.verify.layer import LayerCheck, OtherOutput, UncutOutput
-from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
+from terapipe_ds.runtime.verify.layer import OUTPUTS, LayerCheck, OtherOutput, UncutOutput
+from terapipe_ds.runtime.verify.loss import HeadWithLoss, Joined, LossAfterLayers, LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 
@@ -39,6 +40,13 @@ _NO_SHARE = (
     "it, with sums carried over slices (docs/auxiliary_losses.md), or set terapipe.slices to 1"
 )
 _CARRY = "hand them on by terapipe_ds.attention.carry (docs/carried_states.md), or set terapipe.slices to 1"
+
+
+_LEFT_ELSEWHERE = (
+    "right after the layers, as training runs it, though it agrees on their outputs: loss_fn reads what layers leave "
+    "elsewhere (an auxiliary loss in a list or an attribute), which is of one slice; hand it on with the outputs "
+    "(docs/auxiliary_losses.md), or set terapipe.slices to 1"
+)
 
 
 class VerifyError(ValueError):
@@ -139,6 +147,7 @@ class StageCheck:
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
     weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
+    _part: tuple[NamedLayer, Activations] | None = None  # all layers as one, and their inputs, if they are compared
     # the failure of a layer whose output cannot be cut, so that it is compared together with the next layer
     _uncut: TrialFailure | None = None
 
@@ -154,6 +163,7 @@ class StageCheck:
             trained = outputs.changed(lambda t: t.detach().requires_grad_(t.is_floating_point()))
             self._last = layers[0], trained
             return self._run_layers(layers, outputs)
+        self._part = chained(layers), inputs
         together: list[NamedLayer] = []
         for layer in layers:
             # a layer whose output cannot be cut is compared with the layers after it
@@ -277,10 +287,36 @@ class StageCheck:
         elif waits:
             self.found.notes.append(f"the loss was not compared: {waits}")
             self.found.loss_waits = True
-        else:
+        elif self._agrees_after_layers(check, layer_id):
             self.found.num_losses += 1
             return True
         return False
+
+    def _agrees_after_layers(self, loss: LossCheck, layer_id: int) -> bool:
+        """Return whether the loss agrees right after its layers as well, which may leave it something elsewhere."""
+        if self._part is None or self.of_hidden is not None:
+            return True
+        part, inputs = self._part
+
+        def run(values: Any) -> Any:
+            active = active_slice()
+            assert active is not None
+            outputs = part(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
+            labels = loss.labels.part(active.start, active.stop)
+            weight = 1.0 if active.is_whole else self.slicing.weights[active.slice_id]
+            with torch.autocast(inputs.tensors[0].device.type, enabled=False):
+                return weighted_loss(outputs, labels, weight, loss.loss_fn).reshape(())
+
+        both = NamedLayer(part.layer_id, Joined(part.module, run))
+        check = LossAfterLayers(both, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
+        check.loss = loss
+        with torch.no_grad(), guard_plain_attention(self.intercept), GuardCapturedNames():
+            difference, failure = self._try(check.run, "verifying the loss after its layers")
+        if failure is not None:
+            self.found.notes.append(f"the loss was not compared right after the layers: it {failure.text}")
+        elif difference is not None:
+            self._find(layer_id, "loss_fn", f"{difference} {_LEFT_ELSEWHERE}")
+        return difference is None
 
     def _try(self, run: Callable[[], _T], what: str) -> tuple[_T | None, TrialFailure | None]:
         """Return the result of `run`; or its failure, here or on a tensor-parallel peer, with a text for the report."""
@@ -343,7 +379,7 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
 
 def _where(error: BaseException) -> str:
     """Return the innermost place outside torch and this package, else the innermost; "" if the text names one."""
-    if isinstance(error, PlainAttentionError):
+    if isinstance(error, (PlainAttentionError, LossKindError)):
         return ""
     places = list(traceback.walk_tb(error.__traceback__))
     frame, line = ([place for place in places if not _is_of_others(place[0].f_globals.get("__name__"))] or places)[-1]

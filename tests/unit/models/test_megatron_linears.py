@@ -1,5 +1,7 @@
 """megatron-core's linear layers with their weight gradients in W: against torch's autograd, in one process."""
 
+import copy
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -91,6 +93,26 @@ def test_a_backward_that_is_not_split_is_megatron_s(monkeypatch: pytest.MonkeyPa
     run.assert_same()
     with torch.no_grad(), unit(*UNITS[0]):
         run.layers(mine)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layers: pickle.loads(pickle.dumps(layers))])
+def test_a_copy_of_an_engine_s_layers_has_its_own_weights(copied: Callable[[Layers], Layers]) -> None:
+    layers = Layers(bias=False)
+    for each in (layers.up, layers.down):
+        each.tp_group = None  # torch copies no group
+        each._load_state_dict_pre_hooks.clear()  # megatron-core's own, which no pickle takes
+    accumulate_in_products(layers, None)
+    hidden = torch.randn(TOKENS, ROWS, IN, dtype=torch.float64)
+    before = by_torch(layers, hidden)
+    other = copied(layers)
+    with torch.no_grad():
+        for parameter in layers.parameters():
+            parameter.zero_()
+        for each in (other.up, other.down):
+            each.tp_group = dist.group.WORLD
+        torch.testing.assert_close(other(hidden), before)
+        accumulate_in_products(other, None)  # another engine takes them
+    assert other.up._forward_impl.args[0] is other.up
 
 
 def test_a_frozen_weight() -> None:

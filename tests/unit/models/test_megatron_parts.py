@@ -23,9 +23,8 @@ from torch import nn
 from terapipe_ds import compat
 from terapipe_ds.models.megatron import MegatronConfigError, kernels
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention, layer_specs
-from terapipe_ds.models.megatron.gradients import is_partial
 from terapipe_ds.models.megatron.kernels import TorchNorm
-from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns
+from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns, is_partial
 from terapipe_ds.models.rank_gradients import gradient_reader, is_split
 from terapipe_ds.runtime.checkpoints.engine_methods import MODEL_SIZES
 

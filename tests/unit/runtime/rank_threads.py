@@ -67,8 +67,8 @@ class Ranks:
         values = torch.stack(self._exchange("all_reduce", tensor.clone(), group))
         tensor.copy_(values.amax(dim=0) if op == self.ReduceOp.MAX else values.sum(dim=0))
 
-    def broadcast(self, tensor: torch.Tensor, group: Any = None, group_src: int = 0) -> None:
-        tensor.copy_(self._exchange("broadcast", tensor.clone(), group)[group_src])
+    def broadcast_object_list(self, values: list[Any], group: Any = None, group_src: int = 0) -> None:
+        values[:] = pickle.loads(self._exchange("broadcast", pickle.dumps(values), group)[group_src])
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
         values[:] = map(pickle.loads, self._exchange("gather", pickle.dumps(value), group))

@@ -162,9 +162,17 @@ def _styles(outline: Outline, name: str, module: nn.Module) -> Iterator[tuple[st
     """Yield the names of parts of a module of the model that its plan names, and how it divides them."""
     plan: Mapping[str, str] = getattr(outline.config, "base_model_tp_plan", None) or {}
     prefix = f"{outline.model.base_model_prefix}."
+
+    def style_of(path: str) -> str | None:
+        words = f"{name}.{path}".removeprefix(prefix).split(".")
+        return plan.get(".".join("*" if word.isdigit() else word for word in words))
+
     for inner, _ in list(module.named_modules()):
-        words = f"{name}.{_split(inner)[0]}".removeprefix(prefix).split(".")
-        style = plan.get(".".join("*" if word.isdigit() else word for word in words))
+        path = _split(inner)[0]
+        style = style_of(path)
+        # plans of transformers 4.57 do not name the norms of heads, which the ranks divide with their projection
+        if style is None and path.endswith(("q_norm", "k_norm")) and style_of(f"{path[:-4]}proj") == _COLUMNS:
+            style = _SUMMED
         if style is not None:
             yield inner, style
 

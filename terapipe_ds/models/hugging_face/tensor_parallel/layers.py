@@ -6,14 +6,19 @@ They take and return the same tensors as the layers that they replace. DeepSpeed
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as torch_dist
 import torch.nn.functional as F
+from deepspeed.checkpoint import constants
 from deepspeed.module_inject import layers as autotp
+from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor, nn
+
+from terapipe_ds.models.rank_gradients import is_split, of_all_stages
 
 
 class Products(Protocol):
@@ -21,6 +26,9 @@ class Products(Protocol):
 
     def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies by the weight of `layer`, and takes care of its gradient."""
+
+    def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
+        """Return the product, with care of the weight's gradient."""
 
 
 class _Share(autotp.TensorParallel_Layer):
@@ -140,3 +148,26 @@ def gathered_copy(module: nn.Module) -> nn.Module:
             if isinstance(layer, _Share):
                 layer.gather()
     return copied
+
+
+def universal_checkpoint_info(module: nn.Module, grid: PipelineParallelGrid) -> dict[str, Any]:
+    """Describe the parameters of all stages for DeepSpeed's universal checkpoints, which hold each of them whole.
+
+    A collective over the pipeline.
+    """
+    maps = autotp.collect_autotp_universal_checkpoint_info(module).get(constants.AFFINE_MAP, {})
+    known: dict[str, Any] = maps.get(constants.AFFINE_MAP_PARAMS, {})
+    # DeepSpeed's converter refuses patterns that name nothing, and frozen parameters have no optimizer states
+    trained = {rf"^{re.escape(name)}$": p for name, p in module.named_parameters() if p.requires_grad}
+    here = {pattern: known[pattern] if is_split(p) else None for pattern, p in trained.items()}
+    layouts = of_all_stages(here, grid)
+    return {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        # copies are equal but for rounding, and those that DeepSpeed calls replicated must be equal bit by bit
+        constants.PARAMETER_TO_AVERAGE_PATTERNS: [pattern for pattern, layout in layouts.items() if layout is None],
+        constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS: [p for p in layouts if p.startswith(r"^tied_modules\.")],
+        constants.AFFINE_MAP: {
+            constants.AFFINE_MAP_VERSION: maps.get(constants.AFFINE_MAP_VERSION, 1),
+            constants.AFFINE_MAP_PARAMS: {p: layout for p, layout in layouts.items() if layout is not None},
+        },
+    }

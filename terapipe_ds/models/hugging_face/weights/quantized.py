@@ -21,6 +21,18 @@ if TYPE_CHECKING:
     from transformers.quantizers import HfQuantizer
 
 
+_CANNOT = {
+    "quantized": "its weights are stored quantized, as its config describes: leave out quantization_config",
+    "trained": "its weights are quantized, and cannot train: train adapters, adapter=LoraConfig()",
+    "copied": "its weights are quantized in memory: give its folder and the same quantization_config to "
+    "terapipe_ds.from_pretrained or terapipe_ds.skeleton",
+    "drawn": "its config has a quantization_config, and random weights are not quantized: remove it from the config, "
+    "or read a folder by from_pretrained",
+    "divided": "its weights are quantized, and tensor-parallel ranks cannot divide them: give a topology without the "
+    "axis 'model', or weights that are not quantized",
+}
+
+
 def ask_for(quantization: Any, config: PretrainedConfig) -> None:
     """Have the config of a model say that its weights are to be quantized, unless it says that they are.
 
@@ -28,10 +40,7 @@ def ask_for(quantization: Any, config: PretrainedConfig) -> None:
         ModelRefusedError: they are quantized in a way beside which stages train no adapters, or bitsandbytes is absent.
     """
     if quantization:
-        if is_quantized_by(config):
-            raise ModelRefusedError(
-                "its weights are stored quantized, as its config describes: leave out quantization_config"
-            )
+        refuse_quantized(config, "quantized")
         from transformers.quantizers import AutoQuantizationConfig  # which imports the code of all methods
 
         is_dict = isinstance(quantization, Mapping)
@@ -45,37 +54,10 @@ def is_quantized_by(config: PretrainedConfig) -> bool:
     return getattr(config, "quantization_config", None) is not None
 
 
-def require_adapters(config: PretrainedConfig, adapter: object) -> None:
-    """Raise ModelRefusedError if weights are quantized, and no adapters would train beside them."""
-    if adapter is None and is_quantized_by(config):
-        raise ModelRefusedError("its weights are quantized, and cannot train: train adapters, adapter=LoraConfig()")
-
-
-def require_stored(config: PretrainedConfig, source: object) -> None:
-    """Raise ModelRefusedError if the weights are quantized in memory; `source` is the folder of a skeleton."""
-    if source is None and is_quantized_by(config):
-        raise ModelRefusedError(
-            "its weights are quantized in memory: give its folder and the same quantization_config to "
-            "terapipe_ds.from_pretrained or terapipe_ds.skeleton"
-        )
-
-
-def refuse_random_weights(config: PretrainedConfig) -> None:
-    """Raise ModelRefusedError if the config asks for quantized weights, and there are none to read."""
+def refuse_quantized(config: PretrainedConfig, how: str) -> None:
+    """Raise ModelRefusedError if the weights of a model are quantized, and cannot be so (a key of `_CANNOT`)."""
     if is_quantized_by(config):
-        raise ModelRefusedError(
-            "its config has a quantization_config, and random weights are not quantized: remove it from the config, or "
-            "read a folder by from_pretrained"
-        )
-
-
-def refuse_tensor_ranks(model: PreTrainedModel) -> None:
-    """Raise ModelRefusedError if weights are quantized: they have no shares for tensor-parallel ranks."""
-    if is_quantized_by(model.config):
-        raise ModelRefusedError(
-            "its weights are quantized, and tensor-parallel ranks cannot divide them: give a topology without the axis "
-            "'model', or weights that are not quantized"
-        )
+        raise ModelRefusedError(_CANNOT[how])
 
 
 def quantize(model: PreTrainedModel) -> None:

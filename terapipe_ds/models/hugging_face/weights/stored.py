@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 import re
 import zlib
@@ -21,13 +20,12 @@ from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
+from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import share_of
 from terapipe_ds.models.hugging_face.weights.quantized import can_take, is_quantized, take
 from terapipe_ds.models.hugging_face.weights.unread import leave_unread
-
-logger = logging.getLogger("terapipe_ds")
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

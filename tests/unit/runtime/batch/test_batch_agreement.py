@@ -4,8 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
@@ -13,7 +11,6 @@ from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch import batch_agreement
 from terapipe_ds.runtime.batch.batch_agreement import DataSums, MicroBatchShape, PlaceInJob, StageReport, TensorPeers
-from terapipe_ds.runtime.batch.packed_rows import from_numbers, to_numbers
 from tests.unit.runtime.rank_threads import Ranks
 
 SHAPES = (MicroBatchShape(2, 12), MicroBatchShape(2, 12))
@@ -59,6 +56,18 @@ def agreed(
     return results, ranks
 
 
+@pytest.mark.parametrize("changes", [(0, 0, 0), (0, 1, 0), (1, 0, 2)])
+def test_every_rank_learns_of_a_changed_model(changes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, in_job, heard = Ranks(3), places(3), []
+    monkeypatch.setattr(batch_agreement, "torch_dist", ranks)
+    reports = [report(seen=SHAPES), report(), last()]
+    reports = [replace(each, model_change=change) for each, change in zip(reports, changes, strict=True)]
+    act = batch_agreement.agree_on_batch
+    results = ranks.run(lambda rank: act(reports[rank], in_job[rank], lambda shapes: None, heard.append))
+    assert results == [SHAPES] * 3
+    assert heard == [max(changes) > 1] * (3 if any(changes) else 0)
+
+
 @pytest.mark.parametrize(("shapes", "messages"), [(SHAPES, ["all_reduce"]), (MIXED, ["all_reduce", "broadcast"])])
 def test_every_stage_learns_the_shapes_of_the_last_one(
     shapes: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch
@@ -81,14 +90,6 @@ def test_every_stage_learns_where_documents_start(
     results, ranks = agreed(monkeypatch, reports, in_job)
     assert [tuple(shape.starts for shape in each) for each in results] == [EDGES] * 3
     assert results == [shapes] * 3 and ranks.calls == [["all_reduce", *["broadcast"] * broadcasts]] * 3
-
-
-ROWS = st.lists(st.lists(st.integers(0, 2**40), min_size=1, max_size=4).map(tuple), min_size=1, max_size=3).map(tuple)
-
-
-@given(st.lists(st.none() | ROWS, max_size=4))
-def test_documents_as_numbers(batch: list[Any]) -> None:
-    assert from_numbers(to_numbers(batch)) == (batch if any(batch) else [])
 
 
 class TestErrors:

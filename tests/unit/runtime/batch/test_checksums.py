@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.checksums import checksum, contents_of
+from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape, checksum, contents_of
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

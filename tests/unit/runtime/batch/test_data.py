@@ -53,7 +53,7 @@ def reports(monkeypatch: pytest.MonkeyPatch) -> list[StageReport]:
     """What the stage would tell the others; they are taken to agree on two rows of twelve tokens."""
     told: list[StageReport] = []
 
-    def agree(report: StageReport, place: PlaceInJob, check: Any) -> tuple[MicroBatchShape, ...]:
+    def agree(report: StageReport, place: PlaceInJob, *_: Any) -> tuple[MicroBatchShape, ...]:
         told.append(report)
         if report.error is not None:
             raise report.error

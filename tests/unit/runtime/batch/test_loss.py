@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,23 +12,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import SliceLossError, exact_zero, slice_weights, weighted_loss
+from terapipe_ds.runtime.batch.loss import SliceLossError, exact_zero, weighted_loss, weights_of
 
 VOCAB_SIZE = 5
 LABELS = torch.tensor([[1, -100, -100, 2, -100, 3], [-100, -100, -100, 0, 1, 2]])
 PLAN = SlicePlan((1, 2, 3))
 
 
-def weights_of(labels: Any, plan: SlicePlan = PLAN, dim: int = 1, **options: Any) -> tuple[float, ...]:
-    chosen: dict[str, Any] = {"loss_reduction": "mean_valid", "ignore_index": -100, **options}
-    return slice_weights(SliceableTensors.of_labels(labels, dim), plan, **chosen)
+def weigh(labels: Any, plan: SlicePlan = PLAN, loss_fn: Any = None, **options: Any) -> tuple[float, ...]:
+    return weights_of(SliceableTensors.of_labels(labels, 1), plan, TeraPipeConfig(**options), loss_fn)
 
 
 class TestSliceWeights:
     def test_another_ignore_index(self) -> None:
-        assert weights_of(LABELS, ignore_index=2) == pytest.approx((2 / 10, 4 / 10, 4 / 10))
+        assert weigh(LABELS, ignore_index=2) == pytest.approx((2 / 10, 4 / 10, 4 / 10))
 
     def test_the_loss_function_has_the_last_word(self) -> None:
         seen = []
@@ -37,7 +38,8 @@ class TestSliceWeights:
             return labels[1].sum()
 
         given_weights = torch.tensor([[1.0, 0, 0, 2, 0, 3]] * 2)
-        found = weights_of((LABELS, given_weights), loss_reduction="sum", slice_weight=slice_weight)
+        loss_fn = SimpleNamespace(slice_weight=slice_weight)
+        found = weigh((LABELS, given_weights), loss_fn=loss_fn, loss_reduction="sum")
         assert found == pytest.approx((1 / 6, 0.0, 5 / 6))
         assert [tuple(labels.shape) for labels, _ in seen] == [(2, 1), (2, 2), (2, 3)]
         assert all(labels.is_contiguous() for labels, _ in seen)
@@ -47,10 +49,10 @@ class TestSliceWeights:
         """NaN would be in every parameter after the step; two weights below 0 would hide in their sum."""
         weights = iter((1.0, weight, weight))
         with pytest.raises(SliceLossError, match=rf"gives {weight:g} for slice 1 \(tokens \[1, 3\]\).* finite"):
-            weights_of(LABELS, slice_weight=lambda labels: torch.tensor(next(weights)))
+            weigh(LABELS, loss_fn=SimpleNamespace(slice_weight=lambda labels: torch.tensor(next(weights))))
 
     def test_no_label_at_all(self) -> None:
-        assert weights_of(torch.full_like(LABELS, -100)) == (0.0, 0.0, 0.0)
+        assert weigh(torch.full_like(LABELS, -100)) == (0.0, 0.0, 0.0)
 
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -79,7 +81,7 @@ def test_weighted_losses_and_gradients_add_up(
     labels[torch.rand(labels.shape, generator=generator) < masked] = -100
     whole, sliced = logits.clone().requires_grad_(), logits.clone().requires_grad_()
 
-    weights = weights_of(labels, plan, loss_reduction=reduction)
+    weights = weigh(labels, plan, loss_reduction=reduction)
     parts = [
         weighted_loss(sliced[:, start:stop], labels[:, start:stop], weight, LOSSES[reduction])
         for weight, (start, stop) in zip(weights, plan.spans(), strict=True)
@@ -109,8 +111,20 @@ class TestWeightedLoss:
             weighted_loss(torch.tensor(float("nan")), None, 0.0, None)
 
     def test_a_loss_that_is_not_reduced(self) -> None:
-        with pytest.raises(SliceLossError, match=r"must be a scalar, got shape \[2, 3\]: reduce it in loss_fn"):
+        with pytest.raises(
+            SliceLossError, match=r"returned shape \[2, 3\], but .* a scalar tensor: reduce it in loss_fn"
+        ):
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
+
+    def test_only_an_evaluation_may_have_several_losses(self) -> None:
+        """The stock engine has no backward for them, and returns them from an evaluation."""
+
+        def two_losses(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
+            return torch.tensor(2.0), torch.tensor(6.0)
+
+        assert weighted_loss(None, None, 0.5, two_losses, trains=False) == [torch.tensor(1.0), torch.tensor(3.0)]
+        with pytest.raises(SliceLossError, match=r"two_losses\) returned a tuple of 2, but .*, such as result\[0\]"):
+            weighted_loss(None, None, 0.5, two_losses)
 
 
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])

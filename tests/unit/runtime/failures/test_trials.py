@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as torch_dist
 
+from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.failures import trials as trials_module
 from terapipe_ds.runtime.failures.trials import PATIENCE_S, TrialError, TrialFailure, Trials
 from tests.unit.runtime.rank_threads import Ranks
@@ -21,12 +22,12 @@ LOST = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connec
 
 
 @pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+def store(monkeypatch: pytest.MonkeyPatch) -> None:
     """One for all ranks of a test, whose threads share what a process has: so each counts its trials by itself."""
     monkeypatch.setattr(trials_module, "_numbers", _PerThread())
     found = torch_dist.HashStore()
     found.set_timeout(datetime.timedelta(seconds=5))
-    return found
+    monkeypatch.setattr(agreement, "default_store", lambda: found)
 
 
 class _PerThread(threading.local):
@@ -37,22 +38,20 @@ class _PerThread(threading.local):
         return self._counts.setdefault(ranks, first)  # type: ignore[no-any-return]
 
 
-def on_ranks(
-    store: Any, ranks: tuple[int, ...], act: Callable[[Trials, int], Any], stall_timeout_s: float = 10.0
-) -> list[Any]:
+def on_ranks(ranks: tuple[int, ...], act: Callable[[Trials, int], Any], stall_timeout_s: float = 10.0) -> list[Any]:
     """What `act` returns or raises on each rank."""
-    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], stall_timeout_s, store), ranks[index]))
+    return Ranks(len(ranks)).run(lambda index: act(Trials(ranks, ranks[index], stall_timeout_s), ranks[index]))
 
 
-def test_every_rank_hears_of_the_first_failure_and_keeps_its_own(store: Any) -> None:
+def test_every_rank_hears_of_the_first_failure_and_keeps_its_own() -> None:
     errors = {1: None, 4: BROKEN, 7: OTHER}
-    first, broken, other = on_ranks(store, (1, 4, 7), lambda trials, rank: trials.failure(errors[rank], "it"))
+    first, broken, other = on_ranks((1, 4, 7), lambda trials, rank: trials.failure(errors[rank], "it"))
     assert first == TrialFailure("ValueError", "the layer is\nbroken", 4)
     assert str(first) == "rank 4: ValueError: the layer is\nbroken"
     assert broken == TrialFailure("ValueError", "the layer is\nbroken") and other == TrialFailure("KeyError", "'x'")
 
 
-def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> None:
+def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come() -> None:
     """Rank 1 stays in the layers; rank 2, which came through, waits as long as it takes."""
     ended = threading.Event()
 
@@ -66,7 +65,7 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
             if rank == 0:
                 ended.set()
 
-    failed, late, through = on_ranks(store, (0, 1, 2), act, stall_timeout_s=3.0)
+    failed, late, through = on_ranks((0, 1, 2), act, stall_timeout_s=3.0)
     assert isinstance(failed, TrialError) and failed.__cause__ is BROKEN
     assert str(failed) == (
         "timing layers failed on rank 0 (ValueError: the layer is\nbroken); its tensor-parallel peer, rank 1, has not "
@@ -76,13 +75,13 @@ def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come(store: Any) -> Non
     assert late == through == TrialFailure("ValueError", "the layer is\nbroken", 0)
 
 
-def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
+def test_ranks_at_different_trials_end_at_once() -> None:
     """One has failed before the trial that the other ended: they would wait for each other from now on."""
 
     def act(trials: Trials, rank: int) -> Any:
         return trials.failure(BROKEN if rank else None, "verifying layer 3" if rank else "running layer 3 in fp32")
 
-    first, second = on_ranks(store, (0, 1), act)
+    first, second = on_ranks((0, 1), act)
     assert isinstance(first, TrialError) and isinstance(second, TrialError)
     assert "running layer 3 in fp32 ended on rank 0 (it came through)" in str(first)
     assert "at verifying layer 3, on rank 1 (" in str(first) and "the layer is" in str(first)
@@ -90,7 +89,7 @@ def test_ranks_at_different_trials_end_at_once(store: Any) -> None:
 
 
 def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(
-    store: Any, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited: list[str] = []
     device = SimpleNamespace(is_synchronized_device=lambda: False, synchronize=lambda: waited.append(current()))
@@ -101,7 +100,7 @@ def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_say
         names[rank] = current()
         return trials.failure(BROKEN if rank else None, "it")
 
-    on_ranks(store, (0, 1), act)
+    on_ranks((0, 1), act)
     assert waited == [names[0]]
 
 
@@ -109,8 +108,8 @@ def current() -> str:
     return threading.current_thread().name
 
 
-def test_a_lost_connection_is_nobody_to_wait_for(store: Any) -> None:
-    trials = Trials((0, 1), 0, 60.0, store)
+def test_a_lost_connection_is_nobody_to_wait_for() -> None:
+    trials = Trials((0, 1), 0, 60.0)
     with pytest.raises(RuntimeError) as caught:
         trials.failure(LOST, "it")
     assert caught.value is LOST

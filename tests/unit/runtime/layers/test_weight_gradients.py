@@ -1,26 +1,31 @@
 """Weight gradients that are added to `.grad` by the matrix product: the same numbers, and nobody left out."""
 
 import copy
+import gc
 import operator
 import pickle
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
 from terapipe_ds.runtime.layers import weight_gradients
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products, leave_to_autograd
 from tests.unit.runtime.layers.split_cases import Run, assert_same, unit
 
 SLICES = ((0, 3), (3, 8), (8, 10))
@@ -148,6 +153,42 @@ def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
     with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
         ours(inputs.requires_grad_()).sum().backward()
     assert gradients.compute((0, 0, 0), nullcontext) == 1 and model[2].weight.grad is not None
+
+
+class Given(nn.Linear):
+    """Ask the engine's object for each product, as docs/how-it-works.md shows."""
+
+    gradients: Any = None
+
+    def defer_weight_gradients(self, gradients: Any) -> None:
+        self.gradients = gradients
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.gradients.linear(inputs, self.weight, self.bias)
+
+
+@pytest.mark.parametrize("end", ["engine has ended", "a later engine leaves them to autograd"])
+def test_layers_of_an_earlier_engine_give_its_optimizer_nothing(end: str) -> None:
+    plain = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5)).double()
+    ours, ids = copy.deepcopy(plain), torch.tensor([[1, 4, 2, 2, 0]])
+    ours[2].__class__ = Given
+    gradients = accumulate_in_products(ours, None)
+    gradients.sums = sums = OwnSums(ours)
+    gradients.open_batch([(0, 0, 0)])
+    if end == "engine has ended":
+        gradients.close()
+    else:
+        assert leave_to_autograd(ours).is_closed and not any("forward" in vars(layer) for layer in ours)
+    with unit(0, 0, 0):
+        ours(ids).square().sum().backward()
+    plain(ids).square().sum().backward()
+    assert_same(ours, plain)
+    assert all(sums.so_far(parameter) is None for parameter in ours.parameters())
+    if end == "engine has ended":
+        held = weakref.ref(sums)
+        del sums
+        gc.collect()
+        assert held() is None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
@@ -409,6 +450,84 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
         torch.testing.assert_close(total, plain.linear.weight.grad + plain.last.weight.grad)
     else:
         assert_same(model, plain)
+
+
+class SmallerWeights(TorchFunctionMode):
+    """Multiply the weight of each linear operation, as tools for quantization change it."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear:
+            args = args[0], args[1] * 0.9, *args[2:]
+        return func(*args, **(kwargs or {}))
+
+
+def smaller(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda inputs, weight, *others: function(inputs, weight * 0.9, *others)
+
+
+REPLACED: dict[str, Callable[[], Any]] = {
+    "forward of the class": lambda: mock.patch.object(
+        nn.Linear, "forward", lambda layer, x: F.linear(x, layer.weight * 0.9, layer.bias)
+    ),
+    "function": lambda: mock.patch.object(F, "linear", smaller(F.linear)),
+    "function mode": SmallerWeights,
+}
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("how", REPLACED)
+def test_what_a_program_replaces_has_its_own_gradient(how: str, split: bool) -> None:
+    model, ours, inputs = example()
+    gradients = accumulate_in_products(ours, None)
+    for each in (model, ours):
+        gradients.open_batch([(0, 0, 0)] if split else ())
+        with REPLACED[how](), unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
+            each(inputs.clone().requires_grad_()).square().sum().backward()
+        if split:
+            gradients.compute((0, 0, 0), nullcontext)
+    assert_same(ours, model)
+
+
+def test_an_embedding_whose_class_has_another_forward() -> None:
+    layer = nn.Embedding(5, 4)
+    accumulate_in_products(layer, None)
+    with mock.patch.object(nn.Embedding, "forward", lambda layer, ids: 2 * F.embedding(ids, layer.weight)):
+        assert torch.equal(layer(torch.tensor([3])), 2 * layer.weight[[3]])
+
+
+def test_layers_take_their_input_by_keyword() -> None:
+    layers = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    accumulate_in_products(layers, None)
+    with slice_of(0, 3):
+        layers[1](input=layers[0](input=torch.tensor([3]))).sum().backward()
+    assert all(parameter.grad is not None for parameter in layers.parameters())
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_complex_weights(split: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.complex128)
+    ours, inputs = copy.deepcopy(model), torch.randn(2, 5, 4, dtype=torch.complex128)
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)] if split else ())
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
+        for each in (model, ours):
+            each(inputs.clone().requires_grad_()).abs().square().sum().backward()
+    assert_same(ours, model)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_forward_mode_derivatives(split: bool) -> None:
+    """A layer may compute one in its forward, and train through it."""
+    model, ours, inputs = example()
+    gradients = accumulate_in_products(ours, None)
+    gradients.open_batch([(0, 0, 0)] if split else ())
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
+        for each in (model, ours):
+            with forward_ad.dual_level():
+                dual = forward_ad.make_dual(inputs.clone().requires_grad_(), torch.ones_like(inputs))
+                forward_ad.unpack_dual(each(dual)).tangent.square().sum().backward()
+    assert_same(ours, model)
 
 
 @pytest.mark.parametrize("watched", [False, True])

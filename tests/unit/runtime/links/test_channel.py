@@ -93,8 +93,8 @@ class TestMessageSpec:
         )
         spec = MessageSpec(tensors, is_tuple)
         assert MessageSpec.decode(spec.encode()) == spec
-        with pytest.raises(LinkError, match="hands on 60 tensors, more than one message can announce; pack them"):
-            MessageSpec((TensorSpec((1, 1), torch.int64, False),) * 60, True).encode()
+        with pytest.raises(LinkError, match="hands on 200 tensors, more than one message can announce; pack them"):
+            MessageSpec(tuple(TensorSpec((n, 1), torch.int64, False) for n in range(200)), True).encode()
 
     @pytest.mark.parametrize("kind", ["nested", "torch.sparse_coo", "quantized", "torch.float8_e4m3fn"])
     def test_a_tensor_that_no_message_carries_is_named(self, kind: str) -> None:

@@ -1,11 +1,13 @@
 """Profiles of the parts of a model, one after the other on one device."""
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import deepspeed
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
-from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model
+from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model, single_process
 from tests.distributed.harness import rank_pool
 from tests.processes import run_python
 
@@ -31,6 +33,19 @@ def _files(folder: Path, **config: Any) -> list[str]:
     section = {"enabled": True, "slices": "auto", "granularity_tokens": 8}
     ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "terapipe": section, **config}))
     return ["--config", str(ds_config), "--model", str(model), "--out", str(folder / "profile.json")]
+
+
+@pytest.mark.parametrize("fails", ["init_distributed", "init_process_group"])
+def test_a_start_that_fails_leaves_nothing(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    whose = deepspeed if fails == "init_distributed" else torch.distributed
+    with mock.patch.object(whose, fails, side_effect=OSError("no port is left")):
+        with pytest.raises(OSError, match="no port"), single_process():
+            pytest.fail("no group")
+    assert not torch.distributed.is_initialized() and "LOCAL_RANK" not in os.environ
+    with single_process():
+        assert torch.distributed.get_world_size() == 1
+    assert not torch.distributed.is_initialized()
 
 
 @pytest.mark.full

@@ -17,9 +17,8 @@ from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
-from terapipe_ds.runtime.profiling.layer_by_layer import LayerByLayer
 from terapipe_ds.runtime.profiling.layer_times import measure_layers, shares_of_memory
-from terapipe_ds.runtime.profiling.slice_timer import LayerKept, SliceTimer
+from terapipe_ds.runtime.profiling.slice_timer import LayerByLayer, LayerKept, SliceTimer
 from tests.small_models.mixers import Attends
 
 LENGTH, ROWS = 16, 2

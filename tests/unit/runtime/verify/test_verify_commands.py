@@ -110,9 +110,21 @@ def test_the_command_recomputes_as_training_does(
     assert printed.rstrip().split("; ")[1:] == [note] * bool(note)
 
 
-def test_the_command_names_the_stages_that_another_interval_contradicts(tmp_path: Path) -> None:
-    words = {"section": {"recompute": [0, 3]}, "pipeline": {"activation_checkpoint_interval": 2}}
-    with pytest.raises(Exception, match=r"terapipe\.recompute = \[0, 3\]: .* = 2, which says otherwise"):
+@pytest.mark.parametrize(
+    ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
+)
+def test_the_command_names_the_stages_that_another_interval_contradicts(
+    recompute: Any, interval: int, tmp_path: Path
+) -> None:
+    """As training does; stages from the first on may be all that there are, and then an interval of 1 is the same."""
+    section = {"recompute": recompute} | ({"planner": {"memory_limit_gb": 1}} if recompute == "auto" else {})
+    words = {"section": section, "pipeline": {"activation_checkpoint_interval": interval}}
+    if recompute in ([0, 1], "full"):
+        ((_, printed),) = rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
+        assert "layers with parameters were recomputed" in printed
+        return
+    shown = re.escape(repr(recompute))
+    with pytest.raises(Exception, match=rf"terapipe\.recompute = {shown}: .* = {interval}, which says otherwise"):
         rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
 
 

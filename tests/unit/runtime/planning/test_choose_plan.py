@@ -13,7 +13,7 @@ from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.planning.schedule_choice import best_without_moving
+from terapipe_ds.runtime.planning.choose_plan import best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate

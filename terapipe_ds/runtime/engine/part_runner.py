@@ -7,7 +7,6 @@ that the runners of a stage share. `DeepSpeedCalls` contains all their calls of 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.attention.exchange import SequenceRanks
+from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
@@ -49,11 +49,11 @@ from terapipe_ds.runtime.layers.offload import ActivationOffload, explain_refusa
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.runtime.layout.parted_module import activate
+from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
 T = TypeVar("T")
-logger = logging.getLogger("terapipe_ds")
 _NOTHING = nullcontext()
 
 
@@ -270,17 +270,17 @@ class PartRunner:
             inputs = self._open().batch.micro_batches[action.micro_batch_id].inputs
             assert inputs is not None
             return inputs.span(active.start, active.stop), inputs.is_tuple
-        spec, leaves = self._received(self._stage.links.receive_activation, action, PIPE_RECV_INPUT_TIMER)
+        spec, leaves = self._received(action, PIPE_RECV_INPUT_TIMER)
         for leaf, tensor in zip(leaves, spec.tensors, strict=True):
             if tensor.requires_grad:
                 leaf.requires_grad_()
         return leaves, spec.is_tuple
 
-    def _received(self, receive: Callable[[Action], T], action: Action, timer: str) -> T:
+    def _received(self, action: Action, timer: str) -> tuple[MessageSpec, Tensors]:
         """Return the message that `action` needs, once it has arrived."""
         stage = self._stage
         stage.watchdog.waits(partial(stage.links.describe_wait, action))
-        message = stage.deepspeed.timed(timer, receive, action)
+        message = stage.deepspeed.timed(timer, stage.links.receive, action)
         stage.watchdog.note(action)
         stage.tracer.input_is_here()
         stage.own_time.input_is_here()
@@ -294,7 +294,7 @@ class PartRunner:
         # wait for the gradients of the outputs; the last part begins at its loss
         gradients: Tensors = ()
         if not self.place.is_last:
-            gradients = self._received(stage.links.receive_gradients, action, PIPE_RECV_GRAD_TIMER)
+            _, gradients = self._received(action, PIPE_RECV_GRAD_TIMER)
         # products for weight gradients wait: for W, or for the products of other slices
         is_split = stage.weights.splits(key)
         with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):

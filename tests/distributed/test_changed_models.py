@@ -1,0 +1,153 @@
+"""Test programs that change their model between steps: it trains as in the stock engine, or every rank refuses it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
+
+from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.verify import FirstBatchCheck
+from tests.distributed import engines
+from tests.distributed.harness import rank_pool
+from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy
+from tests.zoo.attentions import Sliced
+
+STEPS = 4
+LAYERS = [LayerSpec(kind) for kind in (Embedding, Mlp, Mlp, Head)]
+ATTENDING = [LayerSpec(Embedding), *(LayerSpec(Sliced, index) for index in range(2)), LayerSpec(Mlp), LayerSpec(Head)]
+
+
+def layers_of(engine: Any, *kinds: type[nn.Module]) -> Iterator[nn.Module]:
+    return (module for module in engine.module.modules() if isinstance(module, kinds))
+
+
+def freeze_at(step_at: Callable[[int], bool], *kinds: type[nn.Module]) -> Callable[[Any, int], None]:
+    """Return a change that freezes layers of these classes in the steps that `step_at` accepts, and trains others."""
+
+    def change(engine: Any, step: int) -> None:
+        for layer in layers_of(engine, *kinds):
+            layer.requires_grad_(not step_at(step))
+
+    return change
+
+
+def halve(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad /= 2
+
+
+HOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "gradient of 2.up.weight differs": lambda layer: layer.up.weight.register_hook(lambda grad: grad / grad.norm()),
+    "register_post_accumulate_grad_hook: 2.up.weight": lambda layer: layer.up.weight.register_post_accumulate_grad_hook(
+        halve
+    ),
+    "input gradient": lambda layer: layer.register_full_backward_hook(
+        lambda _, grads, of_outputs: (grads[0] / grads[0].norm(),)
+    ),
+    "early outputs change": lambda layer: layer.register_forward_hook(lambda _, inputs, x: x - x.mean(1, keepdim=True)),
+}
+
+
+def hook_at_1(name: str) -> Callable[[Any, int], None]:
+    """Return a change that adds one of the hooks to the layers of the last stage at the second step."""
+
+    def change(engine: Any, step: int) -> None:
+        if step == 1 and engine.is_last_stage():
+            HOOKS[name](next(layers_of(engine, Mlp)))
+
+    return change
+
+
+def mask_at_1(engine: Any, step: int) -> None:
+    if step == 1:
+        for layer in layers_of(engine, Mlp):
+            layer.up.weight.register_hook(lambda grad: grad * (torch.arange(grad.shape[1]) % 2))
+
+
+@dataclass(frozen=True)
+class Changed:
+    """Hold a change, in the model of these layers; `checks` is how often it is checked."""
+
+    change: Callable[[Any, int], None]
+    layers: list[LayerSpec]
+    checks: int = 2
+    schedule: str = "seq1f1b"
+
+
+BELOW_THE_HEAD = Embedding, Sliced, Mlp
+CASES = {
+    "embedding, alternately": Changed(freeze_at(lambda step: step % 2 == 0, Embedding), LAYERS),
+    "first stage is frozen later": Changed(freeze_at(lambda step: step > 1, Embedding, Mlp), LAYERS),
+    "first stage is trained later": Changed(freeze_at(lambda step: step < 2, Embedding, Mlp), LAYERS),
+    "first stage, alternately": Changed(freeze_at(lambda step: step % 2 == 0, *BELOW_THE_HEAD), ATTENDING),
+    "parts": Changed(freeze_at(lambda step: step < 2, *BELOW_THE_HEAD), ATTENDING, schedule="zbv"),
+    "a mask of gradients": Changed(mask_at_1, LAYERS),
+}
+
+
+def trained(name: str) -> tuple[float, int]:
+    """Return the largest difference of parameters and losses from one stock stage, and the number of checks."""
+    case, renewed = CASES[name], []
+    data, given = engines.batches(STEPS), {"loss_fn": cross_entropy, "before_step": case.change}
+    stock = engines.run_training(lambda: case.layers, None, data, stages=1, **given)
+    check = FirstBatchCheck._check
+
+    def counted(*args: Any) -> Any:
+        renewed.append(args)
+        return check(*args)
+
+    with mock.patch.object(FirstBatchCheck, "_check", counted):
+        ours = engines.run_training(lambda: case.layers, engines.section(schedule=case.schedule), data, **given)
+    errors = [(value - stock.parameters[key]).abs().max() for key, value in ours.parameters.items()]
+    losses = [abs(a - b) for a, b in zip(ours.losses, stock.losses, strict=bool(ours.losses))]
+    return max(map(float, [*errors, *losses])), len(renewed)
+
+
+def refused(name: str) -> tuple[str, str, bool]:
+    """Return the error of the step after the hook, and whether that step has changed nothing."""
+    data, change = engines.batches(2), hook_at_1(name)
+    with engines.engine_of(LAYERS, engines.section(), loss_fn=cross_entropy) as engine:
+        engines.train(engine, data[:1], lambda step: change(engine, 0))
+        before = [p.detach().clone() for p in engine.module.parameters()]
+        change(engine, 1)
+        error = engines.step_error(engine, data[1])
+        return *error, all(map(torch.equal, before, engine.module.parameters()))
+
+
+def listed_while_frozen() -> bool:
+    """Return whether a stage learns whose parameters were frozen when the optimizer got a list of them."""
+    module = engines.pipeline_module(LAYERS, loss_fn=cross_entropy)
+    everything = list(module.parameters())
+    for layer in (each for each in module.modules() if isinstance(each, (Embedding, Mlp))):
+        layer.requires_grad_(False)
+    with engines.started(module, engines.section(), initialize={"model_parameters": everything}) as engine:
+        engines.train(engine, engines.batches(1))
+        before = [p.detach().clone() for p in everything]
+        for layer in layers_of(engine, Embedding, Mlp):
+            layer.requires_grad_(True)
+        engines.train(engine, engines.batches(1))
+        changed = [name for name, _ in engine.module.named_parameters() if name != NOTHING_TRAINED]
+        return len(changed) == len(everything) and not any(map(torch.equal, before, everything))
+
+
+class TestTwoRanks:
+    @pytest.mark.parametrize("name", CASES)
+    def test_it_trains_on_as_in_the_stock_engine(self, name: str) -> None:
+        """Each model is checked once, and not again when an earlier one returns."""
+        for error, checks in rank_pool(2).run(trained, name=name):
+            assert error < engines.EXACT
+            assert checks == CASES[name].checks
+
+    @pytest.mark.parametrize("name", HOOKS)
+    def test_a_hook_that_is_wrong_on_slices_is_refused_before_the_step(self, name: str) -> None:
+        kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name), strict=True)
+        assert set(kinds) == {"VerifyError"} and all(stays)
+        assert name in texts[0] and "the error of rank 0 names the layers" in texts[1]
+
+    def test_an_optimizer_has_parameters_that_are_frozen_at_first(self) -> None:
+        assert rank_pool(2).run(listed_while_frozen) == [True, True]

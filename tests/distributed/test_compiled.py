@@ -112,7 +112,7 @@ def engines_in_turn(stages: int, compiles: Sequence[bool | None]) -> list[tuple[
     """Train one module by several engines; return the results and new graphs of each. The first one stays open."""
     torch._dynamo.reset()
     graphs, results = CountedGraphs(), []
-    module = engines.pipeline_module(engines.gpt_layers(num_layers=2), stages)
+    module = engines.pipeline_module(engines.gpt_layers(num_layers=1), stages)
     with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs), contextlib.ExitStack() as first:
         for number, each in enumerate(compiles):
             terapipe, before = None if each is None else engines.section(compile=each), graphs.count

@@ -166,6 +166,44 @@ def test_what_is_made_after_the_layers_moved_trains(own_optimizer: bool) -> None
         assert steps and all(step == pytest.approx(3e-2, rel=0.05) for step in steps.values())
 
 
+CHANGES: dict[str, tuple[str, Any]] = {
+    "a hook of the layer": ("layer itself", lambda layer: layer.register_forward_hook(lambda module, x, y: y * 0.5)),
+    "a hook of a weight": ("attention.out.weight", lambda layer: layer.attention.out.weight.register_hook(torch.neg)),
+    "another forward": ("attention.out", lambda layer: setattr(layer.attention.out, "forward", torch.neg)),
+    "another class": ("attention.out", lambda layer: nn.utils.parametrizations.weight_norm(layer.attention.out)),
+    "one more module": ("scale", lambda layer: setattr(layer, "scale", nn.Linear(2, 2))),
+    "another number": ("attention_norm", lambda layer: setattr(layer.attention_norm, "eps", 0.5)),
+}
+
+
+def job_changed(change: str, changes: dict[str, Any], first: bool) -> tuple[str, str]:
+    """Change decoders after the module is built; `first`: after its layers have their stages, too."""
+    module, terapipe = engines.pipeline_module(engines.gpt_layers()), engines.section(**changes)
+    if first:
+        terapipe_ds.lay_out(module, engines.config(terapipe=terapipe))
+    for layer in module.modules():
+        if type(layer).__name__ == "DecoderLayer":
+            CHANGES[change][1](layer)
+    with engines.started(module, terapipe) as engine:
+        return engines.step_error(engine)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_that_the_program_has_changed_are_not_built_anew(change: str) -> None:
+    """They trained without the change before, and weights of other names made the stages wait for one another."""
+    for kind, text in rank_pool(2).run(job_refusal_of_change, change=change):
+        assert kind == "TeraPipeConfigError" and f"{CHANGES[change][0]}" in text
+        assert "was changed after the PipelineModule was built" in text and "change the layers then" in text
+
+
+def job_refusal_of_change(change: str) -> tuple[str, str]:
+    return engines.raised_by(lambda: job_changed(change, ZBV, first=False))
+
+
+def test_layers_may_be_changed_when_they_have_their_stages() -> None:
+    assert rank_pool(2).run(job_changed, change="a hook of the layer", changes=ZBV, first=True) == [("", "")] * 2
+
+
 def job_muon_marks(changes: dict[str, Any]) -> list[dict[str, bool]]:
     """Return which parameters Muon is to update, of the stock engine on one stage and of ours."""
     marks = []

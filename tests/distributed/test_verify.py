@@ -15,7 +15,7 @@ from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from tests.distributed import engines
-from tests.distributed.faults import FAULTS
+from tests.distributed.faults import replaced, unweighted_losses
 from tests.distributed.harness import rank_pool
 from tests.small_models import faulty, tuples
 from tests.small_models.parts import Calls, Head, cross_entropy
@@ -35,7 +35,8 @@ def with_fault(fault: str) -> list[Any]:
 
 def mutated_weights() -> tuple[str, str]:
     """Return the same if the engine weighs the slices' losses alike; labels are masked."""
-    with FAULTS["unweighted_losses"].broken(), engines.engine_of(engines.gpt_layers(), VERIFY) as engine:
+    broken = replaced(unweighted_losses, "runtime.engine.batches:weights_of", "runtime.verify.first_batch:weights_of")
+    with broken, engines.engine_of(engines.gpt_layers(), VERIFY) as engine:
         return engines.step_error(engine)
 
 
@@ -518,6 +519,13 @@ class TestLabelsThatAreIgnoredLater:
         assert (
             kind == "VerifyError" and "no terapipe.loss_reduction (mean_valid, mean, sum) agrees with loss_fn" in text
         )
+
+    def test_a_mean_of_each_row_where_the_first_batch_has_one(self) -> None:
+        """It is compared again with the first micro-batch of several rows."""
+        data = [engines.micro_batch(seed) for seed in range(4)]
+        one_row = [(tokens[:1], labels[:1]) for tokens, labels in data[:2]]
+        kind, text, _, steps = on_ranks(one_row, one_row, data[2:], loss_fn=mean_of_each_row)
+        assert (kind, steps) == ("VerifyError", 2) and "the loss differs" in text
 
     def test_another_micro_batch_of_the_first_batch(self) -> None:
         data = [engines.micro_batch(0, masked=False), engines.micro_batch(1, masked=True)]

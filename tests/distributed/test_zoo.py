@@ -109,6 +109,7 @@ SAMPLE = (
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
     "CentredByTheModule", "ScaledByAHook",
+    "SeededNoise", "SeededProjection",
     "Scripted", "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip
 """Of these `make test` makes sure; `make test-full` of all."""

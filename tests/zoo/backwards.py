@@ -47,6 +47,15 @@ layer("inner.parametrizations.weight.0._u")(SpectralNorm=using(lambda it, x: x +
 
 
 @layer(EARLY)
+class SeededNoise(nn.Module):
+    """Add the same noise in each call, by place in the call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        generator = torch.Generator().manual_seed(7)
+        return x + torch.randn(x.shape, dtype=x.dtype, generator=generator)
+
+
+@layer(EARLY)
 class RunningScale(nn.Module):
     """Divide by the running mean size of the inputs of earlier calls."""
 

@@ -299,6 +299,17 @@ class CountedTokens(Mlp):
         return super().forward(x)
 
 
+@beside()
+class SeededProjection(Mlp):
+    """Draw from a seed of its own, and put torch's back: each call draws the same numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(7)
+            projection = torch.randn(WIDTH, WIDTH, dtype=x.dtype)
+        return super().forward(x + (x @ projection).tanh())
+
+
 class AttentionInBlocks(Sliced):
     """Attend on purpose only among four neighbouring tokens."""
 

@@ -244,10 +244,9 @@ class Search:
         added = len(queue)
         while queue and queue[0][0] < _ERROR * self._best_s and self.work < _WORK:
             self._report("replays", added - len(queue), added)
-            _, _, candidate, proposal = heapq.heappop(queue)
-            if proposal is not None:
-                near_s = _NEAR * self._best_s
-                self._score(priced[candidate], proposal.shape, proposal.bounds, proposal.slices, near_s=near_s)
+            _, _, candidate, one = heapq.heappop(queue)
+            if one is not None:
+                self._score(priced[candidate], one.shape, one.bounds, one.slices, near_s=_NEAR * self._best_s)
                 continue
             self.work += _PROPOSING
             for each in self._proposals_of(priced[candidate]):

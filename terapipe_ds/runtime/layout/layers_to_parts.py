@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import gather, refuse_everywhere
 from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layers_by_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
@@ -226,13 +226,17 @@ def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerNam
 def _move_layers(
     module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any], names: Sequence[LayerName]
 ) -> None:
-    """Send each layer's values from the stage that built it to those that hold it now, in one order on all stages."""
+    """Send each layer's values from the stage that built it to those that hold it now, in one order on all stages.
+
+    Every rank refuses layers that the program has changed since they were built: only values can move.
+    """
     layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
     layer_ids: dict[LayerName, list[int]] = defaultdict(list)
     for layer_id, name in enumerate(names):
         layer_ids[name].append(layer_id)
     # on the CPU: DeepSpeed has not chosen this rank's device yet
     group = group_of(module.global_rank, grid.topology().get_axis_comm_lists("pipe"), backend="gloo")
+    problem = None
     for name, ids in layer_ids.items():
         # a tied layer may have been built on several stages: the first one sends
         sources = {part_of(bounds_before, i) for i in ids}  # DeepSpeed had built one part on each stage
@@ -240,14 +244,50 @@ def _move_layers(
         for target in sorted(targets):
             if module.stage_id == min(sources):
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]
-                torch_dist.send_object_list([values], dst=grid.pp_group[target], group=group)
+                sent = [_form_of(built[name]), values]
+                torch_dist.send_object_list(sent, dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
-                tensors, received = _tensors(held[name]), list[Any]([None])
+                tensors, received = _tensors(held[name]), list[Any]([None, None])
                 torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
-                for key, value, requires_grad in received[0]:
+                changed = [key for key, _ in sorted(received[0] ^ _form_of(held[name]))]
+                if changed:
+                    problem = problem or _problem_of_changes(name, changed)
+                    continue
+                for key, value, requires_grad in received[1]:
                     if value is not None:
                         tensors[key].data = value.to(tensors[key].device)  # in the present dtype of the module
                     tensors[key].requires_grad_(requires_grad)
+
+    refuse_everywhere(problem)
+
+
+def _problem_of_changes(name: LayerName, changed: Sequence[str]) -> str:
+    places = ", ".join(dict.fromkeys(key or "the layer itself" for key in changed[:4]))
+    return (
+        f"layer {name} was changed after the PipelineModule was built ({places}: another class, a hook, a forward of "
+        "its own, or another number). It moves to another stage, which builds it without the change. "
+        f"{_LAY_OUT_FIRST} change the layers then"
+    )
+
+
+def _form_of(layer: Any) -> set[tuple[str, str]]:
+    """Return the names of a layer's modules and tensors, each with what a stage that builds the layer may lack.
+
+    That is the class, hooks, a forward set on the object, and floating-point settings such as a dropout's `p`.
+    """
+    if not isinstance(layer, nn.Module):
+        return set()
+    form = {(name, f"hooks: {_num_hooks(tensor)}") for name, tensor in _tensors(layer).items()}
+    for name, each in layer.named_modules():
+        own = vars(each)
+        hooks = [(key, len(value)) for key, value in own.items() if key.endswith("_hooks") and value]
+        numbers = [(key, value) for key, value in own.items() if isinstance(value, float)]
+        form.add((name, f"{type(each).__qualname__} {hooks} {numbers} {'forward' in own}"))
+    return form
+
+
+def _num_hooks(tensor: Tensor) -> int:
+    return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 
 def _value_of(tensor: Tensor) -> Tensor | None:

@@ -28,12 +28,13 @@ class Draws(NamedTuple):
 class ConstantDraws(TorchDispatchMode):
     """Replace the draws of random operations; dropout keeps every number. Recomputed forwards and backwards do alike.
 
-    `unknown` names the operations that still draw.
+    `unknown` names the operations that still draw. `numbers` gets what they would have drawn, if it is a list.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.unknown: set[str] = set()
+        self.numbers: list[Any] | None = None
         self._sizes: list[int] = []
 
     def take(self, before: Sequence[bytes], after: Sequence[bytes]) -> Draws:
@@ -50,22 +51,30 @@ class ConstantDraws(TorchDispatchMode):
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
         # a kernel of attention draws only for its dropout
         if "dropout_p" in names:
+            self._record(None)
             self._sizes += [0] * (arguments.get("dropout_p", 0.0) > 0.0)
             return func(**{**arguments, "dropout_p": 0.0})
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         # its backward scales as if some numbers were dropped, for slices and for the whole alike
         if name == "native_dropout":
+            self._record(None)
             self._sizes += [arguments["input"].numel()] * (arguments.get("train") is not False)
             return func(**{**arguments, "p": 0.0})
         # the drawn tensor gives shape, dtype and device of the constant
         drawn = func(*args, **kwargs)
+        self._record(drawn if drawn.is_floating_point() and "bernoulli" not in name else None)
         constant = _constant(name, drawn, args)
         if constant is None:
             self.unknown.add(name)
             return drawn
         self._sizes.append(drawn.numel() if drawn.is_floating_point() else 0)
         return constant
+
+    def _record(self, drawn: Tensor | None) -> None:
+        """Keep a copy of drawn numbers; for None, which may be equal by chance, keep what equals nothing else."""
+        if self.numbers is not None:
+            self.numbers.append(object() if drawn is None else drawn.clone())
 
 
 def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:

@@ -59,8 +59,9 @@ class FirstBatchCheck:
     """Compare slices with whole sequences: on a cut of the first training batch that is sliced.
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
-    a later batch. Layers that agreed are compared again when sequences have become half as long again, and after
-    `renew`, when the model has changed. It does not change parameters, gradients, buffers, random numbers and the data.
+    a later batch. What agreed is compared again when sequences have become half as long again, when micro-batches with
+    several rows follow those with one, and after `renew`, when the model has changed. It does not change parameters,
+    gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -76,6 +77,7 @@ class FirstBatchCheck:
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._is_done = False
         self._longest = 0  # tokens of the longest sequence whose layers agreed
+        self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
         self._labels_agreed = False  # it is known how labels weigh the losses of slices
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
@@ -94,12 +96,10 @@ class FirstBatchCheck:
         # an evaluation before the first step only needs the weights of labels
         if not training and (self._is_done or self._labels_agreed or not needs_loss):
             return
-        sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
-        sliced.sort(key=lambda one: -one.plan.sequence_length)  # long sequences show more
-        longest = sliced[0].plan.sequence_length if sliced else 0
-        if self._is_done and not 0 < _GROWTH * self._longest <= longest:
+        sliced = self._that_show_more(micro_batches)
+        if self._is_done and not sliced:
             return
-        has_foreign_layers = True
+        longest, has_foreign_layers = max((one.plan.sequence_length for one in sliced), default=0), self._longest > 0
         if not self._is_done:
             self._labels_agreed, has_foreign_layers = self._agree(sliced)
         if not training or not (self._labels_agreed or ends):
@@ -122,10 +122,19 @@ class FirstBatchCheck:
         if result.findings:  # a caller who goes on gets the error again
             raise self._error(text, result.findings[0])
         self._longest = max(self._longest, longest) if with_layers else self._longest
+        self._had_one_row = bool(sliced) and sliced[0].shape.rows == 1
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
         if is_first_rank and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
+
+    def _that_show_more(self, micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
+        """Return the micro-batches with slices, long ones and those with several rows first; later only what is new."""
+        sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
+        sliced.sort(key=lambda one: (-one.plan.sequence_length, one.shape.rows == 1))
+        if self._is_done and not (sliced and 0 < _GROWTH * self._longest <= sliced[0].plan.sequence_length):
+            return [one for one in sliced if self._had_one_row and one.shape.rows > 1]
+        return sliced
 
     def renew(self) -> None:
         """Check the next training batch as the first one. Every rank must call this between the same batches."""

@@ -20,7 +20,7 @@ from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
 from terapipe_ds.runtime.batch.in_flight import Key
-from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users
+from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users, same
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify import compare
@@ -88,6 +88,7 @@ class LayerCheck:
     is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
+    repeats: bool | None = None  # each call draws the same numbers, from a seed of its own: no constants; None: unknown
     outputs: Activations | None = None  # of the whole sequence
     gradients: dict[str, Tensor] | None = None  # of the whole sequence: of the inputs and of the parameters
     adds_loss: bool = False  # the difference is in a gradient that the layer adds without any of its outputs
@@ -218,6 +219,10 @@ class LayerCheck:
         before = random_states(self.stage)
         [run], [drawn] = self._forwards(self.slicing.whole())
         has_moved = not all(map(torch.equal, before, random_states(self.stage)))
+        # if no generator has moved, it may draw from one of its own, or from a seed that it puts back
+        is_seeded = bool(drawn.sizes) and not has_moved and not any(drawn.moved)
+        if self.repeats is None and any(self.slicing.ranks.exchange(is_seeded)):
+            return self._from_own_seed()
         self.draws = bool(drawn.sizes) or any(drawn.moved)
         has_unknown = bool(self._constant.unknown) and (has_moved or any(drawn.moved))
         is_random = has_unknown or (has_moved and not drawn.sizes)
@@ -226,6 +231,20 @@ class LayerCheck:
         if not self.is_random or self.in_evaluation_mode or self.layer.module is None:
             return run, drawn
         self._constant, self.in_evaluation_mode = ConstantDraws(), True
+        self._begin_anew()
+        return self._forward_whole()
+
+    def _from_own_seed(self) -> tuple[Forward, Draws]:
+        """Run the whole sequence, with the own numbers of a layer that draws the same in each call."""
+        numbers: list[list[Any]] = []
+        for _ in range(2):
+            self._begin_anew()
+            self._constant.numbers = []
+            self._forwards(self.slicing.whole())
+            numbers.append(self._constant.numbers)
+        self._constant.numbers = None
+        is_same = len(numbers[0]) == len(numbers[1]) and all(map(same, *numbers))
+        self.repeats = all(self.slicing.ranks.exchange(is_same))
         self._begin_anew()
         return self._forward_whole()
 
@@ -248,7 +267,8 @@ class LayerCheck:
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
             states, sees = self._kept.generator_states(), _SeesFp32()
-            constant = self._constant if self.draws or slicing.plan.num_slices == 1 else nullcontext()
+            replaced = (self.draws or slicing.plan.num_slices == 1) and not self.repeats
+            constant = self._constant if replaced else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 self.is_running = True

@@ -43,7 +43,7 @@ _WORK = 700_000  # replayed computations
 _PROPOSING = 6_000  # computations whose replay takes as long as the proposals of a candidate
 _POLISH = 500_000  # more of them, for more slices, planned slices and moved layers of the best
 _FINALISTS = 2  # scores that are improved at least
-_LIKELY = 4  # numbers of slices that are tried first
+_LIKELY = 4  # numbers of slices that are tried first, and candidates with all shapes
 _BEST = 2  # numbers of slices of each shape that are tried first
 _MOST_SLICES = 256
 _SHORT_TOKENS = 4096  # proposals of more than 64 slices have at least so long ones
@@ -233,6 +233,7 @@ class Search:
         for done, (_, _, shape, bounds, slices, candidate) in enumerate(proposals[:REPLAYED]):
             self._report("replays", done, len(proposals))
             self._score(priced[candidate], shape, bounds, slices)
+        self._try_shapes(priced)
         # a candidate comes with its least estimate of any shape, and brings the proposals of all shapes
         queue: list[tuple[float, int, Candidate, _Proposal | None]] = []
         for place, (seconds, _, shape, _, slices, candidate) in enumerate(proposals):
@@ -251,6 +252,15 @@ class Search:
             for each in self._proposals_of(priced[candidate]):
                 heapq.heappush(queue, (each.seconds, added, candidate, each))
                 added += 1
+
+    def _try_shapes(self, priced: dict[Candidate, Priced]) -> None:
+        """Replay the best with all shapes, in as many slices or half: estimates leave out waits for few slices."""
+        for score in self._ranked()[:_LIKELY]:
+            costs, most = priced[score.candidate], score.plan.num_slices
+            for slices in dict.fromkeys((most, max(1, most // 2))):
+                for shape in self._shapes(costs, slices):
+                    for _, bounds in costs.propose(shape, slices, self.space.limit_bytes):
+                        self._score(costs, shape, bounds, slices, near_s=_NEAR * self._best_s)
 
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:
         """Return the shapes of a candidate, each with every number of slices that it may have."""

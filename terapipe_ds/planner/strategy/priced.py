@@ -44,7 +44,10 @@ class Priced(Bounded):
         """Return approximate seconds and bounds of good cuts for `num_slices` equal slices, of those that fit."""
         if shape.chunks == 1:
             return self.estimates(num_slices, limit_bytes, shape)[:1]
-        cuts = [(self._chunked_s(cut, shape, num_slices, limit_bytes), cut) for cut in self.chunked_cuts(shape.chunks)]
+        cuts = [
+            (self._chunked_s(cut, shape, num_slices, limit_bytes), cut)
+            for cut in self.chunked_cuts(num_slices, shape.chunks)
+        ]
         return [(seconds, cut) for seconds, cut in cuts if math.isfinite(seconds)]
 
     def estimates(self, num_slices: int, limit_bytes: float, shape: Shape = UNSLICED[0]) -> list[tuple[float, Bounds]]:
@@ -115,11 +118,11 @@ class Priced(Bounded):
         return self.layers.kinds if may_recompute else self.layers.kinds[:1]
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (a search has fewer candidates that come to be cut)
-    def chunked_cuts(self, chunks: int) -> list[Bounds]:
+    def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
         """Return cuts for several parts per stage: parts as equal as possible, and such that stages are too."""
         if chunks * self.num_stages > self.layers.num_layers:
             return []
-        work = spans_matrix(self._work(1, False))
+        work = spans_matrix(self._work(num_slices, False))
         # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
         of_stage = round(self.layers.num_layers / self.num_stages)
         uneven = [work / max(1, (of_stage + chunk) // chunks) for chunk in range(chunks)]

@@ -379,6 +379,8 @@ class Search:
             for candidate, costs in priced.items()
         }
         least = min(needs, key=lambda candidate: (needs[candidate], candidate.rank))
+        if needs[least] <= self.space.limit_bytes:  # then offloading was asked for, and hosts have no room
+            return self.space.host_memory_error()
         return self.space.memory_error(math.ceil(needs[least]), least)
 
     @property

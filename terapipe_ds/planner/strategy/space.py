@@ -174,6 +174,15 @@ class Space:
         fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 
+    def host_memory_error(self) -> PlannerError:
+        """Return the error where devices have room, and their hosts lack it."""
+        host_bytes = self.cluster.card.host_memory_bytes or math.inf
+        return PlannerError(
+            f"no strategy fits in the memory of a node's host ({USABLE * host_bytes / 1e9:.4g} GB, {USABLE:g} of "
+            "host_memory_bytes in the device's file): leave out offload_activations and offload_optimizer, or give "
+            "more host memory"
+        )
+
     def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:
         """Return the error where nothing fits: the least need, and its candidate."""
         grid = candidate.grid

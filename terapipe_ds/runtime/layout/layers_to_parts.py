@@ -287,6 +287,8 @@ def _form_of(layer: Any) -> set[tuple[str, str]]:
 
 
 def _num_hooks(tensor: Tensor) -> int:
+    if getattr(tensor, "is_unread", False):  # any hook would have read it
+        return 0
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
 
 

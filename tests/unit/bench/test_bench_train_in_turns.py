@@ -14,7 +14,7 @@ TIMED_AND_RECORDED = ["synchronize", "barrier", "clock", "step", "synchronize", 
 
 
 @pytest.mark.parametrize(("on_device", "expected"), [
-    (True, TIMED_AND_RECORDED), (False, ["barrier", "clock", "recorded step", "clock"]),
+    (True, TIMED_AND_RECORDED), (False, ["synchronize", "barrier", "clock", "recorded step", "synchronize", "clock"]),
 ], ids=["on a device two steps", "on the CPU one"])  # fmt: skip
 def test_the_step_that_is_timed_and_the_one_that_is_recorded(
     on_device: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch

@@ -152,8 +152,10 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
 def test_a_host_without_room_limits_what_goes_there() -> None:
     card = dataclasses.replace(device_card("h100"), host_memory_bytes=10**9)
     words: dict[str, Any] = {"stages": 8, "offload_activations": True, "offload_optimizer": False}
-    with pytest.raises(PlannerError):
-        plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words)
+    strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words)
+    assert (strategy.host_memory_bytes, len(strategy.slices)) == (0, 1), "one slice at a time stays on the device"
+    with pytest.raises(PlannerError, match=r"the memory of a node's host \(0\.9 GB"):
+        plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words, schedule="seq1f1b")
 
 
 def test_a_strategy_is_priced_as_it_was_planned() -> None:

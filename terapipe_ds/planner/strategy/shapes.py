@@ -87,4 +87,6 @@ def shapes_of(num_slices: int, schedule: str | None, chunks: int | None) -> tupl
 
 def usual_chunks(schedule: str | None, chunks: int | None) -> int:
     """Return the least parts per stage under the fixed choices: the user's number, or the schedule's."""
-    return chunks or (2 if schedule in (*LOOPED, *V_SHAPED) else 1)
+    if schedule in V_SHAPED:  # two parts, where the config may say 1 as well
+        return 2
+    return chunks or (2 if schedule in LOOPED else 1)

@@ -20,7 +20,9 @@ from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.shapes import NAMES
 from terapipe_ds.schedule import build
+from terapipe_ds.schedule.placement import LOOPED
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid, StrategyError
 from tests.costs import CostsOf, constant
@@ -261,6 +263,18 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     with pytest.raises(MemoryLimitError, match=r"no strategy fits in 3 GB.*memory_limit_gb >= ") as refusal:
         plan_strategy("llama-2-7b", cluster, memory_limit_gb=3, **batch)
     assert plan_strategy("llama-2-7b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_every_schedule_is_planned_with_its_numbers_of_parts_and_refuses_others(chunks: int) -> None:
+    for schedule in NAMES:
+        question = {**SMALL, "schedule": schedule, "chunks_per_stage": chunks}
+        if schedule in LOOPED or chunks <= 1 + (schedule == "zbv"):
+            strategy = plan_strategy("mini", Cluster("v100", 2, 2), **question)
+            assert (strategy.schedule, strategy.chunks_per_stage) == (schedule, 2 if schedule == "zbv" else chunks)
+        else:
+            with pytest.raises(PlannerError, match=f"schedule {schedule!r} has (one part|two parts) per stage"):
+                plan_strategy("mini", Cluster("v100", 2, 2), **question)
 
 
 @pytest.mark.parametrize(

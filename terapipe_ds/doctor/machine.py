@@ -50,7 +50,7 @@ def kernels() -> Iterator[Line]:
     by_kernel: dict[tuple[str, str], list[str]] = {}
     for dtype in _DTYPES:
         q = torch.zeros(1, 1, 8, 64, dtype=getattr(torch, dtype), device=get_accelerator().device_name())
-        names: dict[str, list[str]] = {}  # those of each reason
+        names: dict[str, list[str]] = {}  # kernels, by the reason why they do not run
         for name, reason in passed_over(q).items():
             names.setdefault(reason, []).append(name)
         why = "; ".join(f"{', '.join(each)}: {reason}" for reason, each in names.items())

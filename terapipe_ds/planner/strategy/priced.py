@@ -160,7 +160,7 @@ class Priced(Bounded):
     def _bytes(
         self, stage_id: int, shape: Shape, num_slices: int, rates: Mapping[str, Floats]
     ) -> tuple[Floats, Floats]:
-        """Return, for spans of layers with these rates, the held bytes, and those of the largest computation."""
+        """Return the held bytes and the bytes of the largest computation, for spans of layers with these rates."""
         most = self.num_micro_batches * num_slices
         live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
         there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live

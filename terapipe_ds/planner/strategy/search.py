@@ -50,7 +50,7 @@ _SHORT_TOKENS = 4096  # proposals of more than 64 slices have at least so long o
 _LEAST_TOKENS = 64
 _ERROR = 1.05  # estimates exceed replays by less, nearly always
 _NEAR = 1.03  # more and planned slices and moved layers save less, nearly always
-_EXAMINED = 1.05  # a bound of so many times the best estimate ends the search for proposals
+_EXAMINED = 1.05  # the search for proposals ends at a bound that exceeds the best estimate by more
 _BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 200_000  # replayed computations while layers move
 
@@ -379,7 +379,8 @@ class Search:
             for candidate, costs in priced.items()
         }
         least = min(needs, key=lambda candidate: (needs[candidate], candidate.rank))
-        if needs[least] <= self.space.limit_bytes:  # then offloading was asked for, and hosts have no room
+        # devices have room: the question wants offloading, and hosts lack the memory
+        if needs[least] <= self.space.limit_bytes and self.space.cluster.card.host_memory_bytes:
             return self.space.host_memory_error()
         return self.space.memory_error(math.ceil(needs[least]), least)
 

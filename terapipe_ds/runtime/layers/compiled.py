@@ -60,7 +60,7 @@ def compile_layers(module: nn.Module) -> None:
 
 
 def uncompile_layers(module: nn.Module) -> None:
-    """Have layers that `compile_layers` compiled run as they are; those that the user compiled stay so."""
+    """Run layers without the compilation of `compile_layers`; layers that the user compiled stay compiled."""
     for layer in module.modules():
         if hasattr(layer._compiled_call_impl, _MARK):
             layer._compiled_call_impl = None

@@ -59,7 +59,7 @@ class FirstBatchCheck:
     """Compare slices with whole sequences: on a cut of the first training batch that is sliced.
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
-    a later batch. What agreed is compared again when sequences have become half as long again, when micro-batches with
+    a later batch. The check runs again when sequences have become half as long again, when micro-batches with
     several rows follow those with one, and after `renew`, when the model has changed. It does not change parameters,
     gradients, buffers, random numbers and the data.
     """

@@ -21,6 +21,8 @@ from terapipe_ds.simulator.replay import Replay
 FEW = 10_000
 """Computations of a batch up to which all of its micro-batches are replayed."""
 
+_FILLED = 3_000  # computations that fill a small pipeline, about
+
 FILL_DRAIN = ("terapipe", "gpipe")
 """The schedules that run all forwards before all backwards."""
 
@@ -42,7 +44,7 @@ class ScheduleShape(NamedTuple):
     @property
     def filling(self) -> int:
         """Return the number of micro-batches that fill the pipeline twice, or more where they are small."""
-        count = max(4, 2 * (-(-self.num_stages // self.num_slices) + 1), FEW // self.num_computations)
+        count = max(4, 2 * (-(-self.num_stages // self.num_slices) + 1), _FILLED // self.num_computations)
         # stages of several parts take micro-batches in groups of this size
         group = 1 if self.chunks_per_stage == 1 else 2 * self.num_stages
         return group * -(-count // group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from terapipe_ds.schedule import Action, Kind
@@ -33,10 +33,8 @@ def offloaded_until(order: tuple[Action, ...]) -> dict[tuple[int, SliceKey], int
 
 
 class Offloaded(NamedTuple):
-    """Hold one offloaded slice, and the numbers of the computations that its copies concern."""
+    """Hold the numbers of the computations that the copies of an offloaded slice concern."""
 
-    part_id: int
-    unit: SliceKey
     forward: int  # the copy out starts at its end
     waiting: int  # waits for the copy out
     due: int  # the copy back starts with it
@@ -55,7 +53,7 @@ def find_offloaded(actions: Sequence[Action], stages: Sequence[int]) -> list[Off
         for (part_id, unit), due in offloaded_until(tuple(order)).items():
             forward, backward = place[Kind.FORWARD, part_id, unit], place[Kind.BACKWARD, part_id, unit]
             places = forward, forward + LEAVES_AFTER + 1, due, backward
-            found.append(Offloaded(part_id, unit, *(own[index] for index in places)))
+            found.append(Offloaded(*(own[index] for index in places)))
     return found
 
 
@@ -67,25 +65,24 @@ class HostCopies:
     for it.
     """
 
-    def __init__(
-        self, offloaded: Sequence[Offloaded], stages: Sequence[int], seconds_of: Callable[[int, SliceKey], float]
-    ) -> None:
-        """Take the computations in the order of the later calls."""
-        self._free: dict[int, float] = defaultdict(float)
+    def __init__(self, offloaded: Sequence[Offloaded], stages: Sequence[int], seconds: Sequence[float]) -> None:
+        """Take the offloaded slices, each with the seconds of a copy, and the stage of each later computation."""
+        self._free = [0.0] * (max(stages) + 1)
+        self._not_before = [0.0] * len(stages)
         self._out: dict[int, tuple[int, float]] = {}  # F -> the computation that waits for its copy, and seconds
-        self._back: dict[int, list[tuple[int, float]]] = defaultdict(list)  # computation -> B and seconds of its copy
-        self._not_before: dict[int, float] = {}
+        self._back: dict[int, list[tuple[int, float]]] = {}  # computation -> B and seconds of each of its copies
         self._stages = stages
-        for one in offloaded:
-            seconds = seconds_of(one.part_id, one.unit)
-            self._out[one.forward] = one.waiting, seconds
-            self._back[one.due].append((one.backward, seconds))
+        for one, copy_s in zip(offloaded, seconds, strict=True):
+            self._out[one.forward] = one.waiting, copy_s
+            self._back.setdefault(one.due, []).append((one.backward, copy_s))
 
     def start_s(self, number: int, start_s: float) -> float:
         """Return the start of a computation that is ready at `start_s`, and begin the copies back due with it."""
-        start_s = max(start_s, self._not_before.get(number, 0.0))
-        for backward, seconds in self._back.get(number, ()):
-            self._copy(number, start_s, seconds, backward)
+        if self._not_before[number] > start_s:
+            start_s = self._not_before[number]
+        if number in self._back:
+            for backward, seconds in self._back[number]:
+                self._copy(number, start_s, seconds, backward)
         return start_s
 
     def ends(self, number: int, end_s: float) -> None:
@@ -96,5 +93,7 @@ class HostCopies:
 
     def _copy(self, number: int, start_s: float, seconds: float, waiting: int) -> None:
         stage_id = self._stages[number]
-        self._free[stage_id] = max(self._free[stage_id], start_s) + seconds
-        self._not_before[waiting] = max(self._not_before.get(waiting, 0.0), self._free[stage_id])
+        done_s = max(self._free[stage_id], start_s) + seconds
+        self._free[stage_id] = done_s
+        if done_s > self._not_before[waiting]:
+            self._not_before[waiting] = done_s

@@ -63,8 +63,10 @@ def best_cuts(
     least = least_maximum(times)
     if not math.isfinite(least):
         return []
-    # from the least time of the slowest stage on, the least sum with no stage above it
-    sums = [time + extra for time, extra in zip(times, extras, strict=True)]
+    # from the least time of the slowest stage on, the least sum with no stage above it; parts share matrices
+    pairs = {(id(time), id(extra)): (time, time + extra) for time, extra in zip(times, extras, strict=True)}
+    keys = [(id(time), id(extra)) for time, extra in zip(times, extras, strict=True)]
+    sums = [pairs[key][1] for key in keys]
     floor = _program(sums, np.add)[0]
     distinct = {id(matrix): matrix for matrix in times}.values()
     limits = np.unique(np.concatenate([matrix[np.isfinite(matrix) & (matrix >= least)] for matrix in distinct]))
@@ -72,9 +74,12 @@ def best_cuts(
     for limit in _thinned(limits):
         if found and weight * limit + share * floor >= min(found.values()):
             break
-        allowed = [np.where(time <= limit, total, np.inf) for time, total in zip(times, sums, strict=True)]
         # of cuts with equal sums the more even one wins
-        balanced = [total * (1 + 1e-7 * total / (limit or 1.0)) for total in allowed]
+        allowed = {
+            key: np.where(time <= limit, total * (1 + 1e-7 * total / (limit or 1.0)), np.inf)
+            for key, (time, total) in pairs.items()
+        }
+        balanced = [allowed[key] for key in keys]
         bounds = _program(balanced, np.add)[1]
         total = sum(sums[p][a, b] for p, (a, b) in enumerate(itertools.pairwise(bounds)))
         slowest = max(times[p][a, b] for p, (a, b) in enumerate(itertools.pairwise(bounds)))

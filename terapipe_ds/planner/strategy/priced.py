@@ -11,19 +11,22 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.devices import LinkCard
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
-from terapipe_ds.planner.layers.parts import Again, Floats, Span, spans_of
-from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
+from terapipe_ds.planner.layers.parts import Again, Floats, Setting, Span, spans_of
+from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel, PartMemory
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
+from terapipe_ds.planner.strategy.rates import equal_cuts
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
 from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
 
 _ON_DEVICE = 1 + LEAVES_AFTER + OFFLOAD_AHEAD  # slices of a stage that are not on the host, about
+_NEVER_AWAY = (LEAVES_AFTER + OFFLOAD_AHEAD + 3) // 2  # live slices whose B comes too soon after their F
 _MESSAGES = 2  # sent by a stage and not known to have arrived, at the stage's peak
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -45,8 +48,7 @@ class Priced(Bounded):
         if shape.chunks == 1:
             return self.estimates(num_slices, limit_bytes, shape)[:1]
         cuts = [
-            (self._chunked_s(cut, shape, num_slices, limit_bytes), cut)
-            for cut in self.chunked_cuts(num_slices, shape.chunks)
+            (self._cut_s(cut, shape, num_slices, limit_bytes), cut) for cut in self.equal_cuts(num_slices, shape.chunks)
         ]
         return [(seconds, cut) for seconds, cut in cuts if math.isfinite(seconds)]
 
@@ -59,130 +61,210 @@ class Priced(Bounded):
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
         kinds = self._kinds(shape.schedule)
         work = [spans_matrix(self._work(num_slices, again)) for again in kinds]
+        fits = [self._peaks(shape, num_slices, again) <= limit_bytes for again in kinds]
+        kept = [self._rates[again]["slice"] for again in kinds]
+        copied = self._copied(shape, num_slices)
+        matrices: dict[tuple[object, ...], Floats] = {}  # many stages have the same
         times = []
-        for stage_id in stages:
-            fits = [self._peaks(stage_id, shape, num_slices, again) <= limit_bytes for again in kinds]
-            times.append(np.minimum.reduce([np.where(*both, np.inf) for both in zip(fits, work, strict=True)]))
+        for of_stage, copies in zip(zip(*fits, strict=True), copied, strict=True):
+            key = copies, *(fit.tobytes() for fit in of_stage)
+            if key not in matrices:
+                of_kinds = zip(of_stage, work, kept, strict=True)
+                least = [
+                    np.where(fit, np.maximum(done, self._copies_s(own, *copies)), np.inf) for fit, done, own in of_kinds
+                ]
+                matrices[key] = np.minimum.reduce(least)
+            times.append(matrices[key])
         # and one per stage: the way of a micro-batch over the link before it, there and back
         waits = self._waits(shape, num_slices)
-        extras = [
-            np.broadcast_to(wire_s[:, None] / waits, work[0].shape) for wire_s in self._wires_s(num_slices, stages)
-        ]
-        cuts = best_cuts(times, extras, self.num_micro_batches - waits / num_slices, waits / num_slices)
+        wires_s = self._wires_s(num_slices, stages)
+        extras = {id(wire_s): np.broadcast_to(wire_s[:, None] / waits, work[0].shape) for wire_s in wires_s}
+        of_wires = [extras[id(wire_s)] for wire_s in wires_s]
+        cuts = best_cuts(times, of_wires, self.num_micro_batches - waits / num_slices, waits / num_slices)
         return [(value + max(self.ends_s(bounds, stages)), bounds) for value, bounds in cuts]
 
     def _wires_s(self, num_slices: int, owners: Sequence[int]) -> list[Floats]:
-        """Return, per part and first layer, the seconds of a micro-batch on the link before the part, both ways."""
+        """Return, per part and first layer, the seconds of a micro-batch on the link before the part, both ways.
+
+        Parts with the same link have the same array.
+        """
         sent = self.length * np.concatenate(([0.0], self.layers.output_bytes(self.candidate.setting)))
         sent[-1] = 0.0
-        wires = [0.0 * sent]
-        for one, other in itertools.pairwise(owners):
-            link = None if one == other else self.cluster.link_between(self.candidate.grid, one, other)
-            wires.append(2 * (sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices) if link else 0.0 * sent)
-        return wires
+        links = self._links(tuple(owners))
+        wires = {
+            link: 2 * (sent / link.bandwidth_bytes_per_s + link.latency_s * num_slices) if link else 0.0 * sent
+            for link in {None, *links}
+        }
+        return [wires[link] for link in (None, *links)]
+
+    @functools.lru_cache(maxsize=4)  # noqa: B019 (as long as the candidate, which has few placements)
+    def _links(self, owners: tuple[int, ...]) -> list[LinkCard | None]:
+        """Return the link between each part and the next one; None on one stage."""
+        grid, pairs = self.candidate.grid, itertools.pairwise(owners)
+        return [None if one == other else self.cluster.link_between(grid, one, other) for one, other in pairs]
 
     def _waits(self, shape: Shape, num_slices: int) -> float:
         """Return the share of another stage's work on a slice for which a stage waits."""
-        forward, backward = (float(part.sum()) for part in self._sliced(False, num_slices))
+        forward, backward = self._sums_s(num_slices)
         rounds = (self.num_micro_batches - 1) * num_slices
         weights = self._weights_s / backward if shape.is_split and backward else 0.0
         of_forward, of_backward = shape.idle(self.num_stages, rounds, min(1.0, weights))
         return (of_forward * forward + of_backward * backward) / ((forward + backward) or 1.0) or 1.0
 
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (as long as the candidate; a search asks again for each shape)
+    def _sums_s(self, num_slices: int) -> tuple[float, float]:
+        """Return the seconds of all layers, forward and backward, in equal slices with nothing recomputed."""
+        forward, backward = self._sliced(False, num_slices)
+        return float(forward.sum()), float(backward.sum())
+
     @functools.cached_property
     def _weights_s(self) -> float:
         return float(sum(cost.weight_s(self.length, 0) for cost in self._costs(False)))
 
-    def _chunked_s(self, cut: Bounds, shape: Shape, num_slices: int, limit_bytes: float) -> float:
-        """Return about the seconds of a cut in several parts per stage; a stage recomputes where it does not fit."""
+    def _cut_s(self, cut: Bounds, shape: Shape, num_slices: int, limit_bytes: float) -> float:
+        """Return about the seconds of a cut; a stage recomputes where it does not fit."""
         owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
-        spans = list(itertools.pairwise(cut))
-        kinds = self._kinds(shape.schedule)
-        work = [np.concatenate(([0.0], np.cumsum(self._work(num_slices, again)))) for again in kinds]
-        times = []
-        for stage_id in range(self.num_stages):
-            own = tuple(np.array([span for span, owner in zip(spans, owners, strict=True) if owner == stage_id]).T)
-            peaks = [self._peak(stage_id, shape, num_slices, again, own) for again in kinds]
-            sums = [float((done[own[1]] - done[own[0]]).sum()) for done in work]
-            times.append(min((s for s, peak in zip(sums, peaks, strict=True) if peak <= limit_bytes), default=math.inf))
+        copied = self._copied(shape, num_slices)
+        of_kinds = []
+        for again in self._kinds(shape.schedule):
+            fits = self._peaks_of(cut, owners, shape, num_slices, again) <= limit_bytes
+            kept = self._rates[again]["slice"][np.array(cut[:-1]), np.array(cut[1:])]
+            copies_s = [self._copies_s(own, *copied[stage_id]) for own, stage_id in zip(kept, owners, strict=True)]
+            busy_s = self._busy_s(cut, owners, num_slices, [again] * self.num_stages)
+            of_kinds.append(np.where(fits, np.maximum(busy_s, np.bincount(owners, copies_s)), np.inf))
+        times: list[float] = np.minimum.reduce(of_kinds).tolist()
         waits = self._waits(shape, num_slices) * (sum(times) - max(times))
-        waits += (
-            sum(float(wire_s[start]) for wire_s, start in zip(self._wires_s(num_slices, owners), cut[:-1], strict=True))
-            / shape.chunks
-        )
+        wires_s = zip(self._wires_s(num_slices, owners), cut[:-1], strict=True)
+        waits += sum(float(wire_s[start]) for wire_s, start in wires_s) / shape.chunks
         return self.num_micro_batches * max(times) + waits / num_slices + max(self.ends_s(cut, owners))
+
+    def _busy_s(self, cut: Bounds, owners: Sequence[int], num_slices: int, recompute: Sequence[int]) -> Floats:
+        """Return the seconds of each stage's computations for one micro-batch."""
+        done = {again: np.concatenate(([0.0], np.cumsum(self._work(num_slices, again)))) for again in set(recompute)}
+        seconds = np.zeros(self.num_stages)
+        for (start, stop), stage_id in zip(itertools.pairwise(cut), owners, strict=True):
+            of_layers = done[recompute[stage_id]]
+            seconds[stage_id] += of_layers[stop] - of_layers[start]
+        return seconds
+
+    def _peaks_of(self, cut: Bounds, owners: Sequence[int], shape: Shape, num_slices: int, recompute: int) -> Floats:
+        """Return about the peak bytes of each stage of one cut."""
+        stages, spans = np.array(owners), (np.array(cut[:-1]), np.array(cut[1:]))
+        shares, away = self._shares(shape, num_slices)
+        held, running = self._bytes(
+            shape, num_slices, {name: rate[spans] for name, rate in self._rates[recompute].items()}
+        )
+        largest = np.zeros(self.num_stages)
+        np.maximum.at(largest, stages, running)
+        return self._context_bytes + np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
 
     def _kinds(self, schedule: str) -> Sequence[Again]:
         """Return what stages may recompute; the seconds of W may be unknown where backwards are split."""
         may_recompute = schedule not in SPLIT_SCHEDULES or self.layers.recomputes_before_weights
         return self.layers.kinds if may_recompute else self.layers.kinds[:1]
 
-    @functools.lru_cache(maxsize=64)  # noqa: B019 (a search has fewer candidates that come to be cut)
-    def chunked_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
-        """Return cuts for several parts per stage: parts as equal as possible, and such that stages are too."""
-        if chunks * self.num_stages > self.layers.num_layers:
-            return []
-        work = spans_matrix(self._work(num_slices, False))
-        # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
-        of_stage = round(self.layers.num_layers / self.num_stages)
-        uneven = [work / max(1, (of_stage + chunk) // chunks) for chunk in range(chunks)]
-        cuts = []
-        for times in ([work] * chunks, uneven):
-            parts = [time for time in times for _ in range(self.num_stages)]
-            cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
-        return list(dict.fromkeys(cuts))
+    def equal_cuts(self, num_slices: int, chunks: int) -> list[Bounds]:
+        """Return cuts with parts as equal as possible, and such that stages are too."""
+        grid = self.candidate.grid
+        setting = Setting(grid.model, self.candidate.micro_batch, sequence=grid.sequence)
+        return equal_cuts(self.layers, setting, self.length, num_slices, self.num_stages, chunks)
+
+    def rough_s(self, shape: Shape, num_slices: int, limit_bytes: float) -> float:
+        """Return about the seconds with stages as equal as possible; infinity where one of them does not fit."""
+        cuts = self.equal_cuts(num_slices, shape.chunks)
+        return min((self._cut_s(cut, shape, num_slices, limit_bytes) for cut in cuts), default=math.inf)
 
     def even_s(self, shape: Shape, num_slices: int) -> float:
         """Return about the seconds with equal stages, in `num_slices` equal slices, and nothing recomputed."""
         rounds = self.num_micro_batches + self._waits(shape, num_slices) * (self.num_stages - 1) / num_slices
-        return rounds * float(self._work(num_slices, False).sum()) / self.num_stages
+        return rounds * sum(self._sums_s(num_slices)) / self.num_stages
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = self._kinds(shape.schedule)[:2][-1]
-        return least_maximum([self._peaks(k, shape, num_slices, again) for k in range(self.num_stages)])
+        return least_maximum(list(self._peaks(shape, num_slices, again)))
 
     def _work(self, num_slices: int, recompute: int) -> Floats:
         forward, backward = self._sliced(recompute, num_slices)
         return forward + backward
 
-    def _peaks(self, stage_id: int, shape: Shape, num_slices: int, recompute: int) -> Floats:
-        """Return the peak bytes of a stage for every span of layers, slightly more rather than less than a replay's."""
-        held, running = self._bytes(stage_id, shape, num_slices, self._rates[recompute])
-        return np.asarray(self._context_bytes + held + running)
+    def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
+        """Return the peak bytes of each stage for every span of layers, slightly more rather than less than a replay's.
 
-    def _peak(self, stage_id: int, shape: Shape, num_slices: int, recompute: int, spans: Any) -> float:
-        """Return the peak bytes of a stage that holds several spans of layers."""
-        rates = {name: matrix[spans] for name, matrix in self._rates[recompute].items()}
-        held, running = self._bytes(stage_id, shape, num_slices, rates)
-        return float(self._context_bytes + held.sum() + running.max())
+        Shape: [K, L + 1, L + 1].
+        """
+        with np.errstate(invalid="ignore"):  # differences of spans without layers, which are infinite
+            held, running = self._bytes(shape, num_slices, self._rates[recompute])
+        held, running = (np.where(np.isnan(one), np.inf, one) for one in (held, running))
+        shares, away = self._shares(shape, num_slices)
+        held[0] += running  # of all that a stage has once
+        peaks = np.einsum("kn,njl->kjl", shares, held)  # a matrix product would wake threads, for longer than it takes
+        return np.asarray(peaks + (away + self._context_bytes)[:, None, None])
 
-    def _bytes(
-        self, stage_id: int, shape: Shape, num_slices: int, rates: Mapping[str, Floats]
-    ) -> tuple[Floats, Floats]:
-        """Return the held bytes and the bytes of the largest computation, for spans of layers with these rates."""
-        most = self.num_micro_batches * num_slices
-        live = min(most, shape.live_slices(self.num_stages, stage_id, num_slices))
-        there = min(live, _ON_DEVICE) if self.candidate.levers.offload_activations else live
-        held = rates["static"] + there / num_slices * rates["slice"]
-        ends = self.length * float(self.layers.output_bytes(self.candidate.setting)[0])  # a stage's input or output
-        held = held + (live - there) / num_slices * ends * ((stage_id > 0) + (stage_id < self.num_stages - 1))
-        if stage_id > 0:
-            held = held + min(most, _MESSAGES) / num_slices * rates["sent"]
+    def _shares(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:
+        """Return how many of each kind of `_bytes` every stage holds, and its bytes of slices that are on the host."""
+        live = self._live(shape, num_slices)
+        there = np.minimum(live, _ON_DEVICE / shape.chunks) if self.candidate.levers.offload_activations else live
+        # keys and values of a micro-batch stay until the B of its first slice: one more than its slices fill
+        stores = 1 + np.ceil((np.maximum(there if num_slices == 1 else live, 1) - 1) / num_slices)
+        stores = np.minimum(stores, self.num_micro_batches)
+        messages = (np.arange(self.num_stages) > 0) * min(self.num_micro_batches * num_slices, _MESSAGES)
+        shares = np.stack([np.ones(self.num_stages), there / num_slices, stores, messages / num_slices], axis=1)
+        return shares, (live - there) / num_slices * self._ends()
+
+    def _copied(self, shape: Shape, num_slices: int) -> list[tuple[float, float]]:
+        """Return, per stage, the share of its slices that the host keeps for a while, and a micro-batch's bytes of
+        these that stay on the device."""
+        if not self.candidate.levers.offload_activations:
+            return [(0.0, 0.0)] * self.num_stages
+        # of a micro-batch whose slices come back in reverse, the last ones stay
+        leaving = np.clip(self._live(shape, num_slices) - _NEVER_AWAY / shape.chunks, 0, num_slices) / num_slices
+        return list(zip(leaving.tolist(), self._ends().tolist(), strict=True))
+
+    def _copies_s(self, kept: Floats, share: float, staying: float) -> Floats:
+        """Return the seconds of the copies of a micro-batch to the host and back, where slices keep these bytes."""
+        away = np.maximum(0.0, np.where(np.isfinite(kept), kept, 0.0) - staying)
+        return 2 * share * away / self.cluster.host_link.bandwidth_bytes_per_s
+
+    def _live(self, shape: Shape, num_slices: int) -> Floats:
+        """Return the most live slices of each stage."""
+        live = [shape.live_slices(self.num_stages, stage_id, num_slices) for stage_id in range(self.num_stages)]
+        return np.minimum(self.num_micro_batches * num_slices, live)
+
+    def _ends(self) -> Floats:
+        """Return, per stage, the bytes of a micro-batch's input and output."""
+        stages, size = np.arange(self.num_stages), float(self.layers.output_bytes(self.candidate.setting)[0])
+        return self.length * size * ((stages > 0) + 1.0 * (stages < self.num_stages - 1))
+
+    def _bytes(self, shape: Shape, num_slices: int, rates: Mapping[str, Floats]) -> tuple[Floats, Floats]:
+        """Return the bytes of spans of layers with these rates: by kind, and those of the largest computation.
+
+        The kinds: held once, by a micro-batch's slices, by its keys and values, and by its messages.
+        """
         whole = rates["whole"] if num_slices == 1 else rates["store"]
         gradients = 0.0 if num_slices == 1 else rates["store_grad"]
-        stores = math.ceil((there if num_slices == 1 else live) / num_slices)
-        held = held + stores * whole + gradients
+        # short slices wait after their B for the others of their products, which then copy what all of them keep
+        part = self.length / num_slices
+        waiting = min(max(0.0, self._part.joined_tokens - part), self.length - part) / self.length
+        held = np.stack([rates["static"] + gradients, rates["slice"], whole, rates["sent"]])
         running = rates["working"] / num_slices
         if num_slices > 1:
-            running = np.maximum(running, rates["beside"] / num_slices + rates["reread"])
-        loss = rates["loss"] * min(self.length / num_slices, self._chunk_tokens)
+            # while a B rereads the longest prefix, one micro-batch fewer has keys and values
+            are_all_live = shape.fills_and_drains or self.num_micro_batches == 1
+            reread = rates["reread"] if are_all_live else np.maximum(0.0, rates["reread"] - rates["store"])
+            running = np.maximum(running, rates["beside"] / num_slices + reread)
+        if waiting:
+            stays = (rates["slice"] - rates["joined"]) / num_slices
+            copies = np.where(rates["joined"] > 0, np.maximum(0.0, waiting * rates["working"] - stays), 0.0)
+            running += waiting * rates["joined"] + copies
+        loss = rates["loss"] * min(part, self._part.loss_chunk_tokens)
         return held, np.maximum(running, loss) + rates["fixed"]
 
     @functools.cached_property
-    def _chunk_tokens(self) -> float:
+    def _part(self) -> PartMemory:
+        """Return the memory of all layers as one part, for the numbers of tokens that it has in common with others."""
         count = self.layers.num_layers
-        return self.layers.memory_of_spans(self.candidate.setting, [Span(0, count)])[0].loss_chunk_tokens
+        return self.layers.memory_of_spans(self.candidate.setting, [Span(0, count)])[0]
 
     # --- one cut, exactly
 
@@ -206,8 +288,7 @@ class Priced(Bounded):
         """Return the costs of the parts, with the links of their machines."""
         sent = self.layers.output_bytes(self.candidate.setting)
         wires = [NO_WIRE]
-        for bound, (one, other) in zip(bounds[1:-1], itertools.pairwise(owners), strict=True):
-            link = None if one == other else self.cluster.link_between(self.candidate.grid, one, other)
+        for bound, link in zip(bounds[1:-1], self._links(tuple(owners)), strict=True):
             wires.append(NO_WIRE if link is None else Wire(link, float(sent[bound - 1])))
         wires.append(NO_WIRE)
         costs = {again: self._costs(again) for again in set(recompute)}
@@ -261,6 +342,8 @@ class Priced(Bounded):
                 recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
                 score = self._replayed(bounds, shape, plan, recompute, limit_bytes, most, beat_s)
                 if score is None:
+                    if kind == Again.OFF and offloads:  # its copies may be what takes too long
+                        over = self._estimated_over(bounds, shape, plan, limit_bytes)
                     continue
                 if kind == Again.OFF:
                     over = tuple(peak > limit_bytes for peak in score.peak_bytes)
@@ -272,6 +355,15 @@ class Priced(Bounded):
                     best, beat_s = score, score.seconds
         return best
 
+    def _estimated_over(
+        self, bounds: Bounds, shape: ScheduleShape, plan: SlicePlan, limit_bytes: float
+    ) -> tuple[bool, ...]:
+        """Return which stages do not fit without recomputation, about."""
+        one = Shape(shape.schedule, shape.chunks_per_stage)
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks_per_stage)
+        peaks = self._peaks_of(bounds, owners, one, plan.num_slices, Again.OFF)
+        return tuple((peaks > limit_bytes).tolist())
+
     def _replayed(
         self,
         bounds: Bounds,
@@ -282,27 +374,29 @@ class Priced(Bounded):
         most: float | None,
         beat_s: float,
     ) -> Score | None:
-        """Return the score of one choice of recomputation; None where its host is too small, or it is too slow.
-
-        Beyond the limit of the device, its seconds are without copies to the host.
-        """
+        """Return the score of one choice of recomputation; None where its host is too small, or it is too slow."""
         owners = owners_of(shape.schedule, self.num_stages, shape.chunks_per_stage)
+        # no stage takes less than its own computations
+        if plan == SlicePlan.equal(self.length, plan.num_slices):
+            busy_s = self.num_micro_batches * self._busy_s(bounds, owners, plan.num_slices, recompute)
+            if self._step_s(busy_s.tolist(), bounds, owners) > beat_s:
+                return None
         replays = functools.partial(replay_of, shape)
         replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
-        # no copy takes time off, and replays without memory take the least time
+        # the seconds and the host's bytes are known sooner than the device's
         timed = replay(costs=costs)
         if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
             return None
-        # the host's bytes are known sooner than the device's
+        if memory.offloads:
+            timed = replay(costs=costs, memory=memory)
+            if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
+                return None
         few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
         hosts = self.host_bytes(few, bounds, plan, memory, owners)
         if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
             return None
         held = replay(memory=memory)
-        if memory.offloads and max(held.peak_bytes) <= limit_bytes:
-            timed = replay(costs=costs, memory=memory)
-            seconds = self._step_s(list(timed.ends_s), bounds, owners)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
         how = shape.schedule, plan, held.peak_bytes, is_final, shape.chunks_per_stage, hosts
         return Score(seconds, self.candidate, bounds, recompute, *how)

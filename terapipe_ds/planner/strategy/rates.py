@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.layers.cuts import spans_matrix
+from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
 
@@ -24,6 +24,24 @@ def layer_seconds(
     times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
     forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
     return forward, backward
+
+
+@functools.lru_cache(maxsize=512)
+def equal_cuts(
+    layers: Layers, setting: Setting, length: int, num_slices: int, num_stages: int, chunks: int
+) -> list[Bounds]:
+    """Return cuts for some parts per stage: parts as equal as possible, and such that stages are too."""
+    if chunks * num_stages > layers.num_layers:
+        return []
+    work = spans_matrix(np.add(*layer_seconds(layers, setting, False, length, num_slices)))
+    # five layers of each stage are 2 + 3 on all stages, not 3 + 3 on some of them
+    of_stage = round(layers.num_layers / num_stages)
+    uneven = [work / max(1, (of_stage + chunk) // chunks) for chunk in range(chunks)]
+    cuts = []
+    for times in ([work] * chunks, uneven)[:chunks]:
+        parts = [time for time in times for _ in range(num_stages)]
+        cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
+    return list(dict.fromkeys(cuts))
 
 
 def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
@@ -75,6 +93,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
         ("slice", "slice_bytes_per_token", length),
         ("store", "store_bytes_per_token", length),
         ("store_grad", "store_grad_bytes_per_token", length),
+        ("joined", "joined_bytes_per_token", length),
     ):
         matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
     matrices["lasting"] = matrices["static"]
@@ -120,6 +139,7 @@ def _largest(values: Sequence[float]) -> Floats:
     """Return the largest value of every span."""
     count = len(values)
     matrix = np.full((count + 1, count + 1), np.inf)
-    for start in range(count):
-        matrix[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:]))
+    is_span = np.triu(np.ones((count, count), bool))  # by first and last layer
+    largest = np.maximum.accumulate(np.where(is_span, np.array(values), -np.inf), axis=1)
+    matrix[:-1, 1:] = np.where(is_span, largest, np.inf)
     return matrix

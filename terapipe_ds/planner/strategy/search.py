@@ -39,9 +39,9 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed at least, each with its best proposal."""
 
-_WORK = 700_000  # replayed computations
+_WORK = 400_000  # replayed computations
 _PROPOSING = 6_000  # computations whose replay takes as long as the proposals of a candidate
-_POLISH = 500_000  # more of them, for more slices, planned slices and moved layers of the best
+_POLISH = 200_000  # more of them, for more slices, planned slices and moved layers of the best
 _FINALISTS = 2  # scores that are improved at least
 _LIKELY = 4  # numbers of slices that are tried first, and candidates with all shapes
 _BEST = 2  # numbers of slices of each shape that are tried first
@@ -51,7 +51,9 @@ _LEAST_TOKENS = 64
 _ERROR = 1.05  # estimates exceed replays by less, nearly always
 _NEAR = 1.03  # more and planned slices and moved layers save less, nearly always
 _EXAMINED = 1.05  # the search for proposals ends at a bound that exceeds the best estimate by more
-_BUDGET = 60_000  # for the slices of the best, as `plan_slices` counts it
+_SURE = 0.5  # of the memory, where a candidate surely fits
+_ROUGH = 1.1  # the best cut saves less than equal stages, nearly always
+_BUDGET = 15_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 200_000  # replayed computations while layers move
 
 
@@ -162,6 +164,8 @@ class Search:
                 break
             if dataclasses.replace(candidate, levers=NO_LEVERS) in unhindered:  # nothing would be gained
                 continue
+            if len(proposals) >= REPLAYED and self._rough_s(priced[candidate]) >= _ROUGH * near_s:
+                continue
             best = self._first_proposal(priced[candidate])
             if best is None:
                 continue
@@ -171,6 +175,13 @@ class Search:
             near_s = min(near_s, _EXAMINED * best.seconds)
         return sorted(proposals, key=lambda proposal: proposal[:-1])
 
+    def _rough_s(self, costs: Priced) -> float:
+        """Return about the seconds of a candidate with equal stages; -inf where these do not fit."""
+        shapes = [(self._shapes(costs, slices)[0], slices) for slices in self._slice_counts()]
+        likely = sorted(shapes, key=lambda one: costs.even_s(*one))[:_BEST]
+        rough_s = min(costs.rough_s(*one, self.space.limit_bytes) for one in likely)
+        return rough_s if math.isfinite(rough_s) else -math.inf
+
     def _is_unhindered(self, costs: Priced, slices: int) -> bool:
         """Return whether the limit of memory changes no estimate, for shapes with little and with much memory."""
         shapes = self._shapes(costs, slices)
@@ -179,11 +190,13 @@ class Search:
         return all(a and b and a[0][0] >= (1 - 1e-9) * b[0][0] for a, b in zip(free, limited, strict=True))
 
     def _answer_first(self, possible: list[Candidate], priced: dict[Candidate, Priced]) -> None:
-        """Replay the candidate with the least need of memory: from here on a stopped search has an answer."""
-        if possible:
-            safe = priced[min(possible, key=self.space.mean_need)]
-            if (proposal := self._first_proposal(safe)) is not None:
-                self._score(safe, proposal.shape, proposal.bounds, proposal.slices)
+        """Replay a candidate that surely fits, with the fewest stages: from here on a stopped search has an answer."""
+        needs = {candidate: self.space.mean_need(candidate) for candidate in possible}
+        sure = [candidate for candidate in possible if needs[candidate] <= _SURE * self.space.limit_bytes]
+        tried = sorted(sure, key=lambda candidate: (candidate.grid.pipe, needs[candidate]))[:1]
+        for candidate in (*tried, *sorted(possible, key=needs.__getitem__)[:1]):
+            if not self.scores and (proposal := self._first_proposal(priced[candidate])) is not None:
+                self._score(priced[candidate], proposal.shape, proposal.bounds, proposal.slices)
 
     def _by_bounds(
         self, possible: list[Candidate], priced: dict[Candidate, Priced], bounds_s: dict[Candidate, float]
@@ -215,9 +228,11 @@ class Search:
     def _proposals_with(self, costs: Priced, shapes: list[tuple[Shape, int]], most: int) -> list[_Proposal]:
         """Return the proposals with some shapes and numbers of slices, of those that even stages take least with.
 
-        Where none of these has a cut that fits, the others are tried: with more slices less is live.
+        Where none of these has a cut that fits, the others are tried: with more slices less is live. Those that take
+        too long even with equal stages are left out.
         """
-        shapes = sorted(shapes, key=lambda one: costs.even_s(*one))
+        even_s = {one: costs.even_s(*one) for one in shapes}
+        shapes = sorted((one for one in shapes if even_s[one] < _ERROR * self._best_s), key=even_s.__getitem__)
         for some in (shapes[:most], shapes[most:]):
             proposals = [
                 _Proposal(seconds, costs.candidate.rank, shape, bounds, slices, costs.candidate)
@@ -238,7 +253,7 @@ class Search:
         queue: list[tuple[float, int, Candidate, _Proposal | None]] = []
         for place, (seconds, _, shape, _, slices, candidate) in enumerate(proposals):
             costs = priced[candidate]
-            share = min(costs.even_s(*one) for one in self._tried(costs)) / costs.even_s(shape, slices)
+            share = self._even_s(costs) / costs.even_s(shape, slices)
             queue.append((share * seconds, place, candidate, None))
         heapq.heapify(queue)
         added = len(queue)
@@ -265,6 +280,10 @@ class Search:
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:
         """Return the shapes of a candidate, each with every number of slices that it may have."""
         return [(shape, slices) for slices in self._slice_counts() for shape in self._shapes(costs, slices)]
+
+    def _even_s(self, costs: Priced) -> float:
+        """Return about the least seconds of a candidate with equal stages, whatever its shape."""
+        return min(costs.even_s(*one) for one in self._tried(costs))
 
     def _proposals_of(self, costs: Priced) -> list[_Proposal]:
         """Return the best proposals of a candidate for each shape."""

@@ -23,6 +23,11 @@ class Shape(NamedTuple):
         return self.schedule in SPLIT_SCHEDULES
 
     @property
+    def fills_and_drains(self) -> bool:
+        """Return whether all forwards come before all backwards."""
+        return self.schedule in FILL_DRAIN
+
+    @property
     def has_own_bound(self) -> bool:
         """Return whether the bound of stages with one run of layers and whole backwards holds."""
         return self.chunks == 1 and not self.is_split
@@ -49,10 +54,14 @@ class Shape(NamedTuple):
         deep = num_stages if self.schedule in SPLIT_SCHEDULES else num_stages - stage_id
         if self.schedule in TAKE_LIMITS:  # as many whole micro-batches as unsliced 1F1B on its fullest stage
             return num_stages * num_slices
-        if self.chunks > 1:
-            groups = num_slices if self.schedule == "interleaved" else 1
-            return ((self.chunks + 1) * num_stages * groups + 3 * num_slices) / self.chunks
-        if self.schedule in FILL_DRAIN:
+        if self.chunks > 1:  # as many parts as Megatron's warm-up has, and those of one more micro-batch
+            later = 2 * (num_stages - 1 - stage_id)
+            if self.schedule == "interleaved":
+                return num_slices * ((self.chunks - 1) * num_stages + later + 1) / self.chunks
+            # stages take units in groups of K: those that the slices of a micro-batch touch at most
+            groups = (num_slices - 1 + num_stages - math.gcd(num_slices, num_stages)) // num_stages + 1
+            return ((self.chunks - 1) * groups * num_stages + later + num_slices) / self.chunks
+        if self.fills_and_drains:
             return math.inf
         return deep * num_slices if self.schedule in ("1f1b", "zb-h1") else deep + num_slices - 1
 

@@ -299,6 +299,7 @@ def test_long_batches_are_told_by_shorter_ones(name: str, monkeypatch: pytest.Mo
     slices = 1 if name in ("1f1b", "gpipe", "zb-h1", "interleaved", "dapple") else 4
     shape, plan = ScheduleShape(name, 4, slices, chunks), SlicePlan.equal(64, slices)
     monkeypatch.setattr("terapipe_ds.simulator.few.FEW", 30 * shape.num_computations)
+    monkeypatch.setattr("terapipe_ds.simulator.few._FILLED", 30 * shape.num_computations)
     costs = UnitCosts(64, send_share=0.3, share=1 / chunks)
     whole = outcome_of(shape, 100, plan, costs=costs, memory=MEMORY, most=float("inf"))
     told = outcome_of(shape, 100, plan, costs=costs, memory=MEMORY)

@@ -139,6 +139,6 @@ def free_s(**question: Any) -> float:
 def test_stages_recompute_where_copies_to_the_host_take_longer() -> None:
     """Everything fits without recomputation, and a slow link makes a copy more expensive than a second forward."""
     card = dataclasses.replace(device_card("h100"), host_link=LinkCard(1e9, 1e-5, "slow"), host_memory_bytes=None)
-    question: dict[str, Any] = {"global_batch_size": 2, "sequence_length": 16384, "stages": 2, "schedule": "terapipe"}
+    question: dict[str, Any] = {"global_batch_size": 32, "sequence_length": 16384, "stages": 2, "schedule": "terapipe"}
     plan = plan_strategy(SIZES[0], Cluster(card, 1, 2), offload_activations=True, **question)
     assert plan.recompute == "full"

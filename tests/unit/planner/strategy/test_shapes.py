@@ -71,7 +71,7 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                 continue
             for slices in (1, 4):
                 inner = sorted(rng.sample(range(1, layers.num_layers), parts - 1))
-                cuts = [(0, *inner, layers.num_layers), *priced.chunked_cuts(slices, chunks)]
+                cuts = [(0, *inner, layers.num_layers), *priced.equal_cuts(slices, chunks)]
                 for cut in cuts:
                     plan = SlicePlan.equal(256, slices)
                     score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)
@@ -99,7 +99,7 @@ def equal_chain(num_layers: int, pipe: int) -> tuple[Search, Priced]:
 def test_stages_of_several_parts_have_equal_work() -> None:
     """Three stages of three layers in two parts each: parts as equal as possible may leave a stage with four."""
     _, priced = equal_chain(9, 3)
-    cuts = priced.chunked_cuts(1, 2)
+    cuts = priced.equal_cuts(1, 2)
     sizes = [[stop - start for start, stop in itertools.pairwise(cut)] for cut in cuts]
     assert [3] * 3 in [[one + other for one, other in zip(of[:3], of[3:], strict=True)] for of in sizes]
 

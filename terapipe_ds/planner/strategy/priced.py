@@ -25,7 +25,7 @@ from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
 from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
 
-_ON_DEVICE = 1 + LEAVES_AFTER + OFFLOAD_AHEAD  # slices of a stage that are not on the host, about
+_ON_DEVICE = 1 + LEAVES_AFTER + OFFLOAD_AHEAD // 2  # slices of a stage that are not on the host, with F and B in turns
 _NEVER_AWAY = (LEAVES_AFTER + OFFLOAD_AHEAD + 3) // 2  # live slices whose B comes too soon after their F
 _MESSAGES = 2  # sent by a stage and not known to have arrived, at the stage's peak
 MOST_WHOLE = 3_000_000
@@ -204,12 +204,19 @@ class Priced(Bounded):
     def _shares(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:
         """Return how many of each kind of `_bytes` every stage holds, and its bytes of slices that are on the host."""
         live = self._live(shape, num_slices)
-        there = np.minimum(live, _ON_DEVICE / shape.chunks) if self.candidate.levers.offload_activations else live
+        there = live
+        if self.candidate.levers.offload_activations:
+            # where every slice leaves, one comes back while another one goes
+            all_leave = (live - num_slices >= _NEVER_AWAY) & (not shape.fills_and_drains)
+            there = np.minimum(live, (_ON_DEVICE + all_leave) / shape.chunks)
         # keys and values of a micro-batch stay until the B of its first slice: one more than its slices fill
         stores = 1 + np.ceil((np.maximum(there if num_slices == 1 else live, 1) - 1) / num_slices)
         stores = np.minimum(stores, self.num_micro_batches)
         messages = (np.arange(self.num_stages) > 0) * min(self.num_micro_batches * num_slices, _MESSAGES)
-        shares = np.stack([np.ones(self.num_stages), there / num_slices, stores, messages / num_slices], axis=1)
+        waiting = self._slices(shape.waiting_slices, num_slices) / num_slices
+        shares = np.stack(
+            [np.ones(self.num_stages), there / num_slices, waiting, stores, messages / num_slices], axis=1
+        )
         return shares, (live - there) / num_slices * self._ends()
 
     def _copied(self, shape: Shape, num_slices: int) -> list[tuple[float, float]]:
@@ -227,9 +234,13 @@ class Priced(Bounded):
         return 2 * share * away / self.cluster.host_link.bandwidth_bytes_per_s
 
     def _live(self, shape: Shape, num_slices: int) -> Floats:
-        """Return the most live slices of each stage."""
-        live = [shape.live_slices(self.num_stages, stage_id, num_slices) for stage_id in range(self.num_stages)]
-        return np.minimum(self.num_micro_batches * num_slices, live)
+        """Return the most slices of each stage that are between their F and their B."""
+        return self._slices(shape.live_slices, num_slices) - self._slices(shape.waiting_slices, num_slices)
+
+    def _slices(self, slices_of: Callable[[int, int, int], float], num_slices: int) -> Floats:
+        """Return a number of slices of each stage, of as many as there are."""
+        numbers = [slices_of(self.num_stages, stage_id, num_slices) for stage_id in range(self.num_stages)]
+        return np.minimum(self.num_micro_batches * num_slices, numbers)
 
     def _ends(self) -> Floats:
         """Return, per stage, the bytes of a micro-batch's input and output."""
@@ -239,14 +250,14 @@ class Priced(Bounded):
     def _bytes(self, shape: Shape, num_slices: int, rates: Mapping[str, Floats]) -> tuple[Floats, Floats]:
         """Return the bytes of spans of layers with these rates: by kind, and those of the largest computation.
 
-        The kinds: held once, by a micro-batch's slices, by its keys and values, and by its messages.
+        The kinds: held once, of a micro-batch its slices before B and before W, its keys and values, and its messages.
         """
         whole = rates["whole"] if num_slices == 1 else rates["store"]
         gradients = 0.0 if num_slices == 1 else rates["store_grad"]
         # short slices wait after their B for the others of their products, which then copy what all of them keep
         part = self.length / num_slices
         waiting = min(max(0.0, self._part.joined_tokens - part), self.length - part) / self.length
-        held = np.stack([rates["static"] + gradients, rates["slice"], whole, rates["sent"]])
+        held = np.stack([rates["static"] + gradients, rates["slice"], rates["weight"], whole, rates["sent"]])
         running = rates["working"] / num_slices
         if num_slices > 1:
             # while a B rereads the longest prefix, one micro-batch fewer has keys and values
@@ -257,6 +268,8 @@ class Priced(Bounded):
             stays = (rates["slice"] - rates["joined"]) / num_slices
             copies = np.where(rates["joined"] > 0, np.maximum(0.0, waiting * rates["working"] - stays), 0.0)
             running += waiting * rates["joined"] + copies
+        if shape.is_split:  # the slice whose B ends waits for its W as well
+            running += np.maximum(0.0, rates["weight"] - rates["slice"]) / num_slices
         loss = rates["loss"] * min(part, self._part.loss_chunk_tokens)
         return held, np.maximum(running, loss) + rates["fixed"]
 

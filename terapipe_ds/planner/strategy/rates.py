@@ -96,6 +96,10 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
         ("joined", "joined_bytes_per_token", length),
     ):
         matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
+    weights = [
+        p.slice_bytes_per_token if p.weight_bytes_per_token is None else p.weight_bytes_per_token for p in singles
+    ]
+    matrices["weight"] = spans_matrix(np.array(weights) * float(length))
     matrices["lasting"] = matrices["static"]
     matrices["static"] = matrices["static"] + matrices.pop("gradient")
     # a part receives one input, however many layers it has: two joined layers reveal its size

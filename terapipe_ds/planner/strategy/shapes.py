@@ -49,21 +49,32 @@ class Shape(NamedTuple):
         computations = 2 * num_stages * self.chunks * num_micro_batches * num_slices
         return computations <= (_MOST_LISTED if self.schedule == "zbv" else _MOST)
 
+    def waiting_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
+        """Return how many of the live slices of a long batch wait for their W, in slices of a whole stage."""
+        if self.schedule in TAKE_LIMITS:  # W fills the room that F and B leave
+            most = self.live_slices(num_stages, stage_id, num_slices)
+            return max(0.0, most - self._looped_slices(num_stages, stage_id, num_slices))
+        return float(stage_id) if self.is_split else 0.0
+
     def live_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
         """Return the most live slices of a long batch, in slices of a whole stage."""
         deep = num_stages if self.schedule in SPLIT_SCHEDULES else num_stages - stage_id
         if self.schedule in TAKE_LIMITS:  # as many whole micro-batches as unsliced 1F1B on its fullest stage
             return num_stages * num_slices
-        if self.chunks > 1:  # as many parts as Megatron's warm-up has, and those of one more micro-batch
-            later = 2 * (num_stages - 1 - stage_id)
-            if self.schedule == "interleaved":
-                return num_slices * ((self.chunks - 1) * num_stages + later + 1) / self.chunks
-            # stages take units in groups of K: those that the slices of a micro-batch touch at most
-            groups = (num_slices - 1 + num_stages - math.gcd(num_slices, num_stages)) // num_stages + 1
-            return ((self.chunks - 1) * groups * num_stages + later + num_slices) / self.chunks
+        if self.chunks > 1:
+            return self._looped_slices(num_stages, stage_id, num_slices)
         if self.fills_and_drains:
             return math.inf
         return deep * num_slices if self.schedule in ("1f1b", "zb-h1") else deep + num_slices - 1
+
+    def _looped_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
+        """Return the live slices of stages with several parts: those of Megatron's warm-up, and a micro-batch's."""
+        later = 2 * (num_stages - 1 - stage_id)
+        if self.schedule == "interleaved":
+            return num_slices * ((self.chunks - 1) * num_stages + later + 1) / self.chunks
+        # stages take units in groups of K: those that the slices of a micro-batch touch at most
+        groups = (num_slices - 1 + num_stages - math.gcd(num_slices, num_stages)) // num_stages + 1
+        return ((self.chunks - 1) * groups * num_stages + later + num_slices) / self.chunks
 
 
 UNSLICED = (Shape("1f1b"), Shape("gpipe"))

@@ -6,6 +6,7 @@ import math
 import random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from terapipe_ds.plan import SlicePlan
@@ -14,8 +15,10 @@ from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, owners_
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.question import layers_of
 from terapipe_ds.planner.strategy.search import Search
-from terapipe_ds.planner.strategy.shapes import NAMES, Shape
-from terapipe_ds.planner.strategy.space import Space
+from terapipe_ds.planner.strategy.shapes import NAMES, WHOLE, Shape
+from terapipe_ds.planner.strategy.space import Choices, Space
+from terapipe_ds.schedule import build
+from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
 
 CLUSTER = Cluster("v100", 2, 2)
 SMALL: Any = {"global_batch_size": 8, "sequence_length": 1024}
@@ -180,3 +183,46 @@ def test_micro_batches_are_replayed_whole_where_they_are_few() -> None:
         for batch in (4, 8)
     )
     assert one.predicted_s < two.predicted_s < 2 * one.predicted_s
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpipe", "terapipe")])
+def test_live_slices_are_those_of_the_schedule(name: str) -> None:
+    """Of a batch that fills the pipeline; counts of slices that divide no group of K units are told within one."""
+    for stages, slices, chunks in itertools.product((2, 4, 8), (1, 4, 6, 8), (2, 4)):
+        shape = Shape(name, 2 if name in V_SHAPED else chunks if name in LOOPED else 1)
+        if slices > 1 and name in WHOLE:
+            continue
+        peaks = build(name, stages, 2 * stages, slices, chunks_per_stage=shape.chunks).peak_live_slices()
+        live = [shape.live_slices(stages, stage_id, slices) for stage_id in range(stages)]
+        exact = stages % slices == 0 or slices % stages == 0
+        assert live == pytest.approx([peak / shape.chunks for peak in peaks], abs=1e-9 if exact else 1), (shape, slices)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["on devices", "offloaded"])
+@pytest.mark.parametrize(
+    ("shape", "least", "most"),
+    [
+        (Shape("seq1f1b"), 0.96, 1.05),
+        (Shape("terapipe"), 0.97, 1.03),
+        (Shape("seq1f1b-interleaved", 2), 0.85, 1.17),
+        (Shape("seq1f1b-zb"), 0.85, 1.29),
+    ],
+    ids=str,
+)
+def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, most: float, offloads: bool) -> None:
+    """Of llama-3-8b in bf16; the exact times between computations decide more where parts or split backwards mix."""
+    cluster, length = Cluster("h100", 1, 8), 65536
+    layers = layers_of("llama-3-8b", cluster, length, "auto")
+    space = Space(layers, cluster, 8, length, math.inf, Choices(*[None] * 4, offloads, offload_optimizer=False))
+    candidates = [one for one in space.candidates() if one.grid.pipe > 1 and one.micro_batch == 1]
+    shares = []
+    for candidate, slices, again in itertools.product(candidates, (4, 16, 64), layers.kinds):
+        priced = Priced(layers, cluster, length, candidate)
+        cut, owners = (
+            priced.equal_cuts(slices, shape.chunks)[0],
+            owners_of(shape.schedule, candidate.grid.pipe, shape.chunks),
+        )
+        plan, recompute = SlicePlan.equal(length, slices), [again] * candidate.grid.pipe
+        _, peaks = priced.price(cut, shape.schedule, plan, shape.chunks, recompute)
+        shares.append(priced._peaks_of(cut, owners, shape, slices, again) / np.array(peaks))
+    assert len(shares) > 50 and np.concatenate(shares).min() > least and np.concatenate(shares).max() < most

@@ -189,17 +189,18 @@ class Priced(Bounded):
         return forward + backward
 
     def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
-        """Return the peak bytes of each stage for every span of layers, slightly more rather than less than a replay's.
+        """Return about the peak bytes of each stage for every span of layers.
 
         Shape: [K, L + 1, L + 1].
         """
-        with np.errstate(invalid="ignore"):  # differences of spans without layers, which are infinite
-            held, running = self._bytes(shape, num_slices, self._rates[recompute])
-        held, running = (np.where(np.isnan(one), np.inf, one) for one in (held, running))
         shares, away = self._shares(shape, num_slices)
-        held[0] += running  # of all that a stage has once
-        peaks = np.einsum("kn,njl->kjl", shares, held)  # a matrix product would wake threads, for longer than it takes
-        return np.asarray(peaks + (away + self._context_bytes)[:, None, None])
+        # spans without layers have infinite bytes, and the differences and shares of these are no numbers
+        with np.errstate(invalid="ignore"):
+            held, running = self._bytes(shape, num_slices, self._rates[recompute])
+            held[0] += running  # of all that a stage has once
+            peaks = np.einsum("kn,njl->kjl", shares, held)  # a matrix product would wake threads, which takes longer
+        peaks += (away + self._context_bytes)[:, None, None]
+        return np.where(np.isnan(peaks), np.inf, peaks)
 
     def _shares(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:
         """Return how many of each kind of `_bytes` every stage holds, and its bytes of slices that are on the host."""

@@ -164,7 +164,7 @@ class Search:
                 break
             if dataclasses.replace(candidate, levers=NO_LEVERS) in unhindered:  # nothing would be gained
                 continue
-            if len(proposals) >= REPLAYED and self._rough_s(priced[candidate]) >= _ROUGH * near_s:
+            if len(proposals) >= REPLAYED and self._is_slow(priced[candidate], near_s):
                 continue
             best = self._first_proposal(priced[candidate])
             if best is None:
@@ -175,12 +175,11 @@ class Search:
             near_s = min(near_s, _EXAMINED * best.seconds)
         return sorted(proposals, key=lambda proposal: proposal[:-1])
 
-    def _rough_s(self, costs: Priced) -> float:
-        """Return about the seconds of a candidate with equal stages; -inf where these do not fit."""
+    def _is_slow(self, costs: Priced, seconds: float) -> bool:
+        """Return whether a candidate with equal stages fits, and takes clearly more, with the least memory."""
         shapes = [(self._shapes(costs, slices)[0], slices) for slices in self._slice_counts()]
         likely = sorted(shapes, key=lambda one: costs.even_s(*one))[:_BEST]
-        rough_s = min(costs.rough_s(*one, self.space.limit_bytes) for one in likely)
-        return rough_s if math.isfinite(rough_s) else -math.inf
+        return _ROUGH * seconds <= min(costs.rough_s(*one, self.space.limit_bytes) for one in likely) < math.inf
 
     def _is_unhindered(self, costs: Priced, slices: int) -> bool:
         """Return whether the limit of memory changes no estimate, for shapes with little and with much memory."""
@@ -251,10 +250,8 @@ class Search:
         self._try_shapes(priced)
         # a candidate comes with its least estimate of any shape, and brings the proposals of all shapes
         queue: list[tuple[float, int, Candidate, _Proposal | None]] = []
-        for place, (seconds, _, shape, _, slices, candidate) in enumerate(proposals):
-            costs = priced[candidate]
-            share = self._even_s(costs) / costs.even_s(shape, slices)
-            queue.append((share * seconds, place, candidate, None))
+        for place, (seconds, *_, candidate) in enumerate(proposals):
+            queue.append((min(seconds, self._rough_s(priced[candidate])), place, candidate, None))
         heapq.heapify(queue)
         added = len(queue)
         while queue and queue[0][0] < _ERROR * self._best_s and self.work < _WORK:
@@ -281,9 +278,12 @@ class Search:
         """Return the shapes of a candidate, each with every number of slices that it may have."""
         return [(shape, slices) for slices in self._slice_counts() for shape in self._shapes(costs, slices)]
 
-    def _even_s(self, costs: Priced) -> float:
-        """Return about the least seconds of a candidate with equal stages, whatever its shape."""
-        return min(costs.even_s(*one) for one in self._tried(costs))
+    def _rough_s(self, costs: Priced) -> float:
+        """Return about the least seconds of a candidate with equal stages, of any shape in its likeliest slices."""
+        likely: dict[Shape, tuple[float, int]] = {}
+        for shape, slices in self._tried(costs):
+            likely[shape] = min(likely.get(shape, (math.inf, 0)), (costs.even_s(shape, slices), slices))
+        return min(costs.rough_s(shape, slices, self.space.limit_bytes) for shape, (_, slices) in likely.items())
 
     def _proposals_of(self, costs: Priced) -> list[_Proposal]:
         """Return the best proposals of a candidate for each shape."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -192,7 +192,7 @@ class Estimated(Bounded):
 
     def _shares(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:
         """Return how many of each kind of `_bytes` every stage holds, and its bytes of slices that are on the host."""
-        live = self._live(shape, num_slices)
+        live, waiting = self._live(shape, num_slices)
         there = live
         if self.candidate.levers.offload_activations:
             # where every slice leaves, one comes back while another one goes
@@ -202,10 +202,8 @@ class Estimated(Bounded):
         stores = 1 + np.ceil((np.maximum(there if num_slices == 1 else live, 1) - 1) / num_slices)
         stores = np.minimum(stores, self.num_micro_batches)
         messages = (np.arange(self.num_stages) > 0) * min(self.num_micro_batches * num_slices, _MESSAGES)
-        waiting = self._slices(shape.waiting_slices, num_slices) / num_slices
-        shares = np.stack(
-            [np.ones(self.num_stages), there / num_slices, waiting, stores, messages / num_slices], axis=1
-        )
+        slices = there / num_slices, waiting / num_slices
+        shares = np.stack([np.ones(self.num_stages), *slices, stores, messages / num_slices], axis=1)
         return shares, (live - there) / num_slices * self._ends()
 
     def _copied(self, shape: Shape, num_slices: int) -> list[tuple[float, float]]:
@@ -214,7 +212,7 @@ class Estimated(Bounded):
         if not self.candidate.levers.offload_activations:
             return [(0.0, 0.0)] * self.num_stages
         # of a micro-batch whose slices come back in reverse, the last ones stay
-        leaving = np.clip(self._live(shape, num_slices) - _NEVER_AWAY / shape.chunks, 0, num_slices) / num_slices
+        leaving = np.clip(self._live(shape, num_slices)[0] - _NEVER_AWAY / shape.chunks, 0, num_slices) / num_slices
         return list(zip(leaving.tolist(), self._ends().tolist(), strict=True))
 
     def _copies_s(self, kept: Floats, share: float, staying: float) -> Floats:
@@ -222,14 +220,12 @@ class Estimated(Bounded):
         away = np.maximum(0.0, np.where(np.isfinite(kept), kept, 0.0) - staying)
         return 2 * share * away / self.cluster.host_link.bandwidth_bytes_per_s
 
-    def _live(self, shape: Shape, num_slices: int) -> Floats:
-        """Return the most slices of each stage that are between their F and their B."""
-        return self._slices(shape.live_slices, num_slices) - self._slices(shape.waiting_slices, num_slices)
-
-    def _slices(self, slices_of: Callable[[int, int, int], float], num_slices: int) -> Floats:
-        """Return a number of slices of each stage, of as many as there are."""
-        numbers = [slices_of(self.num_stages, stage_id, num_slices) for stage_id in range(self.num_stages)]
-        return np.minimum(self.num_micro_batches * num_slices, numbers)
+    def _live(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:
+        """Return the most slices of each stage that are between their F and their B, and that wait for their W then."""
+        of_stages = [(self.num_stages, stage_id, num_slices) for stage_id in range(self.num_stages)]
+        most = np.minimum(self.num_micro_batches * num_slices, [shape.live_slices(*stage) for stage in of_stages])
+        live = np.minimum(most, [shape.live_slices(*one) - shape.waiting_slices(*one) for one in of_stages])
+        return live, most - live
 
     def _ends(self) -> Floats:
         """Return, per stage, the bytes of a micro-batch's input and output."""

@@ -172,7 +172,9 @@ class Search:
             if candidate.levers == NO_LEVERS and self._is_unhindered(priced[candidate], best.slices):
                 unhindered.add(candidate)
             proposals.append(best)
-            near_s = min(near_s, _EXAMINED * best.seconds)
+            if _EXAMINED * best.seconds < near_s:
+                near_s = _EXAMINED * best.seconds
+                self._score(priced[candidate], best.shape, best.bounds, best.slices)  # a search may be stopped soon
         return sorted(proposals, key=lambda proposal: proposal[:-1])
 
     def _is_slow(self, costs: Priced, seconds: float) -> bool:
@@ -222,17 +224,21 @@ class Search:
         if all(costs.least_bytes(self._shapes(costs, n)[0], n) > self.space.limit_bytes for n in ends):
             return None
         shapes = [(self._shapes(costs, slices)[0], slices) for slices in counts]
-        return min(self._proposals_with(costs, shapes, _LIKELY), default=None)
+        return min(self._proposals_with(costs, shapes), default=None)
 
-    def _proposals_with(self, costs: Priced, shapes: list[tuple[Shape, int]], most: int) -> list[_Proposal]:
-        """Return the proposals with some shapes and numbers of slices, of those that even stages take least with.
+    def _proposals_with(self, costs: Priced, shapes: list[tuple[Shape, int]]) -> list[_Proposal]:
+        """Return the proposals with some shapes and numbers of slices, of those that equal stages take least with.
 
         Where none of these has a cut that fits, the others are tried: with more slices less is live. Those that take
-        too long even with equal stages are left out.
+        too long even without a limit of memory are left out.
         """
-        even_s = {one: costs.even_s(*one) for one in shapes}
-        shapes = sorted((one for one in shapes if even_s[one] < _ERROR * self._best_s), key=even_s.__getitem__)
-        for some in (shapes[:most], shapes[most:]):
+        limit, even_s = self.space.limit_bytes, {one: costs.even_s(*one) for one in shapes}
+        likely = sorted((one for one in shapes if even_s[one] < _ERROR * self._best_s), key=even_s.__getitem__)[
+            :_LIKELY
+        ]
+        shapes = sorted(likely, key=lambda one: (costs.rough_s(one[0], one[1], limit), even_s[one]))
+        shapes += [one for one in even_s if one not in likely and even_s[one] < _ERROR * self._best_s]
+        for some in (shapes[:_BEST], shapes[_BEST:]):
             proposals = [
                 _Proposal(seconds, costs.candidate.rank, shape, bounds, slices, costs.candidate)
                 for shape, slices in some
@@ -291,7 +297,7 @@ class Search:
         return [
             proposal
             for shape in dict.fromkeys(shape for shape, _ in tried)
-            for proposal in self._proposals_with(costs, [one for one in tried if one[0] == shape], _BEST)
+            for proposal in self._proposals_with(costs, [one for one in tried if one[0] == shape])
         ]
 
     def _score(

@@ -216,7 +216,7 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
     space = Space(layers, cluster, 8, length, math.inf, Choices(*[None] * 4, offloads, offload_optimizer=False))
     candidates = [one for one in space.candidates() if one.grid.pipe > 1 and one.micro_batch == 1]
     shares = []
-    for candidate, slices, again in itertools.product(candidates, (4, 16, 64), layers.kinds):
+    for candidate, slices, again in itertools.product(candidates, (4, 64), layers.kinds):
         priced = Priced(layers, cluster, length, candidate)
         cut, owners = (
             priced.equal_cuts(slices, shape.chunks)[0],
@@ -225,4 +225,4 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
         plan, recompute = SlicePlan.equal(length, slices), [again] * candidate.grid.pipe
         _, peaks = priced.price(cut, shape.schedule, plan, shape.chunks, recompute)
         shares.append(priced._peaks_of(cut, owners, shape, slices, again) / np.array(peaks))
-    assert len(shares) > 50 and np.concatenate(shares).min() > least and np.concatenate(shares).max() < most
+    assert len(shares) > 30 and np.concatenate(shares).min() > least and np.concatenate(shares).max() < most

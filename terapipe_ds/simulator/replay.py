@@ -237,7 +237,7 @@ class Replay:
             return None
         spans = [plan.spans() for plan in plans]
         bytes_of = offloaded_bytes(spans, memory)
-        # equal slices have equal bytes: one of each kind is asked
+        # equal slices have equal bytes, so the memory answers once for each kind of slice
         kinds: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
         of_units = []
         for micro_batch_id, own in enumerate(spans):

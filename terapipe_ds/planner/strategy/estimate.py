@@ -233,7 +233,7 @@ class Estimated(Bounded):
         return self.length * size * ((stages > 0) + 1.0 * (stages < self.num_stages - 1))
 
     def _bytes(self, shape: Shape, num_slices: int, rates: Mapping[str, Floats]) -> tuple[Floats, Floats]:
-        """Return the bytes of spans of layers with these rates: by kind, and those of the largest computation.
+        """Return the bytes of spans of layers with these rates, by kind, and the bytes of the largest computation.
 
         The kinds: held once, of a micro-batch its slices before B and before W, its keys and values, and its messages.
         """

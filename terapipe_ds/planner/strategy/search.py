@@ -2,10 +2,10 @@
 
 Without slices, and where a candidate has few cuts, the search replays every cut that its bound does not exclude: the
 answer is exact among `1f1b` and `gpipe`. Elsewhere the programs propose cuts for each candidate, schedule and number of
-parts per stage, with the best numbers of slices and about the seconds of each. The search replays proposals by rising
-estimates until an estimate exceeds the best replay, so a fixed choice, which leaves proposals out, finds nothing
-faster where estimates are right. It tries more slices, planned slices and moved layers for the best replays. The bounds
-of all unsettled candidates limit the answer's error.
+parts per stage, with the best numbers of slices and about the seconds of each. A candidate that takes clearly more with
+equal stages has no proposals. The search replays proposals by rising estimates until an estimate exceeds the best
+replay, so a fixed choice, which leaves proposals out, finds nothing faster if estimates are right. The best replays get
+more slices, planned slices and moved layers. The bounds of all unsettled candidates limit the answer's error.
 """
 
 from __future__ import annotations

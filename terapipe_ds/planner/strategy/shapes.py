@@ -68,7 +68,7 @@ class Shape(NamedTuple):
         return deep * num_slices if self.schedule in ("1f1b", "zb-h1") else deep + num_slices - 1
 
     def _looped_slices(self, num_stages: int, stage_id: int, num_slices: int) -> float:
-        """Return the live slices of stages with several parts: those of Megatron's warm-up, and a micro-batch's."""
+        """Return the live slices of a stage with several parts: Megatron's warm-up, and one micro-batch."""
         later = 2 * (num_stages - 1 - stage_id)
         if self.schedule == "interleaved":
             return num_slices * ((self.chunks - 1) * num_stages + later + 1) / self.chunks

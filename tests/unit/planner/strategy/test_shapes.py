@@ -187,7 +187,7 @@ def test_micro_batches_are_replayed_whole_where_they_are_few() -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("gpipe", "terapipe")])
 def test_live_slices_are_those_of_the_schedule(name: str) -> None:
-    """Of a batch that fills the pipeline; counts of slices that divide no group of K units are told within one."""
+    """The batch fills the pipeline. The formula is exact if slices and stages divide, and within one otherwise."""
     for stages, slices, chunks in itertools.product((2, 4, 8), (1, 4, 6, 8), (2, 4)):
         shape = Shape(name, 2 if name in V_SHAPED else chunks if name in LOOPED else 1)
         if slices > 1 and name in WHOLE:

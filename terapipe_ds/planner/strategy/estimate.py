@@ -112,12 +112,12 @@ class Estimated(Bounded):
     def _cut_s(self, cut: Bounds, shape: Shape, num_slices: int, limit_bytes: float) -> float:
         """Return about the seconds of a cut; a stage recomputes where it does not fit."""
         owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
-        copied = self._copied(shape, num_slices)
+        copied = np.array(self._copied(shape, num_slices))[np.array(owners)].T
         of_kinds = []
         for again in self._kinds(shape.schedule):
             fits = self._peaks_of(cut, owners, shape, num_slices, again) <= limit_bytes
             kept = self._rates[again]["slice"][np.array(cut[:-1]), np.array(cut[1:])]
-            copies_s = [self._copies_s(own, *copied[stage_id]) for own, stage_id in zip(kept, owners, strict=True)]
+            copies_s = self._copies_s(kept, *copied)
             busy_s = self._busy_s(cut, owners, num_slices, [again] * self.num_stages)
             of_kinds.append(np.where(fits, np.maximum(busy_s, np.bincount(owners, copies_s)), np.inf))
         times: list[float] = np.minimum.reduce(of_kinds).tolist()
@@ -128,12 +128,12 @@ class Estimated(Bounded):
 
     def _busy_s(self, cut: Bounds, owners: Sequence[int], num_slices: int, recompute: Sequence[int]) -> Floats:
         """Return the seconds of each stage's computations for one micro-batch."""
-        done = {again: np.concatenate(([0.0], np.cumsum(self._work(num_slices, again)))) for again in set(recompute)}
-        seconds = np.zeros(self.num_stages)
-        for (start, stop), stage_id in zip(itertools.pairwise(cut), owners, strict=True):
-            of_layers = done[recompute[stage_id]]
-            seconds[stage_id] += of_layers[stop] - of_layers[start]
-        return seconds
+        starts, stops, stages = np.array(cut[:-1]), np.array(cut[1:]), np.array(owners)
+        seconds, of_parts = np.zeros(len(stages)), np.array(recompute)[stages]
+        for again in set(recompute):
+            done = np.concatenate(([0.0], np.cumsum(self._work(num_slices, again))))
+            seconds = np.where(of_parts == again, done[stops] - done[starts], seconds)
+        return np.asarray(np.bincount(stages, seconds), float)
 
     def _peaks_of(self, cut: Bounds, owners: Sequence[int], shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage of one cut."""
@@ -215,7 +215,7 @@ class Estimated(Bounded):
         leaving = np.clip(self._live(shape, num_slices)[0] - _NEVER_AWAY / shape.chunks, 0, num_slices) / num_slices
         return list(zip(leaving.tolist(), self._ends().tolist(), strict=True))
 
-    def _copies_s(self, kept: Floats, share: float, staying: float) -> Floats:
+    def _copies_s(self, kept: Floats, share: float | Floats, staying: float | Floats) -> Floats:
         """Return the seconds of the copies of a micro-batch to the host and back, where slices keep these bytes."""
         away = np.maximum(0.0, np.where(np.isfinite(kept), kept, 0.0) - staying)
         return 2 * share * away / self.cluster.host_link.bandwidth_bytes_per_s

@@ -64,8 +64,9 @@ def best_cuts(
     if not math.isfinite(least):
         return []
     # from the least time of the slowest stage on, the least sum with no stage above it; parts share matrices
-    pairs = {(id(time), id(extra)): (time, time + extra) for time, extra in zip(times, extras, strict=True)}
     keys = [(id(time), id(extra)) for time, extra in zip(times, extras, strict=True)]
+    shared = dict(zip(keys, zip(times, extras, strict=True), strict=True))
+    pairs = {key: (time, time + extra) for key, (time, extra) in shared.items()}
     sums = [pairs[key][1] for key in keys]
     floor = _program(sums, np.add)[0]
     distinct = {id(matrix): matrix for matrix in times}.values()

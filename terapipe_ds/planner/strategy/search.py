@@ -232,13 +232,12 @@ class Search:
         Where none of these has a cut that fits, the others are tried: with more slices less is live. Those that take
         too long even without a limit of memory are left out.
         """
-        limit, even_s = self.space.limit_bytes, {one: costs.even_s(*one) for one in shapes}
-        likely = sorted((one for one in shapes if even_s[one] < _ERROR * self._best_s), key=even_s.__getitem__)[
-            :_LIKELY
-        ]
-        shapes = sorted(likely, key=lambda one: (costs.rough_s(one[0], one[1], limit), even_s[one]))
-        shapes += [one for one in even_s if one not in likely and even_s[one] < _ERROR * self._best_s]
-        for some in (shapes[:_BEST], shapes[_BEST:]):
+        limit, latest_s = self.space.limit_bytes, _ERROR * self._best_s
+        even_s = {one: seconds for one in shapes if (seconds := costs.even_s(*one)) < latest_s}
+        ordered = sorted(even_s, key=even_s.__getitem__)
+        likely = sorted(ordered[:_LIKELY], key=lambda one: (costs.rough_s(one[0], one[1], limit), even_s[one]))
+        ordered = likely + ordered[_LIKELY:]
+        for some in (ordered[:_BEST], ordered[_BEST:]):
             proposals = [
                 _Proposal(seconds, costs.candidate.rank, shape, bounds, slices, costs.candidate)
                 for shape, slices in some
@@ -312,6 +311,8 @@ class Search:
         """Replay a cut, and keep it where it is the best of its candidate and shape, and takes at most `near_s`."""
         plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
         best = self.scores.get((priced.candidate, shape))
+        if best is not None and (best.bounds, best.plan) == (bounds, plan):
+            return
         beat_s = near_s if best is None else min(near_s, best.seconds)
         score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most, beat_s)
         if score is not None and (best is None or score.rank < best.rank):

@@ -11,7 +11,7 @@ from itertools import accumulate, groupby, islice
 
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.schedule.action import Kind, PlacedUnit, Unit
-from terapipe_ds.schedule.greedy import UNSPLIT, length, list_schedule, room_at_places
+from terapipe_ds.schedule.greedy import UNSPLIT, list_schedule, room_at_places, shortest
 from terapipe_ds.schedule.one_f_one_b import (
     backwards,
     forwards,
@@ -179,7 +179,7 @@ def chimera_seq(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Place
         peak_of(unit for unit in whole[stage] if unit[3] == chunk) > most for (stage, chunk), most in limits.items()
     ):
         return by_slices
-    return min(by_slices, whole, key=lambda orders: length(orders, placement, num_slices, UNSPLIT))
+    return shortest([by_slices, whole], placement, num_slices, UNSPLIT)
 
 
 def peak_of(order: Iterable[PlacedUnit]) -> int:

@@ -26,7 +26,7 @@ from itertools import accumulate, product
 from typing import Generic, NamedTuple, TypeVar
 
 from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, SliceKey
-from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
+from terapipe_ds.schedule.clock import BACKWARD, CODES, FORWARD, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
 
 Unit = TypeVar("Unit", int, SliceKey)
@@ -217,36 +217,50 @@ def list_schedule(
         _play_slots(_lanes(placement, num_slices, directions), clock, clock.slots(num_slices), has_room, rule)
         for has_room, clock, rule in product(rooms, clocks, rules)
     ]
-    return min(plays, key=lambda orders: length(orders, placement, num_slices, times, weights))
+    return shortest(plays, placement, num_slices, times, weights)
 
 
 def _num_kinds(times: Times) -> int:
     return 2 + (times.weight > 0)
 
 
-def length(
-    orders: list[list[PlacedUnit]],
+def shortest(
+    plays: Sequence[list[list[PlacedUnit]]],
     placement: Placement,
     num_slices: Sequence[int],
     times: Sequence[Times],
     weights: Sequence[int] = (),
-) -> float:
-    """Return the length of orders over their work, added up over `times` with their `weights` (all 1 without)."""
-    parts = [[(*unit[:3], placement[stage_id, unit[3]]) for unit in order] for stage_id, order in enumerate(orders)]
-    numbers = {unit: number for number, unit in enumerate(unit for order in parts for unit in order)}
+) -> list[list[PlacedUnit]]:
+    """Return the play of the least length over its work, added up over `times` with their `weights` (all 1 without).
+
+    All plays have the same computations on each stage, so the numbers of these, their inputs and times are found once.
+    """
+    distinct = [orders for place, orders in enumerate(plays) if orders not in plays[:place]]
+    if len(distinct) == 1:
+        return distinct[0]
+    # a number for each computation, by its part and by its place on each stage
+    numbers: dict[PlacedUnit, int] = {}
+    places: list[dict[PlacedUnit, int]] = [{} for _ in distinct[0]]
+    for stage_id, order in enumerate(distinct[0]):
+        for unit in order:
+            places[stage_id][unit] = numbers[(*unit[:3], placement[stage_id, unit[3]])] = len(numbers)
+    none = len(numbers)
     steps = {Kind.FORWARD: -1, Kind.BACKWARD: 1}  # to the part whose result a computation takes
     inputs = [
-        numbers.get((kind, m, s, part + steps[kind]), len(numbers)) if kind in steps else len(numbers)
-        for kind, m, s, part in numbers
+        numbers.get((kind, m, s, part + steps[kind]), none) if kind in steps else none for kind, m, s, part in numbers
     ]
-    orders_of_numbers = [[numbers[unit] for unit in order] for order in parts]
-    total = 0.0
-    for of_kinds, weight in zip(times, weights or [1] * len(times), strict=True):
-        slots = of_kinds.slots(num_slices)
-        seconds = [float(slots[_KINDS.index(kind), (m, s)]) for kind, m, s, _ in numbers]
-        end = end_of_orders(orders_of_numbers, inputs, seconds, seconds, [-1] * len(numbers))
-        total += weight * end / sum(seconds)
-    return total
+    all_slots = [of_kinds.slots(num_slices) for of_kinds in times]
+    all_seconds = [[float(slots[CODES[kind], (m, s)]) for kind, m, s, _ in numbers] for slots in all_slots]
+
+    def length(orders: list[list[PlacedUnit]]) -> float:
+        of_numbers = [[of[unit] for unit in order] for of, order in zip(places, orders, strict=True)]
+        total = 0.0
+        for seconds, weight in zip(all_seconds, weights or [1] * len(times), strict=True):
+            end = end_of_orders(of_numbers, inputs, seconds, seconds, [-1] * none)
+            total += weight * end / sum(seconds)
+        return total
+
+    return min(distinct, key=length)
 
 
 def _play_slots(
@@ -261,7 +275,7 @@ def _play_slots(
     def choose(places: list[Lane[SliceKey]], now: float) -> Choice[SliceKey] | None:
         came = [(found[0], lane, found[1]) for lane in places if (found := lane.next_backward()) and found[0] <= now]
         if came:
-            _, lane, unit = min(came, key=lambda ready: rule(ready[:2]))
+            _, lane, unit = came[0] if len(came) == 1 else min(came, key=lambda ready: rule(ready[:2]))
             return Choice(BACKWARD, lane, unit)
         for lane in reversed(places):  # the later parts first
             if (ahead := lane.next_forward(now)) is not None and has_room(places, lane, ahead):

@@ -219,13 +219,13 @@ def test_timelines_that_can_be_zoomed_are_below_their_pictures(large: str) -> No
     assert not re.search(r"[0-9] times as long", page), "the timelines of two systems are not of one schedule"
 
 
-def test_a_report_is_written_without_plotly(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_report_is_written_without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> str:
         raise TimelineError("needs plotly: pip install 'terapipe_ds[plot]'")
 
     monkeypatch.setattr(interactive, "plotly_script", missing)
-    page = render_page(KEPT, interactive=True)
-    assert "<script" not in page and page.count("<svg") == large.count("<svg")
+    page = render_page(result(with_timeline(SLICED)), interactive=True)
+    assert "<script" not in page and "<svg" in page
     assert "The timelines are pictures alone: needs plotly: pip install" in page
 
 

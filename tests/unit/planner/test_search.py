@@ -67,7 +67,7 @@ def test_against_brute_force(
     assert not climbed.optimal or climbed.predicted_s == pytest.approx(best_s, rel=1e-6)
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 10)
 @given(
     st.sampled_from(SCHEDULES),
     st.integers(0, 10_000),

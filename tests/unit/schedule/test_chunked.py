@@ -20,7 +20,7 @@ LOOPED = ("interleaved", "seq1f1b-interleaved", "seq1f1b-interleaved-zb")
 BIDIRECTIONAL = ("chimera", "chimera-seq")
 even_stages = st.integers(1, 4).map(lambda half: 2 * half)
 slice_counts = st.lists(st.integers(1, 5), min_size=1, max_size=12)
-fewer = settings(max_examples=settings.default.max_examples * 2 // 5)
+fewer = settings(max_examples=settings.default.max_examples // 5)
 
 
 def peaks_of_chunks(schedule: Schedule, stage_id: int) -> list[int]:

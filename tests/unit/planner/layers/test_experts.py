@@ -100,7 +100,8 @@ def test_experts_take_memory_whole_and_time_by_share() -> None:
 
 def test_a_plan_and_refusals(tmp_path: Path) -> None:
     cluster = Cluster(device_card("h200"), 2, 8)
-    best = plan_strategy("qwen3-30b-a3b", cluster, global_batch_size=32, sequence_length=4096)
+    question: dict[str, Any] = {"global_batch_size": 32, "sequence_length": 4096, "schedule": "1f1b", "stages": 2}
+    best = plan_strategy("qwen3-30b-a3b", cluster, **question)
     flops = 6 * (3.35e9 - 151936 * 2048) * 32 * 4096 + 48 * 3 * 4 * 32 * 128 * 4096**2 / 2 * 32
     assert best.model_flops_per_s * best.predicted_s * 16 == pytest.approx(flops, rel=0.02)
     path = tmp_path / "config.json"

@@ -32,6 +32,7 @@ def random_case(seed: int) -> tuple[list[Costs], SlicePlan, int, int]:
     return costs, SlicePlan(lengths), stages, micro_batches
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("seed", range(40))
 def test_never_slower_than_the_named_schedules_with_the_same_limit(seed: int) -> None:
     costs, plan, stages, micro_batches = random_case(seed)

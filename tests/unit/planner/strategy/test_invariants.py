@@ -35,7 +35,7 @@ questions = st.fixed_dictionaries(
         "device": st.sampled_from(["h100", "v100", "cpu"]),
         "nodes": st.sampled_from([1, 2]),
         "global_batch_size": st.sampled_from([1, 2]),
-        "sequence_length": st.sampled_from([1000, 4096, 16384]),
+        "sequence_length": st.sampled_from([1000, 2048, 4096]),
         "memory_limit_gb": st.sampled_from([None, 2.5, 4]),
         "host_gb": st.sampled_from([None, 1, 20]),
         "options": st.lists(st.sampled_from(sorted(OPTIONS)), max_size=2, unique=True).flatmap(
@@ -61,7 +61,7 @@ def best(
         return None
 
 
-@settings(max_examples=settings().max_examples // 20, deadline=None)
+@settings(max_examples=settings().max_examples // 30, deadline=None)
 @given(questions)
 def test_a_plan_keeps_to_its_question_and_adds_up(question: dict[str, Any]) -> None:
     plan = best(**question)
@@ -95,11 +95,11 @@ TIGHT: dict[str, Any] = {
     "device": "h100",
     "nodes": 1,
     "global_batch_size": 1,
-    "sequence_length": 65536,
+    "sequence_length": 16384,
 }
 
 
-@pytest.mark.parametrize(("device", "hosts"), [((4, 8), (20,)), ((4,), (1, 20))], ids=["device memory", "host memory"])
+@pytest.mark.parametrize(("device", "hosts"), [((4, 8), (20,)), ((3,), (1, 20))], ids=["device memory", "host memory"])
 def test_more_memory_never_makes_a_plan_slower(device: tuple[float, ...], hosts: tuple[float, ...]) -> None:
     plans = [best(**TIGHT, memory_limit_gb=limit, host_gb=host, options={}) for limit in device for host in hosts]
     seconds = [math.inf if plan is None else plan.predicted_s for plan in plans]
@@ -117,7 +117,7 @@ FIXED: dict[str, list[Any]] = OPTIONS | {
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("option", sorted(FIXED))
 @pytest.mark.parametrize(
-    ("nodes", "limit", "batch", "length"), [(2, None, 1, 65536), (1, 4, 4, 4096)], ids=["one sequence", "tight memory"]
+    ("nodes", "limit", "batch", "length"), [(2, None, 1, 4096), (1, 4, 2, 4096)], ids=["one sequence", "tight memory"]
 )
 def test_a_fixed_option_never_makes_a_plan_faster(
     option: str, nodes: int, limit: float | None, batch: int, length: int

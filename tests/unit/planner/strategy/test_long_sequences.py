@@ -36,6 +36,7 @@ QWEN3_8B = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
 LONG: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 65536}
+SHORTER = LONG | {"sequence_length": 16384}
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,7 @@ def test_gradients_are_summed_over_sequence_ranks() -> None:
 
 def test_a_strategy_with_sequence_ranks_runs_as_its_files_say() -> None:
     words = {"sequence_parallel": 2, "stages": 4, "offload_activations": True, "offload_optimizer": True}
-    strategy = plan_strategy("llama-3-8b", Cluster("h100", 1, 8), **LONG, **words)
+    strategy = plan_strategy("llama-3-8b", Cluster("h100", 1, 8), **SHORTER, **words, schedule="seq1f1b")
     assert strategy.grid == {"pipe": 4, "data": 1, "model": 1, "sequence": 2} and strategy.axes[2] == "sequence"
     assert Strategy.from_json(strategy.to_json()) == strategy
     assert strategy.placement[3, 0, 1] == (0, 7)
@@ -134,14 +135,14 @@ def test_a_strategy_with_sequence_ranks_runs_as_its_files_say() -> None:
 
 
 def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
-    cluster, fixed = Cluster("h100", 1, 8), {"stages": 8, "schedule": "seq1f1b", "memory_limit_gb": 200}
-    plain = plan_strategy("llama-3-8b", cluster, **LONG, **fixed, offload_activations=False, offload_optimizer=False)
+    cluster, fixed = Cluster("h100", 1, 4), SHORTER | {"stages": 4, "schedule": "seq1f1b", "memory_limit_gb": 200}
+    plain = plan_strategy("llama-3-8b", cluster, **fixed, offload_activations=False, offload_optimizer=False)
     for stage_id, peak in enumerate(plain.memory_bytes):
         assert sum(of[stage_id] for of in plain.memory_by_kind.values()) == peak
         assert all(of[stage_id] >= 0 for of in plain.memory_by_kind.values())
     # a context, and 4 MiB for each of 4 channels of the 2 wires to each of 2 neighbours
-    assert plain.memory_by_kind["context_and_nccl"] == [(1343 + 4 * 4 * 4) * 2**20] * 8
-    away = plan_strategy("llama-3-8b", cluster, **LONG, **fixed, offload_activations=True, offload_optimizer=True)
+    assert plain.memory_by_kind["context_and_nccl"] == [(1343 + 4 * 4 * 4) * 2**20] * 4
+    away = plan_strategy("llama-3-8b", cluster, **fixed, offload_activations=True, offload_optimizer=True)
     fullest = [max(strategy.memory_by_kind["live_slices"]) for strategy in (plain, away)]
     assert fullest[1] < fullest[0] / 4
     assert max(away.memory_by_kind["model_states"]) < 0.5 * max(plain.memory_by_kind["model_states"])
@@ -151,16 +152,16 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
 
 def test_a_host_without_room_limits_what_goes_there() -> None:
     card = dataclasses.replace(device_card("h100"), host_memory_bytes=10**9)
-    words: dict[str, Any] = {"stages": 8, "offload_activations": True, "offload_optimizer": False}
-    strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words)
+    words = SHORTER | {"stages": 4, "offload_activations": True, "offload_optimizer": False}
+    strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words)
     assert (strategy.host_memory_bytes, len(strategy.slices)) == (0, 1), "one slice at a time stays on the device"
     with pytest.raises(PlannerError, match=r"the memory of a node's host \(0\.9 GB"):
-        plan_strategy("llama-3-8b", Cluster(card, 1, 8), **LONG, **words, schedule="seq1f1b")
+        plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words, schedule="seq1f1b")
 
 
 def test_a_strategy_is_priced_as_it_was_planned() -> None:
     cluster = Cluster("h100", 1, 8)
-    strategy = rank_strategies("llama-3-8b", cluster, **LONG, stages=4, schedule="seq1f1b")[0]
+    strategy = rank_strategies("llama-3-8b", cluster, **SHORTER, stages=4, schedule="seq1f1b")[0]
     again = price_strategy(strategy, "llama-3-8b", cluster)
     assert again.predicted_s == pytest.approx(strategy.predicted_s, rel=1e-9)
     assert again.memory_bytes == strategy.memory_bytes
@@ -168,7 +169,7 @@ def test_a_strategy_is_priced_as_it_was_planned() -> None:
 
 def test_an_optimizer_stays_on_a_device_that_has_room() -> None:
     """A CPU is its own host: no optimizer steps faster there than where it is."""
-    words: dict[str, Any] = {"global_batch_size": 4, "sequence_length": 256, "stages": 2, "data_parallel": 2}
+    words = {"global_batch_size": 4, "sequence_length": 256, "stages": 2, "data_parallel": 2, "schedule": "1f1b"}
     free = plan_strategy("nano", Cluster("cpu", 1, 4), **words)
     assert not free.offload_optimizer
     away = plan_strategy("nano", Cluster("cpu", 1, 4), **words, offload_optimizer=True)

@@ -391,18 +391,10 @@ def test_the_install_line_installs(tmp_path: Path) -> None:
     words = shlex.split(line.replace("$REPOSITORY", f"file://localhost{ROOT}").replace("[hf]", ""))
     if not (ROOT / ".git").exists():
         pytest.skip("these sources are no git repository")
-    command = [
-        sys.executable,
-        "-m",
-        *words,
-        "--no-deps",
-        "--no-build-isolation",
-        "--no-compile",
-        "--quiet",
-        "--target",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    alone = ["--no-deps", "--no-build-isolation", "--no-compile", "--quiet", "--target", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", *words, *alone], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "terapipe_ds" / "cli.py").exists()
 

@@ -130,10 +130,10 @@ def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) ->
     answers = []
     for _ in range(2):
         parts = split_parts(7, 4)
-        answers.append(plan_slices(parts, 30, 4, 2, 2, schedule))
+        answers.append(plan_slices(parts, 20, 4, 2, 2, schedule))
         for part in parts:
             assert set(part.asked.values()) == {1}
-            assert all(tokens + prefix <= 30 for _, tokens, prefix in part.asked)
+            assert all(tokens + prefix <= 20 for _, tokens, prefix in part.asked)
     assert answers[0] == answers[1]
 
 
@@ -194,14 +194,14 @@ def test_nothing_fits(length: int) -> None:
 def test_auto_takes_the_schedule_that_fits() -> None:
     """All slices of all micro-batches live take too much; one forward, one backward does not."""
     memory = memory_of(2)
-    options: dict[str, Any] = {"memory": memory, "memory_limit_bytes": 1700}
+    options: dict[str, Any] = {"memory": memory, "memory_limit_bytes": 1400}
     with pytest.raises(MemoryLimitError):
-        plan_slices(Costs(3), 12, 2, 8, 1, "terapipe", **options)
-    result = plan_slices(Costs(3), 12, 2, 8, 2, "auto", **options)
-    assert result.schedule in ("seq1f1b", "1f1b", "search") and max(result.peak_bytes or ()) <= 1700
-    assert plan_slices(Costs(3), 12, 2, 8, 1, "auto", with_order=False, **options).schedule in ("seq1f1b", "1f1b")
+        plan_slices(Costs(3), 8, 2, 6, 1, "terapipe", **options)
+    result = plan_slices(Costs(3), 8, 2, 6, 2, "auto", **options)
+    assert result.schedule in ("seq1f1b", "1f1b", "search") and max(result.peak_bytes or ()) <= 1400
+    assert plan_slices(Costs(3), 8, 2, 6, 1, "auto", with_order=False, **options).schedule in ("seq1f1b", "1f1b")
     with pytest.raises(MemoryLimitError, match="'seq1f1b'"):
-        plan_slices(Costs(3), 12, 2, 8, 1, "auto", memory=memory, memory_limit_bytes=1)
+        plan_slices(Costs(3), 8, 2, 6, 1, "auto", memory=memory, memory_limit_bytes=1)
 
 
 # --- auto

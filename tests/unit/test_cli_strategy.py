@@ -22,8 +22,7 @@ SMALL = ("--model", "mini", "--device", "v100", "--devices", "4", "--devices-per
 LENGTH = ("--sequence-length", "256")
 FEW = (*SMALL, *LENGTH, "--stages", "2", "--data-parallel", "2", "--schedule", "seq1f1b")
 CLUSTER = Cluster("v100", 2, 2)
-QUESTION: Any = {"global_batch_size": 4, "sequence_length": 256}
-FIXED: Any = QUESTION | {"stages": 2, "data_parallel": 2, "schedule": "seq1f1b"}
+FIXED: Any = {"global_batch_size": 4, "sequence_length": 256, "stages": 2, "data_parallel": 2, "schedule": "seq1f1b"}
 
 
 def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
@@ -36,9 +35,10 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_the_answer_is_that_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    text = shown(capsys, "strategy", *SMALL, *LENGTH, "--json", str(tmp_path / "answer.json"))
-    document = json.loads((tmp_path / "answer.json").read_text())
-    strategies = rank_strategies("mini", CLUSTER, **QUESTION)
+    path = tmp_path / "answer.json"
+    text = shown(capsys, "strategy", *SMALL[:-1], "2", *LENGTH, "--json", str(path))
+    document = json.loads(path.read_text())
+    strategies = rank_strategies("mini", CLUSTER, global_batch_size=2, sequence_length=256)
     assert [entry["predicted_s"] for entry in document["ranking"]] == [s.predicted_s for s in strategies[:10]]
     best = strategies[0]
     assert document["deepspeed"] == json.loads(json.dumps(best.to_deepspeed()))
@@ -47,9 +47,9 @@ def test_the_answer_is_that_of_the_library(capsys: pytest.CaptureFixture[str], t
     # a person reads the same
     lines = text.splitlines()
     assert lines[0] == "mini in float16 on 2 x 2 x NVIDIA V100 SXM2 16 GB"
-    assert f"  step        {best.predicted_s:.4g} s predicted, {4 * 256 / best.predicted_s:,.0f} tokens/s" in lines
+    assert f"  step        {best.predicted_s:.4g} s predicted, {2 * 256 / best.predicted_s:,.0f} tokens/s" in lines
     assert f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}" in text
-    assert f"MFU {best.mfu:.1%}, {4 * 256 / best.predicted_s / 4:,.0f} tokens/s per device" in text
+    assert f"MFU {best.mfu:.1%}, {2 * 256 / best.predicted_s / 4:,.0f} tokens/s per device" in text
     assert "limit 14.4 GiB, 0.9 of the card's 16" in text
     assert best.launch_command("hostfile") in text
     assert sum(line[:4].strip().isdigit() for line in lines[2:]) == min(10, len(strategies))
@@ -102,10 +102,10 @@ def test_a_schedule_can_be_fixed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, cluster = tmp_path / "ds.json", SMALL[:-2]
-    section = {"enabled": True, "planner": {"memory_limit_gb": 9.0}}
+    section = {"enabled": True, "planner": {"memory_limit_gb": 1.9}}
     path.write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}, "terapipe": section}))
     of_file = as_json(capsys, *cluster, *FEW[len(SMALL) :], "--config", str(path))
-    assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "9")
+    assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "1.9")
     assert as_json(capsys, *FEW, "--config", str(path))["deepspeed"]["train_batch_size"] == 4
 
 

@@ -127,8 +127,8 @@ def test_schedules_are_tried_for_all_candidates_that_may_be_the_best(monkeypatch
         return score(self, bounds, schedule, plan, limit, chunks, *rest)
 
     monkeypatch.setattr(Priced, "score", spy)
-    best = rank_strategies("mini", CLUSTER, **SMALL | {"global_batch_size": 8})[0]
-    space = Space(layers_of("mini", CLUSTER, 512, "auto"), CLUSTER, 8, 512, math.inf)
+    best = rank_strategies("mini", CLUSTER, global_batch_size=8, sequence_length=1024)[0]
+    space = Space(layers_of("mini", CLUSTER, 1024, "auto"), CLUSTER, 8, 1024, math.inf)
     for candidate in space.candidates():
         if candidate.levers != NO_LEVERS:  # where everything fits they save no time
             continue

@@ -130,10 +130,10 @@ def test_the_same_question_gives_the_same_answer_and_asks_once(schedule: str) ->
     answers = []
     for _ in range(2):
         parts = split_parts(7, 4)
-        answers.append(plan_slices(parts, 20, 4, 2, 2, schedule))
+        answers.append(plan_slices(parts, 12, 4, 2, 2, schedule))
         for part in parts:
             assert set(part.asked.values()) == {1}
-            assert all(tokens + prefix <= 20 for _, tokens, prefix in part.asked)
+            assert all(tokens + prefix <= 12 for _, tokens, prefix in part.asked)
     assert answers[0] == answers[1]
 
 

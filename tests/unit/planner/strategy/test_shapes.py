@@ -220,7 +220,7 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
     first = [one for one in space.candidates() if one.grid.axes[0] == "pipe"]
     candidates = [one for one in first if one.grid.pipe > 1 and one.micro_batch == 1]
     shares = []
-    for candidate, slices, again in itertools.product(candidates, (4, 64), layers.kinds):
+    for candidate, slices, again in itertools.product(candidates, (4, 32), layers.kinds):
         priced = Priced(layers, cluster, length, candidate)
         cut, owners = (
             priced.equal_cuts(slices, shape.chunks)[0],

@@ -285,7 +285,7 @@ def rank_environment(rank: int, world_size: int) -> dict[str, str]:
 
 def rank_main(connection: Connection, rank: int, world_size: int, rendezvous: str, log_path: str) -> None:
     """Run a rank process; return when the parent says so or goes away."""
-    _redirect_output(log_path)
+    redirect_output(log_path)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # the parent asks where a rank hangs
     os.environ.update(rank_environment(rank, world_size))
@@ -301,7 +301,7 @@ def rank_main(connection: Connection, rank: int, world_size: int, rendezvous: st
     os._exit(0)
 
 
-def _redirect_output(log_path: str) -> None:
+def redirect_output(log_path: str) -> None:
     descriptor = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

@@ -18,6 +18,7 @@ from terapipe_ds.bench.table import render
 from terapipe_ds.compat import installed_versions
 from terapipe_ds.models.gpt import gpt_layers
 from tests.conftest import FULL
+from tests.distributed.engines import few_rounds
 from tests.distributed.harness import RankPool
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=64, micro_batch=1, hidden=16, layers=4, heads=2)
@@ -45,7 +46,8 @@ def competition(folder: str, job: Job) -> dict[str, Any]:
 
     from terapipe_ds.bench.train_in_turns import measure_systems
 
-    found, drivers = measure_systems(job, Path(folder), Position(Path(folder), get_rank()))
+    with few_rounds():
+        found, drivers = measure_systems(job, Path(folder), Position(Path(folder), get_rank()))
     for driver in drivers:
         driver.destroy()
     return found

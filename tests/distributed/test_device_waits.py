@@ -185,7 +185,7 @@ def job_count(
     dtype: str = "float32", changes: dict[str, Any] | None = None, gpt: dict[str, Any] | None = None, **options: Any
 ) -> Waits:
     """Three steps and three evaluations."""
-    section = engines.section(**(changes or {}))
+    section = engines.unchecked(**(changes or {}))
     with engines.engine_of(engines.gpt_layers(dtype, **(gpt or {})), section, stages=2, **options) as engine:
         return counted(engine, engines.batches(3))
 
@@ -216,7 +216,7 @@ def job_other_layers(kind: str) -> Waits:
         if hasattr(config, name):
             setattr(config, name, 0.1)
     module = terapipe_ds.from_config(config, num_stages=2, dtype=torch.float32)
-    with engine_of(module, engines.section()) as engine:
+    with engine_of(module, engines.unchecked()) as engine:
         return counted(engine, engines.batches(3))
 
 
@@ -242,7 +242,7 @@ def test_layers_of_others_with_dropout_wait_neither(kind: str) -> None:
 
 def job_profiled() -> list[str]:
     """Return the names that torch's profiler shows of a step."""
-    with engines.engine_of(engines.gpt_layers("float32"), engines.section(), stages=2) as engine:
+    with engines.engine_of(engines.gpt_layers("float32"), engines.unchecked(), stages=2) as engine:
         (batch,) = engines.batches(1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
             engine.train_batch(iter(batch))
@@ -316,7 +316,7 @@ def waiting(words: str, ranks: list[int]) -> Iterator[None]:
 
 def job_refused_batch(words: str, ranks: list[int], evaluate: bool) -> tuple[str, str]:
     """Return the refusal of a batch, then train: the refused batch began nothing, and no rank was ended."""
-    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         (batch,) = engines.batches(1)
         run_batch = engine.eval_batch if evaluate else engine.train_batch
         with waiting(words, ranks):
@@ -341,7 +341,7 @@ def test_a_batch_is_refused_on_every_rank(words: str, ranks: list[int], evaluate
 
 def job_refused_engine(words: str, ranks: list[int]) -> str:
     with waiting(words, ranks), pytest.raises(TeraPipeConfigError) as caught:
-        engines.build(engines.gpt_layers(), engines.section())
+        engines.build(engines.gpt_layers(), engines.unchecked())
     return str(caught.value)
 
 
@@ -352,7 +352,7 @@ def test_the_engine_is_refused_on_every_rank() -> None:
 
 def job_warned() -> list[str]:
     with mock.patch.object(Wires, "post_on_device", True), engines.logged() as said:
-        engines.build(engines.gpt_layers("float32"), engines.section()).destroy()
+        engines.build(engines.gpt_layers("float32"), engines.unchecked()).destroy()
     return [line for line in said if "expandable_segments" in line]
 
 

@@ -13,9 +13,9 @@ from unittest import mock
 import pytest
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.runtime.profiling import profiles, rounds
+from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.timeline import Timeline
-from tests.distributed.engines import batches, engine_of, gpt_layers, logged, section, train
+from tests.distributed.engines import batches, engine_of, few_rounds, gpt_layers, logged, train, unchecked
 from tests.distributed.harness import rank_pool
 
 ERRORS = (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EACCES)
@@ -64,7 +64,7 @@ class Outcome(NamedTuple):
 
 def _trained(folder: Path, number: int, error: int) -> Outcome:
     kept = {"trace_dir": str(folder / "traces"), "planner": {"cache_dir": str(folder / "cache")}}
-    terapipe = section(**kept, schedule="auto", slices="auto", granularity_tokens=4)
+    terapipe = unchecked(**kept, schedule="auto", slices="auto", granularity_tokens=4)
     bits = raised = None
     with failing_disk(folder, number, error) as done, logged() as said, engine_of(gpt_layers(), terapipe) as engine:
         try:
@@ -87,8 +87,7 @@ def _every_change_fails(folder: str, step: int) -> list[Outcome]:
         first[:] = first or [measure(*arguments)]
         return first[0]
 
-    few = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
-    with few, mock.patch.object(profiles, "measure_parts", measured_once):
+    with few_rounds(), mock.patch.object(profiles, "measure_parts", measured_once):
         outcomes = [_trained(Path(folder, "healthy"), -1, 0)]
         for number, error in CASES[::step]:
             asked.clear()

@@ -49,13 +49,13 @@ EVALUATIONS: dict[str, dict[str, Any]] = {
     "logits of the micro-batches": {"compute_loss": False, "reduce_output": None},
     "mean of the logits and logits": {"compute_loss": False, "return_logits": True},
 }
-MEAN = engines.section(slices=UNEVEN, loss_reduction="mean")
+MEAN = engines.unchecked(slices=UNEVEN, loss_reduction="mean")
 EVALUATED: dict[str, dict[str, Any]] = {
-    "tokens": {"terapipe": engines.section(slices=[5, 10, 7, 1])},
+    "tokens": {"terapipe": engines.unchecked(slices=[5, 10, 7, 1])},
     "a model that gives its own loss": {"layers": tuples.own_loss_layers, "terapipe": MEAN, "loss_fn": None},
     "logits with rows and tokens in one dimension": {
         "layers": tuples.flat_layers,
-        "terapipe": engines.section(slices=UNEVEN),
+        "terapipe": engines.unchecked(slices=UNEVEN),
         "loss_fn": tuples.flat_loss,
     },
 }
@@ -139,7 +139,7 @@ def job_mixed_shapes() -> dict[str, Errors]:
     stock = engines.run_training(engines.gpt_layers, None, data, stages=1, **options)
     return {
         schedule: engines.differences(
-            engines.run_training(engines.gpt_layers, engines.section(schedule=schedule), data, stages=3, **options),
+            engines.run_training(engines.gpt_layers, engines.unchecked(schedule=schedule), data, stages=3, **options),
             stock,
         )
         for schedule in ("terapipe", "seq1f1b")
@@ -173,7 +173,7 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
         }
 
     (stock, stock_results), (ours, results) = engines.both(
-        run, terapipe=engines.section(slices=4), stages=1, module_class=tuples.ReportingModule
+        run, terapipe=engines.unchecked(slices=4), stages=1, module_class=tuples.ReportingModule
     )
     return engines.differences(ours, stock), {
         name: engines.error_of(results[name], stock_results[name]) for name in results
@@ -246,7 +246,7 @@ def job_flattened() -> dict[str, Any]:
     """Train flattened documents by DeepSpeed's own loader; the stock engine has one document in each row."""
     found = {}
 
-    documents = engines.section(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
+    documents = engines.unchecked(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
     with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process), engines.logged() as said:
         for terapipe, collate in ((None, rows_of), (documents, flattened)):
             given = {"training_data": samples(8), "collate_fn": collate}
@@ -271,8 +271,8 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
     def layers() -> list[Any]:
         return [*make(), LayerSpec(tuples.Faulty)]
 
-    undisturbed = engines.run_training(layers, engines.section(), engines.batches(2), **options)
-    with engines.engine_of(layers(), engines.section(), **options) as engine:
+    undisturbed = engines.run_training(layers, engines.unchecked(), engines.batches(2), **options)
+    with engines.engine_of(layers(), engines.unchecked(), **options) as engine:
         first = engines.train(engine, engines.batches(2)[:1])
         tuples.Faulty.countdown = 5  # in the second micro-batch, after some backwards of the first one
         raised = engines.step_error(engine, engines.batches(1, first_seed=300)[0])
@@ -312,7 +312,7 @@ class TestData:
 
 
 def job_monitor(folder: str) -> None:
-    for name, terapipe in (("stock", None), ("ours", engines.section())):
+    for name, terapipe in (("stock", None), ("ours", engines.unchecked())):
         monitor = {"enabled": True, "output_path": folder, "job_name": name}
         with engines.engine_of(engines.gpt_layers(), terapipe, csv_monitor=monitor, scheduler=engines.WARMUP) as engine:
             for batch in engines.batches(3):
@@ -349,7 +349,7 @@ class TestReporting:
 
     def test_steps_per_print(self) -> None:
         (stock, _), _ = on_ranks(job_printed, terapipe=None, steps_per_print=2)
-        (ours, _), (other, _) = on_ranks(job_printed, terapipe=engines.section(), steps_per_print=2)
+        (ours, _), (other, _) = on_ranks(job_printed, terapipe=engines.unchecked(), steps_per_print=2)
         progress = re.compile(r"steps: (\d+) loss: ([\d.]+) iter time \(s\): [\d.]+ samples/sec: [\d.]+")
         assert progress.findall(ours) == progress.findall(stock)
         assert [step for step, _ in progress.findall(ours)] == ["2", "4"]
@@ -360,9 +360,9 @@ class TestReporting:
     def test_wall_clock_breakdown(self, options: dict[str, Any]) -> None:
         """The stock engine cannot do this with two stages: its timers are started twice."""
         timed = on_ranks(
-            job_printed, terapipe=engines.section(), wall_clock_breakdown=True, steps_per_print=2, **options
+            job_printed, terapipe=engines.unchecked(), wall_clock_breakdown=True, steps_per_print=2, **options
         )
-        plain = on_ranks(job_printed, terapipe=engines.section(), **options)
+        plain = on_ranks(job_printed, terapipe=engines.unchecked(), **options)
         assert [run for _, run in timed] == [run for _, run in plain], "timing changes nothing"
         micro = re.findall(r"fwd_microstep: ([\d.]+) \| bwd_microstep: ([\d.]+)", timed[0][0])
         whole = re.findall(r"fwd: ([\d.]+) \| bwd: ([\d.]+) .*\| step: ([\d.]+)", timed[0][0])

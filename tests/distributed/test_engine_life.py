@@ -31,7 +31,7 @@ def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
 
 def job_other_thread(folder: str) -> list[Any]:
     """Between batches, within one, and by a thread that goes on with batches after the first one."""
-    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         seen = []
 
         def data() -> Any:
@@ -64,7 +64,7 @@ def job_descriptors(ours: bool) -> int:
     """Return how many files two more engines keep open after their end, although references to them remain."""
     ended, counts = [], []
     for _ in range(3):
-        with engines.engine_of(engines.fp32_layers(), engines.section() if ours else None) as engine:
+        with engines.engine_of(engines.fp32_layers(), engines.unchecked() if ours else None) as engine:
             engines.train(engine, engines.batches(1))
         ended.append(engine)
         gc.collect()
@@ -80,7 +80,7 @@ def test_a_destroyed_engine_keeps_no_more_files_open_than_stock() -> None:
 
 
 def job_rows(empty: int) -> tuple[str, str]:
-    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         data = [tuple(t[:0] for t in each) if i == empty else each for i, each in enumerate(engines.batches(1)[0])]
         return engines.raised_by(lambda: engine.train_batch(iter(data)))
 
@@ -92,7 +92,7 @@ def test_a_micro_batch_of_no_rows_is_named() -> None:
 
 
 def job_default_dtype(dtype: torch.dtype) -> list[float]:
-    with engines.engine_of(engines.fp32_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked()) as engine:
         torch.set_default_dtype(dtype)
         try:
             losses = [float(engine.train_batch(iter(batch))) for batch in engines.batches(2)]
@@ -127,7 +127,7 @@ def predicted_peak(orders: Sequence[str], num_slices: int, kv_bytes: int, grad_b
 def job_memory(schedule: str, stages: int, micro_batches: int, dtype: str, **options: Any) -> dict[str, Any]:
     options["gradient_accumulation_steps"] = micro_batches
     options["module"] = {"partition_method": "type:DecoderLayer"}
-    terapipe = engines.section(schedule=schedule)
+    terapipe = engines.unchecked(schedule=schedule)
     with engines.engine_of(engines.gpt_layers(dtype=dtype), terapipe, stages=stages, **options) as engine:
         store, reserved = engine.slice_store, []
         for batch in engines.batches(3, micro_batches):
@@ -147,13 +147,13 @@ MEMORY = [
 
 def job_lengths() -> tuple[list[int], int]:
     """Return the reserved bytes after batches of alternating lengths, and the peak of a whole sequence."""
-    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         reserved = []
         for length in (engines.LENGTH, 12, 40) * 2:
             engine.train_batch(iter(engines.batches(1, length=length)[0]))
             engine.eval_batch(iter(engines.batches(1, length=length)[0]))
             reserved.append(engine.slice_store.pool.reserved_bytes)
-    with engines.engine_of(engines.gpt_layers(), engines.section(slices=1)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(slices=1)) as engine:
         engine.train_batch(iter(engines.batches(1)[0]))
         return reserved, engine.slice_store.pool.peak_bytes
 
@@ -163,7 +163,7 @@ def job_kept_schedules() -> list[int]:
     kept = []
     with (
         mock.patch.object(plans_module, "_SCHEDULES_KEPT", 2),
-        engines.engine_of(engines.gpt_layers(), engines.section()) as engine,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine,
     ):
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
@@ -176,7 +176,7 @@ def job_engines_left(**changes: Any) -> int:
     """Close engines without references, and count the engines that still exist."""
 
     def train_one() -> Any:
-        with engines.engine_of(engines.gpt_layers(), engines.section(**changes)) as engine:
+        with engines.engine_of(engines.gpt_layers(), engines.unchecked(**changes)) as engine:
             engines.train(engine, engines.batches(1))
             return weakref.ref(engine)
 
@@ -186,7 +186,7 @@ def job_engines_left(**changes: Any) -> int:
 
 
 def job_falsified_peak(change: int) -> tuple[str, str]:
-    with engines.engine_of(engines.gpt_layers(), engines.section(), stages=1) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(), stages=1) as engine:
         true_schedule = engine._train_schedule
 
         def falsified() -> Any:
@@ -239,7 +239,7 @@ class TestMemory:
 
 def _uneven_replicas() -> tuple[list[str], float, str]:
     """Train two pipelines; the data of the second one end a step earlier, later they are too short."""
-    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         replica = engine.grid.get_data_parallel_rank()
         data = iter([engines.micro_batch(seed) for seed in range(2 * (3 - replica))])
         events = [engines.raised_by(lambda: engine.train_batch(data))[0] for _ in range(3)]
@@ -258,8 +258,8 @@ def test_replicas_stop_at_the_first_end_of_data_and_at_bad_data_of_one() -> None
 def _two_engines() -> list[tuple[float, float]]:
     """Make the steps of two sliced engines in one process in turns."""
     with (
-        engines.engine_of(engines.gpt_layers(), engines.section()) as first,
-        engines.engine_of(engines.gpt_layers(), engines.section(slices=5)) as second,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked()) as first,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked(slices=5)) as second,
     ):
         return [
             (float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch))))

@@ -4,10 +4,7 @@ Faults that all ranks meet alike are plain exceptions, after which training can 
 most run on the ranks of the pool, some under DeepSpeed's own launcher with a training script.
 """
 
-import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +36,7 @@ from tests.distributed.failures.job import (
     run_until_it_ends,
 )
 from tests.distributed.harness import RankFailure, RankReport, rank_pool
+from tests.distributed.launcher import launch
 
 
 class Raised(NamedTuple):
@@ -178,7 +176,6 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
 
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
 STALL_TIMEOUT_S = 1.0
-LAUNCH_TIMEOUT_S = 180.0
 ROOT = Path(__file__).parents[2]
 full = pytest.mark.full
 
@@ -381,62 +378,32 @@ class TestJobsEnd:
 # -- faults that end the job, with the launcher --------------------------------------------------------------
 
 
-def launch(ranks: int, job: Job, logs: Path) -> tuple[int, Ended]:
+def launched(ranks: int, job: Job, logs: Path) -> tuple[int | None, Ended]:
     """Start the training script by the `deepspeed` launcher. The launcher's exit code, and how the ranks ended."""
-    command = [
-        *(sys.executable, str(Path(sys.executable).with_name("deepspeed")), "--hostfile="),
-        *("--num_gpus", str(ranks), "--master_port", str(get_free_port()), "--enable_each_rank_log", str(logs)),
-        str(Path(__file__).parent / "failures" / "job.py"),
-    ]
+    options = ["--hostfile=", "--num_gpus", str(ranks), "--master_port", str(get_free_port())]
+    script = ["--enable_each_rank_log", str(logs), str(Path(__file__).parent / "failures" / "job.py")]
     variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), ENVIRONMENT: job.to_json()}
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **variables},
-        cwd=ROOT,
-        start_new_session=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=LAUNCH_TIMEOUT_S)
-        end = time.time()
-        left = _processes_of_session(process.pid)
-    finally:
-        for pid in _processes_of_session(process.pid):
-            os.kill(pid, 9)
+    code, said, left = launch([*options, *script], logs.parent, **variables)
+    end = time.time()
     assert not left, f"the launcher left processes behind: {left}"
     files = [next(iter(logs.glob(f"*_rank{rank}.log")), None) for rank in range(ranks)]
     assert all(files), f"the launcher did not start its ranks:\n{said}"
     outputs = [file.read_text() for file in files if file is not None]
-    return process.returncode, Ended(outputs, [], _seconds_since_fault(outputs, end))
-
-
-def _processes_of_session(session: int) -> list[int]:
-    """Living processes (no zombies), read from /proc."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, _, session_of_process = path.read_text().rpartition(")")[2].split()[:4]
-        except OSError:  # ended in between
-            continue
-        if int(session_of_process) == session and state != "Z":
-            found.append(int(path.parent.name))
-    return found
+    return code, Ended(outputs, [], _seconds_since_fault(outputs, end))
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for processes in /proc")
 class TestLaunchedJobsEnd:
     def test_a_checkpoint_survives_a_stage_that_raises(self, tmp_path: Path) -> None:
-        job = Job(steps=4, folder=str(tmp_path / "checkpoint"), saves=(2,))
-        code, ended = launch(2, replace(job, fault=Fault("raise", "B", 0, step=3)), tmp_path / "logs")
+        job = Job(steps=2, folder=str(tmp_path / "checkpoint"), saves=(1,))
+        code, ended = launched(2, replace(job, fault=Fault("raise", "B", 0, step=2)), tmp_path / "logs")
         ended.assert_all_told("failed at B1.2: BrokenError: the B is broken", survivors=[0, 1])
         assert "Traceback (most recent call last)" in ended.outputs[0], "the launcher has ended it too early"
         assert code == 1
         ended.assert_soon()
-        resumed = rank_pool(2).run(run, job=replace(job, resume="global_step2", saves=()))
-        uninterrupted = rank_pool(2).run(run, job=Job(steps=4))
-        assert resumed == [losses[2:] for losses in uninterrupted]
+        resumed = rank_pool(2).run(run, job=replace(job, resume="global_step1", saves=()))
+        uninterrupted = rank_pool(2).run(run, job=Job(steps=2))
+        assert resumed == [losses[1:] for losses in uninterrupted]
 
     @full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
     @pytest.mark.parametrize(
@@ -452,7 +419,7 @@ class TestLaunchedJobsEnd:
     ) -> None:
         stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
         job = Job(stages, fault=Fault(kind, "F", stage), stall_timeout_s=stall_timeout_s)
-        code, ended = launch(stages, job, tmp_path)
+        code, ended = launched(stages, job, tmp_path / "logs")
         ended.assert_all_told(cause, survivors=survivors)
         assert code == 1 if kind == "hang" else code != 0  # the launcher may look at a survivor first
         ended.assert_soon(STALL_TIMEOUT_S if kind == "hang" else 0.0)

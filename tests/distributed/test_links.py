@@ -32,7 +32,7 @@ def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
 
     with (
         mock.patch.object(SendChannel, "keep_at_most", watched),
-        engines.engine_of(engines.gpt_layers(), engines.section(schedule="gpipe", slices=23)) as engine,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked(schedule="gpipe", slices=23)) as engine,
     ):
         errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
         return errors, seen, engine._stage.links.outstanding_sends
@@ -90,7 +90,7 @@ def job_formats(forward: str | None, backward: str | None, **changes: Any) -> di
     links = {"forward": forward, "backward": backward}
     with (
         engines.logged() as said,
-        engines.engine_of(engines.gpt_layers(), engines.section(links=links, **changes)) as engine,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked(links=links, **changes)) as engine,
     ):
         evaluated = float(engine.eval_batch(iter(engines.batches(1)[0])))
         run = engines.train(engine, engines.batches(2))
@@ -135,7 +135,7 @@ def test_training_is_that_of_layers_with_rounding_between_them(
 def job_exact_first_links() -> list[Any]:
     """Return the formats of this stage's wires, and whether a part's link stays exact."""
     links = {"forward": "int8", "backward": "bf16", "exact_until_part": 1}
-    with engines.engine_of(engines.gpt_layers(), engines.section(links=links), stages=3) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(links=links), stages=3) as engine:
         wires, ends = engine._wires, [(0, 0, 1, 0), (1, 0, 2, 0)]
         return [
             tuple(wire.wire_format for wire in wires.between(each))
@@ -150,7 +150,7 @@ def test_early_links_stay_exact() -> None:
 
 
 def job_refused(links: dict[str, Any], lacks_fp8: bool = False, stages: int = 2) -> tuple[str, str]:
-    ds_config = engines.config(terapipe=engines.section(links=links))
+    ds_config = engines.config(terapipe=engines.unchecked(links=links))
     other = SimpleNamespace(ones=mock.Mock(side_effect=RuntimeError("no kernel")))
     is_other = lacks_fp8 and torch.distributed.get_rank() == 1
     with mock.patch.object(formats, "torch", other) if is_other else nullcontext():
@@ -182,7 +182,7 @@ def job_differing() -> tuple[str, str]:
     links = {"forward": "int8"} if torch.distributed.get_rank() == 0 else {}
 
     def run() -> None:
-        with engines.engine_of(engines.gpt_layers(), engines.section(links=links)) as engine:
+        with engines.engine_of(engines.gpt_layers(), engines.unchecked(links=links)) as engine:
             engines.train(engine, engines.batches(1))
 
     return engines.raised_by(run)
@@ -195,7 +195,7 @@ def test_ranks_that_differ_in_formats_hear_of_it() -> None:
 
 def job_measured(folder: str, links: dict[str, Any]) -> int:
     """Plan from measured costs; return how many profiles are kept then."""
-    terapipe = engines.section(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
+    terapipe = engines.unchecked(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})
     with engines.engine_of(engines.fp32_layers(), terapipe) as engine:
         engines.train(engine, engines.batches(1))
     return len(list(Path(folder).iterdir()))
@@ -205,7 +205,7 @@ def test_measured_links_carry_the_formats(tmp_path: Path) -> None:
     """A sample is the mean of both ways, of two rows: 16 fp32 numbers a token, 20 bytes in int8, 32 in bf16."""
     pool, seen = rank_pool(2), []
     for index, links in enumerate(({}, {"forward": "int8"}, {"forward": "int8", "backward": "bf16"})):
-        assert pool.run(job_measured, folder=str(tmp_path), links=links)[0] == index + 1
+        assert pool.run(engines.with_few_rounds, job=job_measured, folder=str(tmp_path), links=links)[0] == index + 1
         (path,) = {*tmp_path.iterdir()} - {path for path, _ in seen}
         seen.append((path, {link.tokens: link.num_bytes for link in Profile.load(path).links}))
     of_token = {0: 2 * 64, 1: 2 * (20 + 64) // 2, 2: 2 * (20 + 32) // 2}

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.engines import LENGTH, VOCAB_SIZE, batches, engine_of, gpt_layers, logged, section, train
+from tests.distributed.engines import LENGTH, VOCAB_SIZE, batches, engine_of, gpt_layers, logged, train, unchecked
 from tests.distributed.harness import rank_pool
 
 STEPS, MICRO_BATCHES, ROWS = 4, 3, 2
@@ -20,7 +20,7 @@ def job_monitored(folder: str, terapipe: dict[str, Any], stages: int) -> list[st
     monitor = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "run"}}
     changes = {"trace_dir": f"{folder}/traces", "peak_tflops": PEAK_TFLOPS, **terapipe}
     options: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES, "stages": stages, **monitor}
-    with logged() as said, engine_of(gpt_layers(), section(**changes), **options) as engine:
+    with logged() as said, engine_of(gpt_layers(), unchecked(**changes), **options) as engine:
         train(engine, batches(STEPS, MICRO_BATCHES))
         engine.eval_batch(iter(batches(1, MICRO_BATCHES)[0]))  # is no step
     return said

@@ -16,7 +16,7 @@ from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups, stage_links
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.profiling import profiles, rounds
+from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
 from tests.distributed import engines
@@ -70,8 +70,7 @@ def train_over_nccl(
     draw = tuples.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
     data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
-    few_rounds = mock.patch.object(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)  # the measured costs do not matter
-    with emulated_nccl(eager, patience_s) as nccl, few_rounds:
+    with emulated_nccl(eager, patience_s) as nccl, engines.few_rounds():
         ours, evaluated = _train(make, section, data, stages=stages, **options)
         seen = tuple(nccl.synchronized_while_posted)
     options.pop("module", None)  # recomputing changes no number, and the stock engine cannot do so with an embedding
@@ -141,7 +140,7 @@ OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("eager", [False, True], ids=["lazy", "eager"])
+@pytest.mark.parametrize("eager", [pytest.param(False, marks=full), True], ids=["lazy", "eager"])
 @pytest.mark.parametrize("name", [
     pytest.param(name, marks=() if name == "tensors of several dtypes" else full) for name in OTHERS
 ])  # fmt: skip

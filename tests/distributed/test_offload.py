@@ -1,5 +1,6 @@
 """Test `terapipe.offload_activations`: the same bits, and device memory only for the near slices."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
-from tests.distributed.engines import batches, engine_of, gpt_layers, section, train
+from tests.distributed.engines import batches, engine_of, gpt_layers, train, unchecked, with_few_rounds
 from tests.distributed.harness import rank_pool
 
 LENGTH, MICRO_BATCHES = 64, 4
@@ -30,10 +31,15 @@ class Trained:
     host_bytes: int
 
 
+@functools.cache
+def ran(schedule: str, slices: int, **changes: Any) -> list[Trained]:
+    return rank_pool(2).run(job, schedule=schedule, slices=slices, folder=None, **changes)
+
+
 def job(schedule: str, slices: int, folder: str | None, **changes: Any) -> Trained:
     data = batches(3, MICRO_BATCHES, length=LENGTH)
     planned = {"slices": "auto", "planner": {"cache_dir": folder}, "granularity_tokens": 16} if folder else {}
-    terapipe = section(**{"schedule": schedule, "slices": slices, **planned, **changes})
+    terapipe = unchecked(**{"schedule": schedule, "slices": slices, **planned, **changes})
     with engine_of(gpt_layers(**MODEL), terapipe, gradient_accumulation_steps=MICRO_BATCHES) as engine:
         run = train(engine, data[:2])
         numbers = [parameter.detach().clone() for parameter in engine.module.parameters()]
@@ -61,8 +67,7 @@ CASES = [
 @pytest.mark.parametrize(("schedule", "slices", "changes"), CASES)
 @pytest.mark.sample(2)
 def test_the_same_bits_in_fewer_bytes(schedule: str, slices: int, changes: dict[str, Any]) -> None:
-    pool, how = rank_pool(2), {"schedule": schedule, "slices": slices, "folder": None, **changes}
-    plain, ours = pool.run(job, **how), pool.run(job, **how, offload_activations=True)
+    plain, ours = (ran(schedule, slices, offload_activations=each, **changes) for each in (False, True))
     for one, other in zip(plain, ours, strict=True):
         assert len(one.numbers) == len(other.numbers) > 5
         assert all(torch.equal(a, b) for a, b in zip(one.numbers, other.numbers, strict=True))
@@ -76,14 +81,14 @@ def test_the_same_bits_in_fewer_bytes(schedule: str, slices: int, changes: dict[
 
 def test_the_peak_is_that_of_the_slices_that_are_near(tmp_path: Path) -> None:
     """Compare with the memory that the engine measured in place, minus the bytes on the host."""
-    pool, plan = rank_pool(2), SlicePlan.equal(LENGTH, 4)
-    pool.run(job, schedule="terapipe", slices=4, folder=str(tmp_path))
+    plan, measured = SlicePlan.equal(LENGTH, 4), {"schedule": "terapipe", "slices": 4, "folder": str(tmp_path)}
+    rank_pool(2).run(with_few_rounds, job=job, **measured)
     (path,) = tmp_path.iterdir()
     memory = memory_of(Profile.load(path))
     assert memory is not None
     replay = Replay.of(build("terapipe", 2, MICRO_BATCHES, 4))
     for offloads in (False, True):
-        ranks = pool.run(job, schedule="terapipe", slices=4, folder=None, offload_activations=offloads)
+        ranks = ran("terapipe", 4, offload_activations=offloads)
         peaks = replay.peak_bytes(plan, MemoryModel(memory.parts, offloads=offloads))
         for stage_id, (rank, peak) in enumerate(zip(ranks, peaks, strict=True)):
             predicted = peak - memory.static_bytes(stage_id)

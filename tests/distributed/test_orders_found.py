@@ -23,7 +23,7 @@ COSTS = CostsOf(
 
 
 def job_train(path: str, chunks: int) -> tuple[dict[str, float], list[str], str]:
-    terapipe = engines.section(schedule=path, slices=LISTS, chunks_per_stage=chunks)
+    terapipe = engines.unchecked(schedule=path, slices=LISTS, chunks_per_stage=chunks)
     with engines.engine_of(engines.gpt_layers(), terapipe, gradient_accumulation_steps=3) as engine:
         searched = engines.raised_by(lambda: engine.use_slice_plan(SlicePlan((engines.LENGTH,)), "search"))[1]
         ours = engines.train(engine, engines.batches(2, 3))

@@ -32,7 +32,7 @@ def busy(self: PartInFlight, action: Any) -> None:
 
 def job(settings: dict[str, Any], dtype: str) -> tuple[list[float], list[str], list[list[int]]]:
     """Return own seconds, the log, and the slices of each of four steps."""
-    terapipe, slices = engines.section(slices="auto", granularity_tokens=4), []
+    terapipe, slices = engines.unchecked(slices="auto", granularity_tokens=4), []
     with engines.logged() as lines, mock.patch.object(PartInFlight, "finish", busy):
         with engines.engine_of(engines.gpt_layers(dtype), terapipe, **settings) as engine:
             for batch in engines.batches(4):
@@ -47,7 +47,8 @@ def job(settings: dict[str, Any], dtype: str) -> tuple[list[float], list[str], l
 def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) -> None:
     settings = SETTINGS[kind]
     dtype = "bfloat16" if "bf16" in settings else "float32" if settings else "float64"
-    (first, lines, slices), (second, _, others) = rank_pool(2).run(job, settings=settings, dtype=dtype)
+    ranks = rank_pool(2).run(engines.with_few_rounds, job=job, settings=settings, dtype=dtype)
+    (first, lines, slices), (second, _, others) = ranks
     assert all(BUSY_S < own_s < 2 * BUSY_S for own_s in first + second), (first, second)
     assert any("the engine itself takes" in line for line in lines)
     assert sum(line.startswith("planned ") for line in lines) == 2
@@ -56,9 +57,9 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
 
 
 def job_train() -> dict[str, float]:
-    with engines.engine_of(engines.gpt_layers(), engines.section(slices="auto", granularity_tokens=4)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(slices="auto", granularity_tokens=4)) as engine:
         return engines.differences(engines.train(engine, engines.batches(4)), engines.stock_run(4))
 
 
 def test_steps_are_those_of_the_stock_engine_before_and_after() -> None:
-    assert not engines.violations(rank_pool(2).run(job_train))
+    assert not engines.violations(rank_pool(2).run(engines.with_few_rounds, job=job_train))

@@ -19,10 +19,11 @@ from tests.distributed.engines import (
     logged,
     pipeline_module,
     raised_by,
-    section,
     stock_run,
     train,
+    unchecked,
     violations,
+    with_few_rounds,
 )
 from tests.distributed.harness import rank_pool
 
@@ -31,7 +32,7 @@ MEASURED = {"slices": "auto", "granularity_tokens": 4}
 
 
 def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dict[str, float], list[int], list[str]]:
-    with logged() as lines, engine_of(gpt_layers(), section(**changes), stages=stages, **options) as engine:
+    with logged() as lines, engine_of(gpt_layers(), unchecked(**changes), stages=stages, **options) as engine:
         ours, parts = train(engine, batches(2)), list(engine.module.parts)
         numbers = {name.split(".")[0] for name, _ in engine.module.named_parameters()}
     expected = {
@@ -62,7 +63,8 @@ def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dic
 def test_layers_cut_by_hand_train_as_ever(
     stages: int, partition: list[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    found = rank_pool(stages).run(job_train, stages=stages, options=options, partition=partition, **changes)
+    how = {"stages": stages, "options": options, "partition": partition, **changes}
+    found = rank_pool(stages).run(with_few_rounds, job=job_train, **how)
     assert not violations([errors for errors, *_ in found])
     assert all(parts == partition for _, parts, _ in found)
     (line,) = found[0][2]
@@ -78,7 +80,7 @@ def test_a_partition_that_counts_as_the_planner_does() -> None:
 
 
 def job_same_cut() -> tuple[bool, dict[str, float], list[str]]:
-    with logged() as lines, engine_of(gpt_layers(), section(partition=[0, 4, 7])) as engine:  # as "uniform" cuts them
+    with logged() as lines, engine_of(gpt_layers(), unchecked(partition=[0, 4, 7])) as engine:  # as "uniform" cuts them
         errors = differences(train(engine, batches(2)), stock_run(stages=2))
         return isinstance(engine.module, PartedModule), errors, [line for line in lines if "partition by hand" in line]
 
@@ -94,8 +96,8 @@ def job_refused(own: list[int] | None = None, laid_out: list[int] | None = None,
     if own is not None:
         module.partition = own
     if laid_out is not None:
-        terapipe_ds.lay_out(module, config(terapipe=section(partition=laid_out)))
-    return raised_by(lambda: terapipe_ds.initialize(model=module, config=config(terapipe=section(**changes))))
+        terapipe_ds.lay_out(module, config(terapipe=unchecked(partition=laid_out)))
+    return raised_by(lambda: terapipe_ds.initialize(model=module, config=config(terapipe=unchecked(**changes))))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,7 @@ def job_of_rank(partitions: list[list[int] | None]) -> tuple[str, str]:
     import torch.distributed
 
     own = partitions[torch.distributed.get_rank()]
-    return raised_by(lambda: build(gpt_layers(), section(partition=own)))
+    return raised_by(lambda: build(gpt_layers(), unchecked(partition=own)))
 
 
 def test_ranks_with_different_partitions_do_not_hang() -> None:
@@ -127,13 +129,13 @@ def test_ranks_with_different_partitions_do_not_hang() -> None:
 
 
 def job_save(folder: str, **changes: Any) -> None:
-    with engine_of(gpt_layers(), section(**changes) if changes else None) as engine:
+    with engine_of(gpt_layers(), unchecked(**changes) if changes else None) as engine:
         train(engine, batches(1))
         engine.save_checkpoint(folder)
 
 
 def job_load(folder: str, **changes: Any) -> dict[str, float]:
-    with engine_of(gpt_layers(), section(**changes) if changes else None) as engine:
+    with engine_of(gpt_layers(), unchecked(**changes) if changes else None) as engine:
         engine.load_checkpoint(folder)
         ours = train(engine, batches(2)[1:])
     stock = stock_run()
@@ -165,7 +167,7 @@ class Odd(nn.Linear):
 def job_stock_method() -> list[int]:
     layers = [LayerSpec(Odd, 4, 4), LayerSpec(Odd, 4, 4), *(LayerSpec(nn.Linear, 4, 4) for _ in range(4))]
     module = pipeline_module(layers, partition_method="type:Odd")
-    terapipe_ds.lay_out(module, config(terapipe=section()))
+    terapipe_ds.lay_out(module, config(terapipe=unchecked()))
     return list(module.parts)
 
 

@@ -33,7 +33,7 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
     model = {"num_layers": 9, "tied_embedding": True}
     ours = engines.run_training(
         lambda: engines.gpt_layers(**model),
-        engines.section(**changes),
+        engines.unchecked(**changes),
         engines.batches(2, num_micro_batches),
         stages=4,
         gradient_accumulation_steps=num_micro_batches,
@@ -105,7 +105,7 @@ def job_values(changes: dict[str, Any]) -> tuple[Any, Any, Any]:
     for parameter in module.parameters():  # as loading a checkpoint of another kind does
         parameter.data += 1.0
     before, drawn = state(module), torch.get_rng_state()
-    ds_config = engines.config(terapipe=engines.section(**changes))
+    ds_config = engines.config(terapipe=engines.unchecked(**changes))
     terapipe_ds.lay_out(module, ds_config)
     untouched = torch.equal(drawn, torch.get_rng_state())
     return before, state(module), untouched
@@ -132,7 +132,7 @@ def test_values_stay_when_layers_move(layout: str) -> None:
 def job_groups(changes: dict[str, Any], early: bool, own_optimizer: bool = False) -> Any:
     """Train with two parameter groups, made before the layers move or after; or with an optimizer of them."""
     module = engines.pipeline_module(engines.gpt_layers())
-    ds_config = engines.config(terapipe=engines.section(**changes))
+    ds_config = engines.config(terapipe=engines.unchecked(**changes))
     if not early:
         terapipe_ds.lay_out(module, ds_config)
     groups = [
@@ -178,7 +178,7 @@ CHANGES: dict[str, tuple[str, Any]] = {
 
 def job_changed(change: str, changes: dict[str, Any], first: bool) -> tuple[str, str]:
     """Change decoders after the module is built; `first`: after its layers have their stages, too."""
-    module, terapipe = engines.pipeline_module(engines.gpt_layers()), engines.section(**changes)
+    module, terapipe = engines.pipeline_module(engines.gpt_layers()), engines.unchecked(**changes)
     if first:
         terapipe_ds.lay_out(module, engines.config(terapipe=terapipe))
     for layer in module.modules():
@@ -207,7 +207,7 @@ def test_layers_may_be_changed_when_they_have_their_stages() -> None:
 def job_muon_marks(changes: dict[str, Any]) -> list[dict[str, bool]]:
     """Return which parameters Muon is to update, of the stock engine on one stage and of ours."""
     marks = []
-    for stages, each in ((1, None), (2, engines.section(**changes))):
+    for stages, each in ((1, None), (2, engines.unchecked(**changes))):
         options = {"stages": stages, "optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
         by_hand = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=1e-3)}  # loads nothing of Muon
         with engines.engine_of(engines.gpt_layers(), each, initialize=by_hand, **options) as engine:
@@ -235,7 +235,7 @@ def job_muon(layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
     with mock.patch("deepspeed.ops.adam.FusedAdam", adam), torch._dynamo.config.patch(disable=True):
         runs = [
             engines.run_training(engines.gpt_layers, each, engines.batches(2), stages=stages, **muon)
-            for stages, each in [(1, None), *((2, engines.section(**changes)) for changes in layouts)]
+            for stages, each in [(1, None), *((2, engines.unchecked(**changes)) for changes in layouts)]
         ]
     return [engines.differences(run, runs[0]) for run in runs[1:]]
 
@@ -250,7 +250,7 @@ def test_muon_trains_layers_that_moved() -> None:
 def job_refused(num_layers: int, options: dict[str, Any], **changes: Any) -> tuple[str, str]:
     dtype = "float32" if options else "float64"
     return engines.raised_by(
-        lambda: engines.build(engines.gpt_layers(dtype, num_layers=num_layers), engines.section(**changes), **options)
+        lambda: engines.build(engines.gpt_layers(dtype, num_layers=num_layers), engines.unchecked(**changes), **options)
     )
 
 
@@ -290,7 +290,7 @@ def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
     """Evaluate, train and go beyond the end of the data, with every check and profiler; then spoil a weight."""
     expected, data = stock_evaluation(), engines.batches(1, 3, first_seed=50)[0]
     watched = {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}}
-    ours = engines.section(**changes, verify="first_batch", check_finite="every_step")
+    ours = engines.unchecked(**changes, verify="first_batch", check_finite="every_step")
     with engines.engine_of(engines.gpt_layers(), ours, wall_clock_breakdown=True, **watched) as engine:
         loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
         outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None, num_micro_batches=3)
@@ -306,7 +306,7 @@ def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
         found["not finite"] = engines.step_error(engine)[1]
     embed, *decoder, norm, head = engines.gpt_layers()
     mixing = [embed, *decoder, LayerSpec(Mean), norm, head]
-    with engines.engine_of(mixing, engines.section(**changes, verify="first_batch")) as engine:
+    with engines.engine_of(mixing, engines.unchecked(**changes, verify="first_batch")) as engine:
         found["called"] = engines.raised_by(lambda: engine.module(data[0][0]))
         found["mixes tokens"] = engines.step_error(engine)
     return found
@@ -346,7 +346,7 @@ def job_v() -> tuple[int, list[list[int]]]:
             drawn.append(1)
             yield each
 
-    with engines.engine_of(engines.gpt_layers(tied_embedding=True), engines.section(**ZBV)) as engine:
+    with engines.engine_of(engines.gpt_layers(tied_embedding=True), engines.unchecked(**ZBV)) as engine:
         engine.train_batch(watched(engines.batches(1)[0]))
         return len(drawn), [comm["ranks"] for comm in engine.module.tied_comms.values()]
 
@@ -371,17 +371,21 @@ BY_HAND = {  # two micro-batches of two slices; on the V a bubble is filled as n
 }
 
 
+@functools.cache
+def trained_and_evaluated() -> float:
+    with engines.engine_of(engines.gpt_layers(), None) as engine:
+        engines.train(engine, engines.batches(2))
+        return float(engine.eval_batch(iter(engines.batches(1, 3)[0]), num_micro_batches=3))
+
+
 def job_file(path: str) -> tuple[dict[str, float], float, float, list[str]]:
     written = Path(path).read_text().split()
-    with engines.engine_of(engines.gpt_layers(), engines.section(schedule=path, slices=2)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(schedule=path, slices=2)) as engine:
         ours = engines.train(engine, engines.batches(2))
         evaluated = float(engine.eval_batch(iter(engines.batches(1, 3)[0]), num_micro_batches=3))
         ran = engine._plans.schedule(path, True, (2, 2)).compute_order(engine.stage_id)
-    with engines.engine_of(engines.gpt_layers(), None) as engine:
-        engines.train(engine, engines.batches(2))
-        expected = float(engine.eval_batch(iter(engines.batches(1, 3)[0]), num_micro_batches=3))
     assert ",".join(ran) == written[-2 + torch.distributed.get_rank()]
-    return engines.differences(ours, engines.stock_run()), evaluated, expected, ran
+    return engines.differences(ours, engines.stock_run()), evaluated, trained_and_evaluated(), ran
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -400,7 +404,7 @@ def job_file_refused(paths: list[str], num_micro_batches: int = 2, slices: Any =
     def run() -> None:
         options = {"gradient_accumulation_steps": num_micro_batches}
         with engines.engine_of(
-            engines.gpt_layers(), engines.section(schedule=path, slices=slices), **options
+            engines.gpt_layers(), engines.unchecked(schedule=path, slices=slices), **options
         ) as engine:
             engine.train_batch(iter(engines.batches(1, num_micro_batches)[0]))
 
@@ -446,7 +450,7 @@ def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:
 
 def job_by_hand_elsewhere() -> list[str]:
     plan = terapipe_ds.SlicePlan((20, 3))
-    with engines.engine_of(engines.gpt_layers(), engines.section(**LOOP)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(**LOOP)) as engine:
         return [
             engines.raised_by(lambda name=name: engine.use_slice_plan(plan, name))[1]  # type: ignore[misc]
             for name in ("interleaved", "zbv", "seq1f1b")
@@ -464,7 +468,7 @@ def test_layers_stay_where_they_are() -> None:
 
 
 def job_options(changes: dict[str, Any], num_micro_batches: int) -> tuple[dict[str, float], list[str], Any]:
-    ours = engines.section(**changes, slices=2)
+    ours = engines.unchecked(**changes, slices=2)
     with engines.engine_of(engines.gpt_layers(), ours, gradient_accumulation_steps=num_micro_batches) as engine:
         run = engines.train(engine, engines.batches(2, num_micro_batches))
         engine.eval_batch(iter(engines.batches(1, 2)[0]), num_micro_batches=2)
@@ -524,7 +528,7 @@ def job_seeded(changes: dict[str, Any]) -> dict[str, float]:
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "module": {"seed_layers": True, "base_seed": 7}}
     stock = engines.run_training(seeded_layers, None, data, stages=1, **options)
     return engines.differences(
-        engines.run_training(seeded_layers, engines.section(loss_reduction="mean", **changes), data, **options), stock
+        engines.run_training(seeded_layers, engines.unchecked(loss_reduction="mean", **changes), data, **options), stock
     )
 
 
@@ -538,7 +542,7 @@ def test_seeded_layers_have_the_values_of_the_stock_engine(changes: dict[str, An
 
 
 def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], str, list[int], Any]:
-    planned = engines.section(**{"slices": "auto", "granularity_tokens": 4, **changes})
+    planned = engines.unchecked(**{"slices": "auto", "granularity_tokens": 4, **changes})
     with engines.engine_of(engines.gpt_layers(), planned) as engine:
         ours = engines.train(engine, engines.batches(2))
         planner = engine._plans._planner
@@ -568,7 +572,7 @@ def job_planned(changes: dict[str, Any]) -> tuple[dict[str, float], list[int], s
 def test_slices_are_planned_from_the_costs_of_all_parts(
     changes: dict[str, Any], names: set[str], num_parts: int
 ) -> None:
-    first, second = rank_pool(2).run(job_planned, changes=changes)
+    first, second = rank_pool(2).run(engines.with_few_rounds, job=job_planned, changes=changes)
     assert not engines.violations([first[0], second[0]])
     assert first[1:] == second[1:]
     assert sum(first[1]) == engines.LENGTH

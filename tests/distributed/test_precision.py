@@ -1,5 +1,6 @@
 """Test half precision, loss scales and overflows in slices: results are as close to fp32 as the stock engine's."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -20,6 +21,11 @@ HALF: dict[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def exact_run() -> engines.Run:
+    return engines.run_training(engines.fp32_layers, None, engines.batches(2), optimizer=engines.SMALL_STEPS)
+
+
 def job_half(kind: str) -> dict[str, Any]:
     """Return how far both engines are from fp32, ours with whole and with split backwards."""
     options = {**HALF[kind], "optimizer": engines.SMALL_STEPS}
@@ -27,11 +33,10 @@ def job_half(kind: str) -> dict[str, Any]:
     def run(engine: PipelineEngine) -> tuple[engines.Run, str]:
         return engines.train(engine, engines.batches(2)), str(next(engine.module.parameters()).dtype)
 
-    with engines.engine_of(engines.fp32_layers(), None, optimizer=engines.SMALL_STEPS) as engine:
-        exact = engines.train(engine, engines.batches(2))
+    exact = exact_run()
     (stock, stock_dtype), (whole, dtype) = engines.both(run, engines.fp32_layers, **options)
     assert dtype == stock_dtype
-    with engines.engine_of(engines.fp32_layers(), engines.section(schedule="seq1f1b-zb"), **options) as engine:
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(schedule="seq1f1b-zb"), **options) as engine:
         products = engines.count_products(engine)
         split = engines.train(engine, engines.batches(2))
     runs = {"stock": stock, "whole": whole, "split": split}
@@ -41,7 +46,7 @@ def job_half(kind: str) -> dict[str, Any]:
 
 def job_autocast_in_fp16(zero: dict[str, Any]) -> tuple[str, str]:
     options = {"torch_autocast": {"enabled": True, "dtype": "float16"}, **zero}
-    return engines.raised_by(lambda: engines.build(engines.fp32_layers(), engines.section(), **options))
+    return engines.raised_by(lambda: engines.build(engines.fp32_layers(), engines.unchecked(), **options))
 
 
 def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
@@ -67,7 +72,7 @@ def job_loss_scale() -> list[Any]:
     """Run the stock engine with ZeRO-1, ours with and without; the stock one forgets the scale with ZeRO-0."""
     fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 1000, "hysteresis": 1}
     found = []
-    for terapipe, zero_stage in ((None, 1), (engines.section(), 1), (engines.section(), 0)):
+    for terapipe, zero_stage in ((None, 1), (engines.unchecked(), 1), (engines.unchecked(), 0)):
         options = {"fp16": fp16, "scheduler": engines.WARMUP, "zero_optimization": {"stage": zero_stage}}
         with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine:
             found.append(follow_loss_scale(engine))

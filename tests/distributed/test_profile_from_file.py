@@ -20,7 +20,7 @@ AUTO = {"schedule": "auto", "slices": "auto", "granularity_tokens": 4}
 
 
 def job_measure(folder: str) -> None:
-    planned = engines.section(**{**AUTO, "schedule": "seq1f1b", "planner": {"cache_dir": folder}})
+    planned = engines.unchecked(**{**AUTO, "schedule": "seq1f1b", "planner": {"cache_dir": folder}})
     with engines.engine_of(engines.gpt_layers(), planned) as engine:
         engines.train(engine, engines.batches(1))
 
@@ -57,7 +57,7 @@ def by_hand(measured: Path, send_s: float, folder: Path, num_bytes: int | None =
 
 def job_train(path: str, **changes: Any) -> tuple[dict[str, float], bool, float, str]:
     """Train two steps; return the differences, whether the layout is plain, the predicted seconds, the plan's log."""
-    planned = engines.section(**{**AUTO, "planner": {"profile": path}, **changes})
+    planned = engines.unchecked(**{**AUTO, "planner": {"profile": path}, **changes})
     with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), planned) as engine:
         ours = engines.train(engine, engines.batches(2))
         found = engine._layout.is_plain, engine._plans._choice(engines.LENGTH).predicted.predicted_s
@@ -97,7 +97,7 @@ def test_a_recommended_partition_trains_as_fast_as_predicted(measured: Path, tmp
 
 
 def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
-    terapipe = engines.section(slices="auto", granularity_tokens=4, planner={"profile": path})
+    terapipe = engines.unchecked(slices="auto", granularity_tokens=4, planner={"profile": path})
     with engines.engine_of(engines.gpt_layers(), terapipe, module={"partition_method": "type:Decoder"}) as engine:
         engines.train(engine, engines.batches(1))
         planner = engine._plans._planner
@@ -115,7 +115,7 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
 
 
 def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, str]:
-    terapipe = engines.section(**AUTO, planner={"profile": path})
+    terapipe = engines.unchecked(**AUTO, planner={"profile": path})
     return engines.raised_by(lambda: engines.build(engines.gpt_layers(**layers), terapipe, **changes))
 
 
@@ -128,7 +128,7 @@ def job_fails(path: str, rank: int) -> str:
         yield from module.parameters()
 
     module = engines.pipeline_module(engines.gpt_layers())
-    given = engines.config(terapipe=engines.section(**AUTO, planner={"profile": path}))
+    given = engines.config(terapipe=engines.unchecked(**AUTO, planner={"profile": path}))
     with pytest.raises(LookupError) as caught:
         terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
     return str(caught.value)

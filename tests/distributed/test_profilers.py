@@ -1,6 +1,7 @@
 """Test `flops_profiler` and `wall_clock_breakdown` with two stages, which the stock engine cannot do."""
 
 import contextlib
+import functools
 import io
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from tests.distributed.harness import rank_pool
 PLAN = [8, 9, 6]
 ROWS, HIDDEN = 2, 16  # heads times their size
 FLOPS = {"enabled": True, "profile_step": 1, "module_depth": -1, "top_modules": 2, "detailed": True}
+RECOMPUTED = {"activation_checkpoint_interval": 1}
 UNITS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9}
 
 
@@ -32,11 +34,18 @@ def operations(engine: Any, recomputes: bool) -> dict[str, int]:
     return {"forward": forward, **backward, "again": forward if recomputes else 0}
 
 
+@functools.cache
+def plain_run(plan: tuple[int, ...], schedule: str, recomputes: bool) -> engines.Run:
+    options: dict[str, Any] = {"module": RECOMPUTED} if recomputes else {}
+    terapipe = engines.unchecked(slices=list(plan), schedule=schedule)
+    return engines.run_training(engines.fp32_layers, terapipe, engines.batches(3), **options)
+
+
 def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[str, Any]:
     """Return the text printed in each step, and whether the profile has affected training."""
-    terapipe = engines.section(slices=plan, schedule=schedule)
-    recomputed = {key: options[key] for key in ("module",) if key in options}
-    plain = engines.run_training(engines.fp32_layers, terapipe, engines.batches(3), **recomputed)
+    terapipe = engines.unchecked(slices=plan, schedule=schedule)
+    recomputes = "module" in options
+    plain = plain_run(tuple(plan), schedule, recomputes)
     printed, run = [], engines.Run()
     with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine:
         for batch in engines.batches(3):
@@ -47,7 +56,7 @@ def job_flops(plan: list[int], schedule: str = "1f1b", **options: Any) -> dict[s
             printed.append(text.getvalue())
             run.returned += step.returned
             run.parameters = step.parameters
-        expected = operations(engine, bool(recomputed))
+        expected = operations(engine, recomputes)
     same = engines.error_of([run.returned, run.parameters], [plain.returned, plain.parameters])
     return {"printed": printed, "expected": expected, "same": same}
 
@@ -68,7 +77,7 @@ CASES: dict[str, dict[str, Any]] = {
     "slices": {"plan": PLAN},
     "whole": {"plan": [engines.LENGTH]},
     "weight gradients apart": {"plan": PLAN, "schedule": "seq1f1b-zb"},
-    "recomputed": {"plan": PLAN, "module": {"activation_checkpoint_interval": 1}},
+    "recomputed": {"plan": PLAN, "module": RECOMPUTED},
 }
 
 
@@ -92,8 +101,7 @@ class TestFlops:
             assert rank["same"] == 0.0
         assert ranks[0]["expected"] != ranks[1]["expected"]
 
-    @pytest.mark.parametrize("steps", [None, 0])
-    @pytest.mark.parametrize("timed", [True, False])
+    @pytest.mark.parametrize(("timed", "steps"), [(True, None), (False, 0)])
     def test_steps_per_print_need_not_be_set(self, timed: bool, steps: int | None) -> None:
         """Check that times are printed in each step if requested, and never for the operations alone."""
         measured = {"wall_clock_breakdown": True} if timed else {"flops_profiler": FLOPS}
@@ -125,6 +133,6 @@ class TestFlops:
 def job_estimate() -> str:
     with pytest.raises(TeraPipeConfigError, match="recompute_fwd_factor = 1") as caught:
         engines.build(
-            engines.fp32_layers(), engines.section(), flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0}
+            engines.fp32_layers(), engines.unchecked(), flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0}
         )
     return str(caught.value)

@@ -50,7 +50,7 @@ def forwards_per_slice(engine: Any) -> Forwards:
 
 
 def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dict[str, float], Forwards]:
-    with engines.engine_of(engines.gpt_layers(), engines.section(**changes), stages=stages, **options) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(**changes), stages=stages, **options) as engine:
         errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
         return errors, forwards_per_slice(engine)
 
@@ -88,7 +88,7 @@ def test_stages_recompute_and_train_as_ever(
 def job_one_module_twice() -> list[set[float]]:
     module, ran = engines.pipeline_module(engines.gpt_layers(dtype="float32")), []
     for changes in ({"recompute": [0]}, {"recompute": [1]}, {}):
-        with engines.started(module, engines.section(**changes)) as engine:
+        with engines.started(module, engines.unchecked(**changes)) as engine:
             engines.train(
                 engine, engines.batches(1)
             )  # with the check of the first batch, whose runs the hooks would count
@@ -102,7 +102,7 @@ def test_the_next_engine_of_a_module_recomputes_what_its_own_section_says() -> N
 
 def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str, str]:
     module = engines.pipeline_module(engines.gpt_layers(), activation_checkpoint_interval=interval)
-    ds_config = engines.config(terapipe=engines.section(recompute=recompute), **options)
+    ds_config = engines.config(terapipe=engines.unchecked(recompute=recompute), **options)
     return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
 
 
@@ -127,13 +127,13 @@ def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, A
 def job_profiled(folder: str, recompute: Any) -> int:
     """Plan from a measurement that is kept; return how many are kept then."""
     kept = {**MEASURED, "planner": {"cache_dir": folder}}
-    with engines.engine_of(engines.gpt_layers(), engines.section(recompute=recompute, **kept)) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(recompute=recompute, **kept)) as engine:
         engines.train(engine, engines.batches(1))
     return len(list(Path(folder).iterdir()))
 
 
 def job_with_profile(path: str, recompute: Any) -> str:
-    terapipe = engines.section(recompute=recompute, **MEASURED, planner={"profile": path})
+    terapipe = engines.unchecked(recompute=recompute, **MEASURED, planner={"profile": path})
     return engines.raised_by(lambda: engines.engine_of(engines.gpt_layers(), terapipe).__enter__().destroy())[1]
 
 
@@ -171,7 +171,7 @@ class Chosen:
 def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any]) -> Chosen:
     how = {"schedule": schedule, "granularity_tokens": 4}
     with engines.engine_of(
-        engines.gpt_layers(), engines.section(**how, slices="auto", planner={"cache_dir": folder})
+        engines.gpt_layers(), engines.unchecked(**how, slices="auto", planner={"cache_dir": folder})
     ) as engine:
         engines.train(engine, engines.batches(1))
         torch.distributed.barrier()  # rank 0 has written the profile
@@ -189,7 +189,7 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
 
     def with_limit(limit_bytes: float) -> dict[str, Any]:
         planner = {"cache_dir": folder, "memory_limit_gb": limit_bytes / 1e9}
-        return engines.section(**how, slices=slices, recompute="auto", planner=planner)
+        return engines.unchecked(**how, slices=slices, recompute="auto", planner=planner)
 
     with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), with_limit(limit), **options) as engine:
         errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
@@ -211,7 +211,8 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
 def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
     tmp_path: Path, schedule: str, slices: int, options: dict[str, Any]
 ) -> None:
-    ranks = rank_pool(2).run(job_chosen, folder=str(tmp_path), schedule=schedule, slices=slices, options=options)
+    how = {"folder": str(tmp_path), "schedule": schedule, "slices": slices, "options": options}
+    ranks = rank_pool(2).run(engines.with_few_rounds, job=job_chosen, **how)
     assert not engines.violations([one.errors for one in ranks])
     planned, text = ranks[0].planned, "\n".join(ranks[0].lines)
     assert any(planned) and sum(map(len, planned)) < 6  # some of the layers, not all
@@ -259,7 +260,7 @@ def job(name: str) -> dict[str, Any]:
     model, changes = LAYERS[name]
     found = {}
     for kept in (False, True):
-        terapipe = engines.section(
+        terapipe = engines.unchecked(
             **{"slices": SLICES, "recompute": "full", "verify": "off", "partition": [0, 3, 7], **changes},
             keep_attention=kept,
         )
@@ -276,7 +277,7 @@ def job(name: str) -> dict[str, Any]:
     if name == "whole":
         losses = [[[round(value, 5) for value in one] for one in runs_of] for runs_of in losses]
     with torch.random.fork_rng():
-        wide = engines.section(**{"slices": SLICES, "recompute": "full", **changes}, keep_attention=True)
+        wide = engines.unchecked(**{"slices": SLICES, "recompute": "full", **changes}, keep_attention=True)
         with engines.engine_of(engines.gpt_layers(), wide) as engine:
             errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
     return {"same": same and losses[0] == losses[1], "runs": (runs, kept_runs), "errors": errors}
@@ -300,7 +301,7 @@ def test_the_same_bits_with_half_of_the_kernels(name: str) -> None:
 
 def test_a_llama_of_transformers_equals_the_whole_model() -> None:
     pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-    section = engines.section(slices=[7, 3, 6], recompute="full", keep_attention=True)
+    section = engines.unchecked(slices=[7, 3, 6], recompute="full", keep_attention=True)
     ranks = rank_pool(2).run(train_family, family="llama", terapipe=section, wide=False)
     assert not engines.violations([errors for errors, _ in ranks])
 
@@ -314,7 +315,7 @@ def test_a_llama_of_transformers_equals_the_whole_model() -> None:
     ],
 )
 def test_a_setting_without_effect_is_refused(changes: dict[str, Any], message: str) -> None:
-    terapipe = engines.section(keep_attention=True, **changes)
+    terapipe = engines.unchecked(keep_attention=True, **changes)
     act = functools.partial(engines.build, engines.gpt_layers(), terapipe)
     for kind, text in rank_pool(2).run(engines.raised_by, act=act):
         assert kind == "TeraPipeConfigError" and message in text, text

@@ -3,11 +3,7 @@
 import contextlib
 import json
 import math
-import os
 import re
-import signal
-import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +32,7 @@ from tests.distributed.engines import (
     step_error,
 )
 from tests.distributed.harness import rank_pool
+from tests.distributed.launcher import launch
 
 
 @contextlib.contextmanager
@@ -194,38 +191,17 @@ SCRIPT = """
 """
 
 
-def run_to_the_end(command: list[str], environment: dict[str, str], folder: Path) -> tuple[str, int]:
-    """Return output and exit code. A launcher that hangs is killed with all processes that it has started."""
-    process = subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    return output, process.returncode
-
-
 class TestLauncher:
     def test_an_unchanged_script_trains_in_slices(self, tmp_path: Path) -> None:
         script, ds_config = tmp_path / "train.py", tmp_path / "config.json"
         script.write_text(textwrap.dedent(SCRIPT))
         options = {"gradient_accumulation_steps": 1, "terapipe": section()}
         ds_config.write_text(json.dumps(config(**options)))
-        arguments = ["--steps", "3", "--out", str(tmp_path), "--deepspeed_config", str(ds_config)]
-        command = [
-            sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_addr", "127.0.0.1",
-            "--master_port", str(get_free_port()), "--module", "terapipe_ds.run", str(script), *arguments,
-        ]  # fmt: skip
-        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-        output, exit_code = run_to_the_end(command, environment, tmp_path)
+        arguments = ["--steps", "2", "--out", str(tmp_path), "--deepspeed_config", str(ds_config)]
+        address = ["--master_addr", "127.0.0.1", "--master_port", str(get_free_port())]
+        options = ["--num_gpus", "2", *address, "--module", "terapipe_ds.run", str(script)]
+        variables = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+        exit_code, output, _ = launch([*options, *arguments], tmp_path, **variables)
         assert exit_code == 0, output[-4000:]
         reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(2)]
         for rank, report in enumerate(reports):

@@ -1,10 +1,10 @@
 """Test that after a kill (-9) of four ranks two go on in another layout, by examples/resume_elsewhere.py, equally."""
 
 import contextlib
+import io
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,11 @@ from unittest import mock
 
 import pytest
 
-from tests.distributed.harness import SERVER_ENVIRONMENT, RankFailure, rank_pool
-from tests.processes import ROOT, run_python
+from tests.distributed.harness import RankFailure, rank_pool
+from tests.processes import ROOT
 
 EXAMPLES = ROOT / "examples"
-SAVE_EVERY, KILLED_AT, LAST = 2, 3, 5
+SAVE_EVERY, KILLED_AT, LAST = 2, 3, 4
 CONFIG = {
     "train_batch_size": 8,
     "train_micro_batch_size_per_gpu": 2,
@@ -70,10 +70,21 @@ def look_again(folder: str) -> tuple[str, dict[str, int], dict[str, bool]]:
         return saved.tag, saved.grid, config["checkpoint"]
 
 
-def resume_elsewhere(folder: Path, *plan: str) -> subprocess.CompletedProcess[str]:
-    command = [EXAMPLES / "resume_elsewhere.py", "--save-dir", "saved", "--out", "elsewhere", "--"]
+def resume_elsewhere(folder: str, plan: tuple[str, ...]) -> str:
+    """Run the script in rank 0; return what it prints."""
+    command = ["resume_elsewhere.py", "--save-dir", "saved", "--out", "elsewhere", "--"]
     options = ["--model", "tiny", "--device", "cpu-core", "--sequence-length", "64", *plan]
-    return run_python(*command, *options, folder=folder, **SERVER_ENVIRONMENT)
+    with (
+        contextlib.chdir(folder),
+        mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),
+        mock.patch.object(sys, "argv", [*command, *options]),
+        contextlib.redirect_stdout(io.StringIO()) as said,
+    ):
+        import resume_elsewhere as script
+
+        if os.environ["RANK"] == "0":
+            script.main()
+    return said.getvalue()
 
 
 def test_two_ranks_go_on_where_four_were_killed(tmp_path: Path) -> None:
@@ -88,9 +99,9 @@ def test_two_ranks_go_on_where_four_were_killed(tmp_path: Path) -> None:
     saved = f"global_step{SAVE_EVERY}"
     assert (killed / "saved" / "latest").read_text() == saved
 
-    done = resume_elsewhere(killed, "--devices", "2", "--stages", "2", "--tensor-parallel", "1")
-    assert done.returncode == 0, done.stderr
-    assert f"{saved} was saved by 2 pipe x 2 data x 1 model, and 2 pipe x 1 data x 1 model will go on" in done.stdout
+    plan = ("--devices", "2", "--stages", "2", "--tensor-parallel", "1")
+    said, _ = rank_pool(2).run(resume_elsewhere, folder=str(killed), plan=plan)
+    assert f"{saved} was saved by 2 pipe x 2 data x 1 model, and 2 pipe x 1 data x 1 model will go on" in said
     assert (killed / "saved" / "latest_universal").read_text() == f"{saved}_universal"
     assert json.loads((killed / "elsewhere" / "ds.json").read_text())["checkpoint"] == {"load_universal": True}
 

@@ -264,7 +264,7 @@ class TestSequenceRanks:
     def test_slices_are_planned_from_measured_shares(self, changes: dict[str, Any], tmp_path: Path) -> None:
         """Every slice is a multiple of the ranks, although the granularity is one token."""
         planned = {**changes, "granularity_tokens": 1, "planner": {"cache_dir": str(tmp_path)}}
-        run = rank_pool(RANKS).run(train_on_sequence_ranks, case=BASE, **planned)
+        run = rank_pool(RANKS).run(engines.with_few_rounds, job=train_on_sequence_ranks, case=BASE, **planned)
         assert not cases.violations(cases.errors(run, train_alone(BASE)), cases.contract(BASE))
         (profile,) = tmp_path.glob("profile-*.json")
         assert "slices in multiples of 2 tokens" in profile.read_text()

@@ -97,9 +97,11 @@ def job_stock(layers: dict[str, Any], **changes: Any) -> tuple[Place, engines.Ru
         return place_of(engine), engines.train(engine, data_of(engine))
 
 
-def stock_runs(layers: dict[str, Any], **changes: Any) -> dict[int, engines.Run]:
+@functools.cache
+def stock_runs(zero_stage: int = 0, **layers: Any) -> dict[int, engines.Run]:
     """Return the results of DeepSpeed's own engine in its own placement, of all stages together, by replica."""
-    found = sorted(rank_pool(4).run(job_stock, layers=layers, **changes), key=lambda one: one[0])
+    zero = {"stage": zero_stage}
+    found = sorted(rank_pool(4).run(job_stock, layers=layers, zero_optimization=zero), key=lambda one: one[0])
     runs = {replica_id: engines.Run() for (_, replica_id), _ in found}
     for (_, replica_id), run in found:
         whole = runs[replica_id]
@@ -132,9 +134,9 @@ def test_pipelines_lie_on_the_machines_of_the_placement(
     hostfile = tmp_path / "hosts"
     hostfile.write_text("alpha slots=2\nbeta slots=2\n")
     path = written(tmp_path, axes=list(axes), zero_stage=zero_stage, partition=[0, 3, 6 + bool(layers)])
-    strategy, zero = strategy_of(axes=list(axes)), {"zero_optimization": {"stage": zero_stage}}
-    found = rank_pool(4).run(job_placed, path=path, layers=layers, **zero)
-    stock = stock_runs(layers, **zero)
+    strategy, zero = strategy_of(axes=list(axes)), {"stage": zero_stage}
+    found = rank_pool(4).run(job_placed, path=path, layers=layers, zero_optimization=zero)
+    stock = stock_runs(zero_stage, **layers)
 
     machine = machines_by_rank(strategy.launch_command(str(hostfile)))
     assert machine == ["alpha", "alpha", "beta", "beta"]
@@ -175,7 +177,7 @@ def job_as_written(text: str) -> tuple[Place, engines.Run]:
 def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(changes: dict[str, Any]) -> None:
     """Without the file beside it, and planned by size: embedding, four decoder layers, head."""
     text = strategy_of(**changes).to_json()
-    stock = stock_runs({})
+    stock = stock_runs()
     for place, run in rank_pool(4).run(job_as_written, text=text):
         assert not engines.violations([engines.differences(run, stock[place[1]])]), place
 
@@ -219,7 +221,7 @@ def test_a_checkpoint_goes_on_in_another_order_of_the_axes(
     pool, folder = rank_pool(4), str(tmp_path / "checkpoint")
     pool.run(job_save, path=written(tmp_path, axes=list(saved)) if saved else None, folder=folder)
     found = pool.run(job_load, path=written(tmp_path, axes=list(loaded)) if loaded else None, folder=folder)
-    stock = stock_runs({})
+    stock = stock_runs()
     for place, run in found:
         expected = stock[place[1]]
         last = engines.Run(expected.losses[1:], expected.returned[1:], expected.gradients[1:], expected.parameters)

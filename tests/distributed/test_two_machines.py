@@ -1,58 +1,86 @@
-"""Test two machines, emulated by two groups of processes, each with a working folder of its own."""
+"""Test two machines, emulated by ranks that have a working folder to themselves: caches, traces and checkpoints."""
 
-import json
+import contextlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
-from torch.distributed.elastic.utils.distributed import get_free_port
+import torch.distributed as torch_dist
 
-from tests.distributed.harness import SERVER_ENVIRONMENT, rank_pool
-from tests.distributed.two_machines import STEPS, train_and_save
+from tests.distributed.engines import batches, engine_of, few_rounds, gpt_layers, micro_batch, raised_by, unchecked
+from tests.distributed.harness import rank_pool
 
-ROOT = Path(__file__).parents[2]
-LAUNCH_TIMEOUT_S = 240.0
+STEPS = 2
+MEASURED = unchecked(slices="auto", granularity_tokens=8, planner={"cache_dir": "cache"}, trace_dir="traces")
 
 
-def _start(node: int, port: int, folder: Path, shared: Path) -> subprocess.Popen[str]:
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
-        *("--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-        *("-m", "tests.distributed.two_machines", str(shared)),
-    ]
-    environment = {**os.environ, **SERVER_ENVIRONMENT, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+def train_and_save(shared: str, folder: str = ".") -> dict[str, Any]:
+    """Train in a working folder, save to a folder of each machine, then to one that all see, and load that."""
+    with contextlib.chdir(folder), few_rounds():
+        return _train_and_save(shared)
+
+
+def _train_and_save(shared: str) -> dict[str, Any]:
+    with engine_of(gpt_layers(), MEASURED) as engine:
+        result: dict[str, Any] = {"losses": _losses(engine, range(STEPS))}
+        result["save"] = raised_by(lambda: engine.save_checkpoint("saved"))
+        engine.save_checkpoint(shared)
+        result["after"] = _losses(engine, range(STEPS, STEPS + 1))
+    with engine_of(gpt_layers(), MEASURED) as engine:
+        engine.load_checkpoint(shared)
+        result["resumed"] = _losses(engine, range(STEPS, STEPS + 1))
+    return result
+
+
+def try_mistakes(shared: str) -> dict[str, Any]:
+    """Make mistakes with machines that differ; return the errors."""
+    result: dict[str, Any] = {}
+    only_here = Path("only_here")
+    rank = torch_dist.get_rank()
+    with engine_of(gpt_layers(), unchecked()) as engine:
+        engine.save_checkpoint(shared, tag="copied")
+        if rank == 0:
+            only_here.symlink_to(shared)
+        torch_dist.barrier()
+        result["load"] = raised_by(lambda: engine.load_checkpoint("only_here", tag="copied"))
+        other_length = [[micro_batch(seed, length=23 + rank) for seed in range(2)]]
+        result["lengths"] = raised_by(lambda: engine.train_batch(iter(other_length[0])))
+    result["config"] = raised_by(lambda: engine_of(gpt_layers(), unchecked(slices=3 + rank)).__enter__())
+    Path("order.csv").write_text(f"of rank {rank}\n")
+    result["file"] = raised_by(lambda: engine_of(gpt_layers(), unchecked(schedule="order.csv")).__enter__())
+    local = {"checkpoint": {"use_node_local_storage": True}}
+    with engine_of(gpt_layers(), unchecked(), **local) as engine:
+        engine.train_batch(iter(batches(1)[0]))
+        result["local storage"] = raised_by(lambda: engine.save_checkpoint("local"))
+    return result
+
+
+def _losses(engine: Any, steps: range) -> list[float]:
+    return [float(engine.train_batch(iter(batches(1, first_seed=1000 * step)[0]))) for step in steps]
+
+
+def on_own_machine(shared: str, folders: list[Path]) -> dict[str, Any]:
+    """Run both jobs with the folder and the local rank of a rank that has a machine to itself."""
+    with contextlib.chdir(folders[torch_dist.get_rank()]), mock.patch.dict(os.environ, LOCAL_RANK="0"):
+        return train_and_save(shared) | try_mistakes(shared)
 
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list[dict[str, Any]]]:
     """Return the working folders of two machines and the report of the rank on each."""
-    root, port = tmp_path_factory.mktemp("machines"), get_free_port()
+    root = tmp_path_factory.mktemp("machines")
     folders = [root / "first", root / "second"]
     for folder in folders:
         folder.mkdir()
-    processes = [_start(node, port, folder, root / "shared") for node, folder in enumerate(folders)]
-    try:
-        said = [process.communicate(timeout=LAUNCH_TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
-    return folders, [json.loads((folder / "result.json").read_text()) for folder in folders]
+    return folders, rank_pool(2).run(on_own_machine, shared=str(root / "shared"), folders=folders)
 
 
 @pytest.mark.slow
 class TestTwoMachines:
     def test_losses_are_those_of_one_machine(self, machines: Any, tmp_path: Path) -> None:
         _, results = machines
-        assert [result["rank"] for result in results] == [0, 1]
-        assert [result["local_rank"] for result in results] == ["0", "0"]
         (alone, _) = rank_pool(2).run(train_and_save, shared=str(tmp_path / "shared"), folder=str(tmp_path))
         assert alone["save"] == ("", ""), "on one machine both ranks see the folder"
         for result in results:

@@ -38,7 +38,7 @@ def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, messa
 def job_bits(schedules: tuple[str, str]) -> float:
     """Return how far the results of two schedules are from each other."""
     first, second = (
-        engines.run_training(engines.gpt_layers, engines.section(schedule=name), engines.batches(2, 3))
+        engines.run_training(engines.gpt_layers, engines.unchecked(schedule=name), engines.batches(2, 3))
         for name in schedules
     )
     return engines.error_of(vars(first), vars(second))
@@ -69,7 +69,7 @@ class Scale(torch.nn.Module):
 def job_nothing_deferred() -> tuple[dict[str, float], list[str]]:
     with engines.logged() as said:
         stock, ours = engines.both(
-            lambda engine: engines.train(engine, engines.batches(2)), layers, engines.section(schedule="zb-h1")
+            lambda engine: engines.train(engine, engines.batches(2)), layers, engines.unchecked(schedule="zb-h1")
         )
     return engines.differences(ours, stock), [message for message in said if "leaves weight gradients" in message]
 
@@ -97,7 +97,7 @@ def keys(engine: Any) -> list[tuple[int, int, int]]:
 def job_memory() -> tuple[list[int], int, int]:
     """Return how many units wait for W when each W begins; the bytes that wait at the end; and the stage."""
     waiting: list[int] = []
-    with engines.engine_of(engines.gpt_layers(), engines.section(schedule="seq1f1b-zb")) as engine:
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(schedule="seq1f1b-zb")) as engine:
         weight = engine._ACTIONS[Kind.WEIGHT]
 
         def before_weight(self: Any, action: Any) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from terapipe_ds.models import gpt
 from tests import dict_batches
 from tests.distributed.cases import CLIP_NORM, MAX_LENGTH, Case, RankRecord
-from tests.distributed.engines import engine_of, record_gradients, section, torch_attention
+from tests.distributed.engines import engine_of, record_gradients, torch_attention, unchecked
 from tests.small_models.experts import LossWithAdded, plain_experts, with_experts, with_shares
 from tests.small_models.mixers import MixerLayer
 
@@ -267,7 +267,7 @@ def terapipe_section(case: Case) -> dict[str, Any]:
     of_schedule = {"schedule": case.schedule, "chunks_per_stage": chunks_per_stage}
     by_dict = "off" if case.batch == "plain" else "position_ids"
     documents = "off" if not case.documents else 1 if case.batch == "tuple" else by_dict
-    return section(**of_schedule, slices=slices, loss_reduction=case.loss_reduction, documents=documents)
+    return unchecked(**of_schedule, slices=slices, loss_reduction=case.loss_reduction, documents=documents)
 
 
 def options(case: Case) -> dict[str, Any]:

@@ -357,7 +357,7 @@ def refusal(
 
 def sharded_by_rank(folder: str) -> str:
     """Return the error of a run whose stages get the shares of data that their ranks would get without stages."""
-    setting, world = setting_of({}), torch_dist.get_world_size()
+    setting, world = setting_of({"args": {"max_steps": 1}}), torch_dist.get_world_size()
     with mock.patch.object(PipelineAccelerator, "num_processes", world):
         with mock.patch.object(PipelineAccelerator, "process_index", torch_dist.get_rank()):
             try:

@@ -137,6 +137,7 @@ def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
     setting = {
         "rows": 12,
         "args": args,
+        "model": {"num_hidden_layers": 4},
         "ds": {"terapipe": {"enabled": True, "strategy": path, "granularity_tokens": 1}},
     }
     check_same(rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0], 1e-4)

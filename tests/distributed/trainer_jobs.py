@@ -26,7 +26,7 @@ from terapipe_ds.models.hugging_face.refusals import gathered
 from tests.distributed import engines
 from tests.unit.models.hugging_face.sliced_model import in_fp64
 
-ROWS, LENGTH, VOCABULARY = 22, 16, 48
+ROWS, LENGTH, VOCABULARY = 14, 16, 48  # two steps of three micro-batches and a shorter one are an epoch
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 _TIMES = ("runtime", "per_second", "preparation_time")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
@@ -35,7 +35,7 @@ _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 def model_of(setting: Mapping[str, Any], seed: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    options = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **setting["model"]}
+    options = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **setting["model"]}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **options))
     return model.double() if setting["fp64"] else model
 

@@ -6,7 +6,7 @@ the shortest slice lasts `--slice-ms`, forward and backward together; W takes a 
 table has the seconds of a step, measured and simulated, and how many times as fast it is as DeepSpeed's own engine.
 The difference is the work of engine and messages, and the wait of ranks for a core where they are more than cores: all
 stages begin a slot at once. So the table has per slot (a computation of a stage) the seconds beyond the simulation, and
-the processor seconds of all stages over the cores: the least by which a slot grows if no stage sleeps during it.
+two of its parts: the mean processor seconds of a stage, and those in which its threads were ready and had no core.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ from terapipe_ds.simulator import simulate
 STOCK = "stock"
 USUAL = (STOCK, *(name for name in SCHEDULE_NAMES if name != "dapple"), "seq1f1b-interleaved-zb:4")
 """Schedules, with the parts per stage where they are not the usual ones."""
+PER_SLOT = ("more_per_slot_s", "processor_per_slot_s", "core_wait_per_slot_s")
 
 EXAMPLES = """\
   python -m studies.rehearsal --stages 8 --micro-batches 1 --settings 9
@@ -131,14 +133,14 @@ def runs_of(options: Any, num_stages: int) -> Iterator[Run]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown, each with its speed-up over the stock engine of the same batch."""
     lines = [
-        "| setting | K | m | system | measured | simulated | ratio | speed-up | simulated | more per slot | cores |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| setting | K | m | system | measured | simulated | ratio | speed-up | simulated | per slot | work | wait |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         more = f"{row['ratio']:.3f} | {_times(row['speed_up'])} | {_times(row['simulated_speed_up'])}"
         shape = f"{row['setting']} | {row['num_stages']} | {row['num_micro_batches']} | {row['name']}"
         times = f"{row['step_s']:.3f} | {row['simulated_s']:.3f}"
-        per_slot = " | ".join(f"{1000 * row[name]:.1f} ms" for name in ("more_per_slot_s", "processor_per_slot_s"))
+        per_slot = " | ".join(f"{1000 * row[name]:.1f} ms" for name in PER_SLOT)
         lines.append(f"| {shape} | {times} | {more} | {per_slot} |")
     return "\n".join(lines)
 
@@ -156,8 +158,9 @@ def finished(measured: Sequence[tuple[Run, dict[str, float]]]) -> list[dict[str,
         facts = {name: getattr(run, name) for name in ("setting", "num_stages", "num_micro_batches", "schedule")}
         facts |= {"name": run.name, "chunks_per_stage": run.chunks_per_stage, "num_slices": run.num_slices, **times}
         facts |= {"simulated_s": simulated_s, "ratio": times["step_s"] / simulated_s}
-        facts |= {"more_per_slot_s": (times["step_s"] - simulated_s) / slots}
-        rows.append(facts | {"processor_per_slot_s": times["processor_s"] / slots / (os.cpu_count() or 1)})
+        of_stage = (times[name] / run.num_stages for name in ("processor_s", "core_waits_s"))
+        per_slot = (seconds / slots for seconds in (times["step_s"] - simulated_s, *of_stage))
+        rows.append(facts | dict(zip(PER_SLOT, per_slot, strict=True)))
     for row in rows:
         same = ("setting", "num_stages", "num_micro_batches")
         stock = next((o for o in rows if o["schedule"] == STOCK and all(o[key] == row[key] for key in same)), None)
@@ -189,7 +192,8 @@ def main(words: Sequence[str] | None = None) -> None:
             times = json.loads(out.read_text())
         measured += zip(runs, times, strict=True)
         print(table(finished(measured)), flush=True)
-        facts = {"command": f"python -m studies.rehearsal {' '.join(words or [])}".strip(), "cores": os.cpu_count()}
+        given = " ".join(sys.argv[1:] if words is None else words)
+        facts = {"command": f"python -m studies.rehearsal {given}".strip(), "cores": os.cpu_count()}
         write_report(options.json, **facts, slice_ms=options.slice_ms, rows=finished(measured))
 
 

@@ -34,7 +34,9 @@ def rehearse(rank: int, rendezvous: str, runs: list[Run], steps: int, trace: str
 
 
 def _measured(run: Run, steps: int, trace: str | None) -> dict[str, float]:
-    """Return the median seconds of a step, the processor seconds of all ranks in it, and the shortest step."""
+    """Return the seconds of the median and of the shortest step; and of a step, summed over the ranks, the processor
+    seconds and those in which a thread was ready to run and no core was free.
+    """
     import torch
     import torch.distributed as torch_dist
 
@@ -43,17 +45,27 @@ def _measured(run: Run, steps: int, trace: str | None) -> dict[str, float]:
     batch = torch.randn(shape), torch.zeros(shape)
     data = iter(lambda: batch, None)
     engine.train_batch(data)  # the first step opens connections
-    seconds, begin_cpu_s = [], time.process_time()
+    seconds, begin = [], (time.process_time(), _waits_for_a_core_s())
     for _ in range(steps):
         torch_dist.barrier()
         begin_s = time.perf_counter()
         engine.train_batch(data)
         torch_dist.barrier()
         seconds.append(time.perf_counter() - begin_s)
-    cpu_s = torch.tensor((time.process_time() - begin_cpu_s) / steps, dtype=torch.float64)
-    torch_dist.all_reduce(cpu_s)
+    ends = torch.tensor((time.process_time(), _waits_for_a_core_s()), dtype=torch.float64)
+    of_step = (ends - torch.tensor(begin, dtype=torch.float64)) / steps
+    torch_dist.all_reduce(of_step)
     engine.destroy()
-    return {"step_s": statistics.median(seconds), "least_s": min(seconds), "processor_s": float(cpu_s)}
+    times = {"step_s": statistics.median(seconds), "least_s": min(seconds)}
+    return times | dict(zip(("processor_s", "core_waits_s"), of_step.tolist(), strict=True))
+
+
+def _waits_for_a_core_s() -> float:
+    """Return the seconds for which the threads of this process were ready to run and waited for a core, as Linux counts
+    them (Documentation/scheduler/sched-stats.rst, the second number of /proc/<pid>/schedstat).
+    """
+    waits = (path.read_text().split()[1] for path in Path("/proc/self/task").glob("*/schedstat"))
+    return sum(map(int, waits)) / 1e9
 
 
 def _engine(run: Run, trace: str | None) -> Any:

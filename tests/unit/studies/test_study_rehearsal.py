@@ -41,7 +41,8 @@ def test_the_shortest_slice_lasts_as_long_as_asked() -> None:
 
 def test_speed_ups_are_over_the_stock_engine_of_the_same_batch() -> None:
     runs = list(runs_of(asked("stock", "seq1f1b"), 4))
-    times = [{"step_s": 2.0 * run.simulated_s(), "least_s": 1.0, "processor_s": 0.1} for run in runs]
+    others = {"least_s": 1.0, "processor_s": 0.1, "core_waits_s": 0.2}
+    times = [{"step_s": 2.0 * run.simulated_s(), **others} for run in runs]
     rows = finished(list(zip(runs, times, strict=True)))
     for row in rows:
         assert row["ratio"] == pytest.approx(2) and row["speed_up"] == pytest.approx(row["simulated_speed_up"])
@@ -59,4 +60,5 @@ def test_ranks_sleep_at_least_as_long_as_the_simulation(tmp_path: Path, capsys: 
     rows = json.loads(path.read_text())["rows"]
     assert [row["schedule"] for row in rows] == ["stock", "seq1f1b-interleaved-zb"]
     assert all(row["ratio"] > 0.999 for row in rows), "no sleep is left out"
+    assert all(row["processor_per_slot_s"] > 1e-4 and row["core_wait_per_slot_s"] > 0 for row in rows)
     assert "| seq1f1b-interleaved-zb, 2 parts, 4 slices |" in capsys.readouterr().out

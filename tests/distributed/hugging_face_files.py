@@ -61,7 +61,7 @@ def round_trip(
     theirs = AutoModelForCausalLM.from_pretrained(first).state_dict()
     read = weights_of_all_stages(module)
     found: dict[str, Any] = {"read": all(torch.equal(value, theirs[name]) for name, value in read.items())}
-    section = engines.section(slices=[7, 3, 6], **(terapipe or {}))
+    section = engines.section(slices=[7, 3, 6], verify="off", **(terapipe or {}))
     with engine_of(module, section, **(changes or {})) as engine:
         terapipe_ds.save_pretrained(engine, same)
         torch_dist.barrier()
@@ -70,7 +70,7 @@ def round_trip(
         cast = {key: value.to(again[key].dtype) for key, value in theirs.items()}
         found["written"] = again.keys() == theirs.keys() and all(torch.equal(again[key], cast[key]) for key in cast)
         data = batches(module.config.get_text_config().vocab_size)
-        engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+        engines.train(engine, [[module.to_tuple(batch) for batch in data[1]]])
         evaluated = engine.eval_batch(iter([module.to_tuple(batch) for batch in data[0]]))
         given = iter([module.to_tuple(batch) for batch in data[0]])
         logits = engine.eval_batch(given, compute_loss=False, reduce_output=None)

@@ -8,7 +8,7 @@ _NAMES = """
     deepspeed deepspeed.module_inject deepspeed.module_inject.auto_ep_layer numpy.typing pytest
     terapipe_ds.models.megatron terapipe_ds.models.gpt terapipe_ds.bench.ranks terapipe_ds.runtime.engine.engine
     terapipe_ds.runtime.register terapipe_ds.cli tests.small_models.tuples
-    terapipe_ds.models.hugging_face peft terapipe_ds.integrations.trainer.mixin
+    terapipe_ds.models.hugging_face peft terapipe_ds.integrations.trainer.mixin hypothesis
 """
 for _name in _NAMES.split():
     try:

@@ -54,7 +54,7 @@ def chats(number: int = 22, kind: str = "messages") -> Dataset:
 def trainer_of(kind: type[SFTTrainer], setting: Mapping[str, Any], folder: str, deepspeed: Any, seed: int = 3) -> Any:
     options = {
         "per_device_train_batch_size": 2, "per_device_eval_batch_size": 4, "gradient_accumulation_steps": 3,
-        "num_train_epochs": 2, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "max_steps": 5, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
         "disable_tqdm": True, "learning_rate": 1e-3, "max_grad_norm": 0.0, "weight_decay": 0.1, "adam_epsilon": 1e-4,
         "gradient_checkpointing": False, "max_length": 16, "bf16": False, **setting["args"],
     }  # fmt: skip

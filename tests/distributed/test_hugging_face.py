@@ -1,5 +1,7 @@
 """Test that models of transformers on stages and in slices train as the whole model does in a plain loop."""
 
+import functools
+import re
 from typing import Any
 
 import pytest
@@ -40,7 +42,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
 @pytest.mark.parametrize("family", known("gpt2", "qwen3_next"))
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     """Tied embeddings beside learned positions, and carried states: where layers move and parts have copies."""
-    section = engines.section(slices=[7, 3, 6], **options)
+    section = engines.section(slices=[7, 3, 6], verify="off", **options)
     errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section)]
     assert not engines.violations(errors)
 
@@ -52,7 +54,7 @@ def test_recomputed_layers(family: str, checkpointing: str) -> None:
     """Under DeepSpeed's activation checkpointing; a partition by hand as well."""
     layers = 6 if family == "falcon" else 5  # tied embeddings have one more
     given = {"changes": engines.CHECKPOINTING[checkpointing], "partition": [0, 2, layers], "wide": False}
-    section = engines.section(slices=[7, 3, 6])
+    section = engines.section(slices=[7, 3, 6], verify="off")
     errors = [error for error, _ in rank_pool(2).run(train_family, family=family, terapipe=section, **given)]
     assert not engines.violations(errors, 1e-8 if family == "bamba" else engines.EXACT)  # it has some fp32 inside
 
@@ -77,14 +79,15 @@ def test_a_refusal_comes_on_all_ranks_at_once(family: str) -> None:
 def test_a_partition_by_hand() -> None:
     assert rank_pool(2).run(bounds_of, partition=[0, 1, 5]) == [[0, 1, 5]] * 2
     assert rank_pool(2).run(bounds_of, partition=[0, 1, 2, 3, 5]) == [[0, 2, 5]] * 2  # two parts on each stage
-    with pytest.raises(RankFailure, match="from 0 to 5, the number of pipeline layers"):
-        rank_pool(2).run(bounds_of, partition=[0, 3, 4])
-    with pytest.raises(RankFailure, match=r"partition \[0, 2.0, 5\] is not a list of rising integers"):
-        rank_pool(2).run(bounds_of, partition=[0, 2.0, 5])
-    with pytest.raises(RankFailure, match="partition_method = 'uniform' both say where"):
-        rank_pool(2).run(bounds_of, partition=[0, 1, 5], partition_method="uniform")
-    with pytest.raises(RankFailure, match="3 parts, and the model has 2 stages"):
-        rank_pool(2).run(bounds_of, partition=[0, 1, 2, 5])
+    refused: dict[str, dict[str, Any]] = {
+        "from 0 to 5, the number of pipeline layers": {"partition": [0, 3, 4]},
+        "partition [0, 2.0, 5] is not a list of rising integers": {"partition": [0, 2.0, 5]},
+        "partition_method = 'uniform' both say where": {"partition": [0, 1, 5], "partition_method": "uniform"},
+        "3 parts, and the model has 2 stages": {"partition": [0, 1, 2, 5]},
+    }
+    for words, given in refused.items():
+        for kind, text in rank_pool(2).run(engines.raised_by, act=functools.partial(bounds_of, **given)):
+            assert kind == "ValueError" and words in text
 
 
 @pytest.mark.sample(4)
@@ -108,12 +111,12 @@ def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:
 def test_a_partition_of_argument_or_section_trains(
     argument: list[int] | None, of_section: list[int] | None, stages: int, changes: dict[str, Any]
 ) -> None:
-    section = engines.section(slices=[7, 3, 6], partition=of_section, **changes)
+    section = engines.section(slices=[7, 3, 6], partition=of_section, verify="off", **changes)
     found = rank_pool(stages).run(train_family, family="llama", terapipe=section, stages=stages, partition=argument)
     assert not engines.violations([errors for errors, _ in found])
 
 
 def test_an_argument_and_a_section_that_contradict_each_other() -> None:
-    section = engines.section(partition=[0, 2, 5])
-    with pytest.raises(RankFailure, match=r"terapipe.partition = \[0, 2, 5\].*partition=\[0, 3, 5\]"):
-        rank_pool(2).run(train_family, family="llama", terapipe=section, partition=[0, 3, 5])
+    given: dict[str, Any] = {"terapipe": engines.section(partition=[0, 2, 5]), "partition": [0, 3, 5]}
+    for _, text in rank_pool(2).run(engines.raised_by, act=functools.partial(train_family, "llama", **given)):
+        assert re.search(r"terapipe.partition = \[0, 2, 5\].*partition=\[0, 3, 5\]", text)

@@ -99,7 +99,7 @@ def folders_of_adapters(folder: str) -> dict[str, Any]:
     write_base("llama", base)
     write_base("llama", other, seed=4)
     given: dict[str, Any] = {"dtype": torch.float32, "quantization_config": BitsAndBytesConfig(**FORM)}
-    section, found = engines.section(slices=[7, 3, 6]), dict[str, Any]()
+    section, found = engines.section(slices=[7, 3, 6], verify="off"), dict[str, Any]()
     module = terapipe_ds.from_pretrained(base, num_stages=2, adapter=adapter_of(), **given)
     data = [[module.to_tuple(batch) for batch in step] for step in batches(VOCAB_SIZE)]
 
@@ -111,7 +111,7 @@ def folders_of_adapters(folder: str) -> dict[str, Any]:
 
     with engine_of(module, section) as engine:
         engine.eval_batch(iter(data[0]))  # bitsandbytes may pack weights for it
-        engines.train(engine, data)
+        engines.train(engine, data[:1])
         evaluated = float(engine.eval_batch(iter(data[0])))
         engine.save_checkpoint(checkpoint, "all")
         engine.save_checkpoint(checkpoint, "trained", exclude_frozen_parameters=True)

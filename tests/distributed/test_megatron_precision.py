@@ -5,6 +5,7 @@ rank's gradient of a norm or a row-parallel bias counts half of the tokens, so t
 came too late, leaves an error near 0.5 against tensor-parallel size 1.
 """
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +52,7 @@ def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
             return {"losses": losses, "held": held_by(engine), "optimizer": optimizer, "products": sum(products)}
 
 
+@functools.cache
 def run(case: Case, **options: Any) -> tuple[list[dict[str, Any]], Weights]:
     """Return each rank's report, and the gradients that the optimizers have read; copies on ranks must be the same."""
     results = rank_pool(4).run(job_one_step, case=case, **options)

@@ -21,7 +21,7 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.tensor_parallel import parallel
 from tests.distributed.test_planning import cut_anyway
 
-AUTO = {"slices": "auto", "granularity_tokens": 8}
+AUTO = {"slices": "auto", "granularity_tokens": 8, "verify": "off"}
 GRIDS = {"tp2-pp2": (4, (2, 1, 2)), "tp2-pp1": (2, (1, 1, 2))}
 
 
@@ -69,13 +69,13 @@ def _planned(grid: tuple[int, int, int], how: str, disturbed: list[int]) -> tupl
             assert isinstance(engine, TeraPipeEngine)
             run = train(engine, batches(2))
             lengths = list(engine.slice_plan(LENGTH).lengths)
-    with engine_of(tp.layers(), section(slices=lengths), **parallel(grid)) as engine:
+    with engine_of(tp.layers(), section(slices=lengths, verify="off"), **parallel(grid)) as engine:
         listed = train(engine, batches(2))
     return lengths, ran, error_of(vars(run), vars(listed))
 
 
 @pytest.mark.parametrize(
-    ("case", "how"), [("tp2-pp2", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp1", "noisy clock")]
+    ("case", "how"), [("tp2-pp1", "slow clock"), ("tp2-pp1", "own profiler"), ("tp2-pp2", "noisy clock")]
 )
 @pytest.mark.sample(1)
 def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: str) -> None:

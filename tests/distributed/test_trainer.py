@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-USUAL = ("exact", "evaluated and saved", "resumed")
+USUAL = ("evaluated and saved", "resumed")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
@@ -137,6 +137,7 @@ def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
     setting = {
         "rows": 12,
         "args": args,
+        "model": {"num_hidden_layers": 4},
         "ds": {"terapipe": {"enabled": True, "strategy": path, "granularity_tokens": 1}},
     }
     check_same(rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0], 1e-4)
@@ -149,7 +150,7 @@ def test_labels_of_a_step_weigh_alike_without_trainer() -> None:
 
 def test_sabotage_is_seen(tmp_path: Path) -> None:
     """A mean of means trains other weights, and stages with data of their own are an error."""
-    means = {"fp64": True, "section": {"loss_reduction": "mean_valid"}}
+    means = {"fp64": True, "section": {"loss_reduction": "mean_valid"}, "args": {"max_steps": 2}}
     errors = rank_pool(2).run(trainer_jobs.compare, given=means, folder=str(tmp_path / "means"))[0]
     assert errors["weights"] > 1e-3 and errors["logs"] > 1e-4
     for text in rank_pool(2).run(trainer_jobs.sharded_by_rank, folder=str(tmp_path / "shards")):

@@ -26,7 +26,7 @@ from terapipe_ds.models.hugging_face.refusals import gathered
 from tests.distributed import engines
 from tests.unit.models.hugging_face.sliced_model import in_fp64
 
-ROWS, LENGTH, VOCABULARY = 22, 16, 48
+ROWS, LENGTH, VOCABULARY = 14, 16, 48  # two steps of three micro-batches and a shorter one are an epoch
 _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE")
 _TIMES = ("runtime", "per_second", "preparation_time")
 _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
@@ -35,7 +35,7 @@ _EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 def model_of(setting: Mapping[str, Any], seed: int = 3) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-    options = {"num_hidden_layers": 4, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **setting["model"]}
+    options = {"num_hidden_layers": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 64, **setting["model"]}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **options))
     return model.double() if setting["fp64"] else model
 
@@ -357,7 +357,7 @@ def refusal(
 
 def sharded_by_rank(folder: str) -> str:
     """Return the error of a run whose stages get the shares of data that their ranks would get without stages."""
-    setting, world = setting_of({}), torch_dist.get_world_size()
+    setting, world = setting_of({"args": {"max_steps": 1}}), torch_dist.get_world_size()
     with mock.patch.object(PipelineAccelerator, "num_processes", world):
         with mock.patch.object(PipelineAccelerator, "process_index", torch_dist.get_rank()):
             try:

@@ -2,60 +2,33 @@
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
+import deepspeed
+import torch
+from deepspeed.comm import comm
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from torch.utils.file_baton import FileBaton
 
 import terapipe_ds
+from terapipe_ds import run
 from terapipe_ds.compat import CompatError, builds
 from terapipe_ds.doctor import Check, look, machine
-from tests.processes import run_python
+from tests.distributed.harness import rank_pool
 
 STOCK_WAIT = FileBaton.wait
-# Each start says whether the operator was built; a stand-in builds it.
-SCRIPT = """
-import os, sys
-import deepspeed, torch
-import torch.distributed as dist
-from deepspeed.comm import comm
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-from types import SimpleNamespace
-
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = True
-built = []
-nothing = SimpleNamespace(initialize=lambda *_: None, vector_kernel_level=lambda: 0)
-ShareMemCommBuilder.load = lambda self, verbose=True: built.append(self) or nothing
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-
-def start(name, initialize=None):
-    comm.cdb = None
-    built.clear()
-    if initialize is None:
-        deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    else:
-        initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
-    print("START", name, len(built))
-"""
-STARTS = """
-import terapipe_ds
-start("stock")
-terapipe_ds.register()
-start("registered")
-start("deepspeed.initialize", deepspeed.initialize)
-terapipe_ds.unregister()
-start("unregistered")
-start("terapipe_ds.initialize", terapipe_ds.initialize)
-os.environ["TERAPIPE_BUILD_SHM_COMM"] = "1"
-terapipe_ds.register()
-start("wanted")
-"""
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}
+SCRIPT = f"import {__name__}; {__name__}.start('script')"
+said: list[str] = []
 
 
 @pytest.fixture
@@ -65,19 +38,46 @@ def registered() -> Iterator[None]:
     terapipe_ds.unregister()
 
 
-def built_at(folder: Path, script: str, *options: str) -> list[str]:
-    """The starts of a script in a process of its own, each with how often it has built the operator."""
-    (folder / "train.py").write_text(script)
-    environment = {**ENVIRONMENT, builds.BUILD_SHM_COMM: "", "TORCH_EXTENSIONS_DIR": str(folder)}
-    done = run_python(*options, folder / "train.py", **environment)
-    assert done.returncode == 0, done.stderr
-    return [line.removeprefix("START ") for line in done.stdout.splitlines() if line.startswith("START ")]
+def start(name: str, initialize: Any = None) -> None:
+    """Start DeepSpeed, and note how often it builds the operator; a stand-in builds it."""
+    built, nothing = [], SimpleNamespace(initialize=lambda *_: None, vector_kernel_level=lambda: 0)
+    with (
+        mock.patch.dict(deepspeed.ops.__compatible_ops__, {"deepspeed_shm_comm": True}),
+        mock.patch.object(ShareMemCommBuilder, "load", lambda *_, **__: built.append(name) or nothing),
+        mock.patch.object(comm, "cdb", None),
+    ):
+        if initialize is None:
+            deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+        else:
+            initialize(model=torch.nn.Linear(2, 2), config=CONFIG)
+    said.append(f"{name} {len(built)}")
+
+
+def starts(script: str) -> list[str]:
+    """Return how often each start on this rank has built the operator."""
+    said.clear()
+    start("stock")
+    terapipe_ds.register()
+    start("registered")
+    start("deepspeed.initialize", deepspeed.initialize)
+    terapipe_ds.unregister()
+    start("unregistered")
+    start("terapipe_ds.initialize", terapipe_ds.initialize)
+    with mock.patch.dict(os.environ, {builds.BUILD_SHM_COMM: "1"}):
+        terapipe_ds.register()
+        start("wanted")
+        terapipe_ds.unregister()
+    with mock.patch.object(sys, "argv", sys.argv), mock.patch.object(sys, "path", [*sys.path]):
+        run.main([script])
+    terapipe_ds.unregister()
+    return said
 
 
 def test_no_start_builds_after_register_unless_it_is_wanted(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
     ours = ["registered 0", "deepspeed.initialize 0", "unregistered 1", "terapipe_ds.initialize 0"]
-    assert built_at(tmp_path, SCRIPT + STARTS) == ["stock 1", *ours, "wanted 1"]
-    assert built_at(tmp_path, f'{SCRIPT}start("script")\n', "-m", "terapipe_ds.run") == ["script 0"]
+    found = rank_pool(1).run(starts, script=str(tmp_path / "train.py"))
+    assert found == [["stock 1", *ours, "wanted 1", "script 0"]]
 
 
 class TestLocks:

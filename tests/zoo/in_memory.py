@@ -89,31 +89,31 @@ def _freeze_adapters_of_layer_0(model: Any) -> None:
         parameter.requires_grad_(parameter.requires_grad and ".layers.0." not in name)
 
 
+def _used_and_changed(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+    model.resize_token_embeddings(80, mean_resizing=False)
+    model.config.pad_token_id = 5
+    model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True)
+
+
 DROPPING = {"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5}
 TIED = {"tie_word_embeddings": True}
 TRAINED: dict[str, Kind] = {
-    "unchanged": Kind(lambda _: None),
     "all but layer 0 frozen": Kind(_freeze("", but="layers.0.")),
-    "embedding frozen": Kind(_freeze("embed_tokens")),
     "tied embedding frozen": Kind(_freeze("embed_tokens"), config=TIED),
     "last stage frozen": Kind(_freeze("layers.2.", "layers.3.", "model.norm", "lm_head")),
-    "checkpointing": Kind(lambda model: model.gradient_checkpointing_enable()),
-    "embedding frozen, input_require_grads": Kind(
-        lambda m: (_freeze("embed_tokens")(m), m.enable_input_require_grads())
+    "embedding frozen, input_require_grads, checkpointing": Kind(
+        lambda m: (_freeze("embed_tokens")(m), m.enable_input_require_grads(), m.gradient_checkpointing_enable())
     ),
-    "dropout off": Kind(drop(0.0), config={"attention_dropout": 0.5}),
     "dropout off around layers": Kind(drop(0.0), family="gpt2", config=DROPPING),
-    "angles": Kind(lambda m: m.model.rotary_emb.inv_freq.mul_(0.5) is None),
     "biases of experts": Kind(_bias_of_experts, family="deepseek_v3"),
-    "resized": Kind(lambda m: m.resize_token_embeddings(80, mean_resizing=False) and None),
-    "padding token of the config set later": Kind(lambda m: setattr(m.config, "pad_token_id", 5)),
-    "after a forward": Kind(
-        lambda model: model(torch.ones(1, 4, dtype=torch.long), output_hidden_states=True) and None
-    ),
+    "angles, resized, padding token set later, after a forward": Kind(_used_and_changed),
     "adapters, those of layer 0 frozen": Kind(adapters(_freeze_adapters_of_layer_0)),
     "adapters and norms": Kind(adapters(_train_norms)),
-    "adapters, dropout off": Kind(adapters(drop(0.0), lora_dropout=0.5)),
-    "adapters, checkpointing": Kind(adapters(lambda model: model.gradient_checkpointing_enable())),
+    "adapters, dropout off, checkpointing": Kind(
+        adapters(lambda m: (drop(0.0)(m), m.gradient_checkpointing_enable()), lora_dropout=0.5),
+        config={"attention_dropout": 0.5},
+    ),
 }
 
 # -- refused ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """Saved tensors on the host: the same bits, views and strides; what stays; what is an error."""
 
-import gc
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,10 +102,8 @@ def packed(offload: ActivationOffload, tensor: Tensor) -> Tensor:
     offload.begin(first)
     context = offload.saving((0, *first.unit))
     saved = context.pack_hook(tensor)
-    del tensor
     for action in rest[:2]:
         offload.begin(action)
-    gc.collect()
     return context.unpack_hook(saved)
 
 

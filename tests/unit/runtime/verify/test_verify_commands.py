@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import re
@@ -18,6 +19,7 @@ from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.run import split_arguments
+from tests.distributed.engines import raised_by
 from tests.distributed.harness import rank_pool
 from tests.processes import run_python
 
@@ -58,19 +60,6 @@ def test_the_script_ends_at_its_first_batch_with_the_report(tmp_path: Path) -> N
     assert "trained" not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_the_command(tmp_path: Path) -> None:
-    model, ds_config = tmp_path / "model.json", tmp_path / "ds.json"
-    model.write_text(
-        json.dumps({"vocab_size": 31, "hidden_size": 16, "num_layers": 2, "num_heads": 2, "max_sequence_length": 32})
-    )
-    section = {"enabled": True, "slices": "auto", "granularity_tokens": 8}
-    ds_config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, "terapipe": section}))
-    done = run_python("-m", "terapipe_ds", "verify", "--config", str(ds_config), "--model", str(model))
-    assert done.returncode == 0, done.stderr[-4000:]
-    expected = r"verify: 5 layers and the loss agree on 4 slices of a sequence of 32 tokens with the whole, [\d.]+ s\n"
-    assert re.fullmatch(expected, done.stdout)
-
-
 def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str, int]) -> tuple[set[str], str]:
     """Return the modes in which attention ran, and what the command printed."""
     model, ds_config, modes = folder / "model.json", folder / "ds.json", set[str]()
@@ -86,6 +75,13 @@ def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str,
     with mock.patch.object(Call, "_attend", noted), contextlib.redirect_stdout(io.StringIO()) as printed:
         verify.run(argparse.Namespace(config=str(ds_config), model=str(model), sequence_length=24))
     return modes, printed.getvalue()
+
+
+def test_the_command(tmp_path: Path) -> None:
+    words = {"section": {"slices": "auto", "granularity_tokens": 6}, "pipeline": {}}
+    ((_, printed),) = rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
+    expected = r"verify: 4 layers and the loss agree on 4 slices of a sequence of 24 tokens with the whole, [\d.]+ s\n"
+    assert re.fullmatch(expected, printed)
 
 
 @pytest.mark.parametrize(
@@ -124,8 +120,9 @@ def test_the_command_names_the_stages_that_another_interval_contradicts(
         assert "layers with parameters were recomputed" in printed
         return
     shown = re.escape(repr(recompute))
-    with pytest.raises(Exception, match=rf"terapipe\.recompute = {shown}: .* = {interval}, which says otherwise"):
-        rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
+    ((kind, text),) = rank_pool(1).run(raised_by, act=functools.partial(verify_by_command, folder=tmp_path, **words))
+    assert kind == "TeraPipeConfigError"
+    assert re.search(rf"terapipe\.recompute = {shown}: .* = {interval}, which says otherwise", text)
 
 
 @pytest.mark.parametrize(

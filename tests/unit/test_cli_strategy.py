@@ -90,14 +90,11 @@ def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     ("option", "value", "axis"),
     [("--stages", 2, "pipe"), ("--tensor-parallel", 2, "model"), ("--data-parallel", 1, "data")],
 )
-def test_degrees_can_be_fixed(capsys: pytest.CaptureFixture[str], option: str, value: int, axis: str) -> None:
-    document = as_json(capsys, *SMALL, *LENGTH, "--schedule", "1f1b", option, str(value))
-    assert {entry["grid"][axis] for entry in document["ranking"]} == {value}
-
-
-def test_a_schedule_can_be_fixed(capsys: pytest.CaptureFixture[str]) -> None:
-    document = as_json(capsys, *SMALL, *LENGTH, "--schedule", "gpipe")
-    assert {entry["schedule"] for entry in document["ranking"]} == {"gpipe"}
+def test_degrees_and_a_schedule_can_be_fixed(
+    capsys: pytest.CaptureFixture[str], option: str, value: int, axis: str
+) -> None:
+    document = as_json(capsys, *SMALL, *LENGTH, "--schedule", "gpipe", option, str(value))
+    assert {(entry["grid"][axis], entry["schedule"]) for entry in document["ranking"]} == {(value, "gpipe")}
 
 
 def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -392,9 +392,8 @@ def test_the_install_line_installs(tmp_path: Path) -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("these sources are no git repository")
     alone = ["--no-deps", "--no-build-isolation", "--no-compile", "--quiet", "--target", str(tmp_path)]
-    done = subprocess.run(
-        [sys.executable, "-m", *words, *alone], capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, "-m", *words, *alone]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "terapipe_ds" / "cli.py").exists()
 

@@ -36,6 +36,7 @@ QWEN3_8B = {
     "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
 }  # fmt: skip
 LONG: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 65536}
+CHAIN = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
 SHORTER = LONG | {"sequence_length": 16384}
 
 
@@ -201,22 +202,21 @@ def test_a_strategy_that_keeps_attention_says_so_in_its_files() -> None:
 
 @pytest.mark.parametrize("lever", ["keep_attention", "offload_activations", "offload_optimizer"])
 def test_a_strategy_is_not_priced_without_the_costs_of_a_lever(lever: str) -> None:
-    chain, cluster = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4), Cluster("h100", 1, 2)
-    plain = plan_strategy(chain, cluster, global_batch_size=2, sequence_length=64, stages=2)
+    cluster = Cluster("h100", 1, 2)
+    plain = plan_strategy(CHAIN, cluster, global_batch_size=2, sequence_length=64, stages=2)
     strategy = plain.model_copy(update={lever: True, "recompute": "full"})
     for price in (price_strategy, simulate_strategy):
-        price(plain, chain, cluster)
+        price(plain, CHAIN, cluster)
         with pytest.raises(PlannerError, match=f"{lever} = True: only counted models have its costs"):
-            price(strategy, chain, cluster)
+            price(strategy, CHAIN, cluster)
 
 
 @pytest.mark.parametrize("lever", ["offload_activations", "offload_optimizer"])
 def test_a_lever_without_known_costs_is_refused(lever: str) -> None:
-    chain = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
     words: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 64}
     with pytest.raises(PlannerError, match=f"{lever} = True: only counted models have its costs"):
-        plan_strategy(chain, Cluster("h100", 1, 2), **words, **{lever: True})
-    assert plan_strategy(chain, Cluster("h100", 1, 2), **words, **{lever: False}).model_dump()[lever] is False
+        plan_strategy(CHAIN, Cluster("h100", 1, 2), **words, **{lever: True})
+    assert plan_strategy(CHAIN, Cluster("h100", 1, 2), **words, **{lever: False}).model_dump()[lever] is False
 
 
 def test_what_cannot_fit_is_told_before_any_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,6 +216,7 @@ def test_every_module_has_a_ring_and_does_not_break_it() -> None:
 Arrows = set[tuple[str, str]]
 
 
+@functools.cache
 def arrows(package: Path) -> Arrows:
     """Return (importer, imported) of all modules of the package, faces (`__init__`) among the imported only."""
     files = modules_in(package)
@@ -260,23 +261,22 @@ def wing_breaches(links: Arrows, folder: str) -> list[str]:
     )
 
 
-LINKS = arrows(PACKAGE)
 FOLDERS = [module for module, path in modules_in(PACKAGE).items() if _is_face(path)]  # "" is the package itself
 
 
 def test_no_two_files_import_one_another() -> None:
     files = modules_in(PACKAGE)
-    assert circle({(one, other) for one, other in LINKS if not _is_face(files[other])}) == set()
+    assert circle({(one, other) for one, other in arrows(PACKAGE) if not _is_face(files[other])}) == set()
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_two_entries_of_a_folder_import_one_another(folder: str) -> None:
-    assert circle(entries(LINKS, folder)) == set()
+    assert circle(entries(arrows(PACKAGE), folder)) == set()
 
 
 @pytest.mark.parametrize("folder", WINGS)
 def test_a_wing_imports_only_wings_after_it(folder: str) -> None:
-    assert wing_breaches(LINKS, folder) == []
+    assert wing_breaches(arrows(PACKAGE), folder) == []
 
 
 @pytest.mark.parametrize("folder", MOST_NAMES)

@@ -31,7 +31,7 @@ BASE = Case(
 TIED = replace(BASE, tied=True)
 HALF = replace(TIED, precision="bf16_zero1", block="gelu", positions="learned")
 # of four ranks: two, two, four replicas and one; the last with half a query group per tensor-parallel rank
-LAYOUTS: list[Any] = ["pp2_dp2", "tp2_dp2", "dp4", "tp4"]
+LAYOUTS: list[Any] = ["dp4", "pp2_dp2", "tp2_dp2", "tp4"]
 OTHER_PLAN = {"schedule": "terapipe", "plan": "equal"}
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 # effect on losses of four bf16 roundings in another order; moments of single tensors differ by up to 0.03 per step
@@ -199,7 +199,7 @@ def universal(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return request.param, folder, write_universal(request.param, folder)
 
 
-@pytest.mark.parametrize("layout", [pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS[:2]] + LAYOUTS[2:])
+@pytest.mark.parametrize("layout", [pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS[1:]] + LAYOUTS[:1])
 def test_a_universal_checkpoint_is_loaded_by_another_layout(layout: str, universal: Any) -> None:
     case, folder, written = universal
     read = read_universal(case, layout, folder)

@@ -150,9 +150,9 @@ class TestTwoRanks:
 # -- megatron-core layers, with tensor parallelism -------------------------------------------------------------------
 
 MEGATRON = {
-    "sequence parallel": ("tp2_sp", {"positions": "learned", "block": "gelu"}),
     "sequence parallel, mixture of experts": ("tp2_sp", {"block": "moe"}),
     "two stages, recompute": ("pp2", {"recompute": "uniform", "tied": True}),
+    "sequence parallel": ("tp2_sp", {"positions": "learned", "block": "gelu"}),
 }
 SIZES = {"tp2_sp": (2, 1, 1, True), "pp2": (1, 2, 1, False)}
 

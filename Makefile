@@ -43,14 +43,14 @@ lint: venv
 	$(BIN)/ruff format --check --quiet .
 	$(BIN)/mypy
 
-# Two files at a time, and then three of those that look at the clock: they mostly wait.
+# Two files at a time, but for those that look at the clock.
 PYTEST := $(BIN)/pytest
 
 test: lint suite
 
 suite: venv
 	$(PYTEST) -n 2 --dist loadfile -m "not alone"
-	$(PYTEST) -n 3 --dist loadfile -m alone
+	$(PYTEST) -n 2 --dist loadfile -m alone
 
 # Both, whatever comes of the first; each ends with the tests that were skipped, and why. ruff and mypy are left to the
 # pinned versions.

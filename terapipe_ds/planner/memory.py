@@ -1,8 +1,8 @@
-"""Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the peak of a schedule.
+"""Count the bytes that a stage needs: lasting bytes, those of each live slice, and of a slice that runs.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. The peak of a schedule
-follows from its orders alone: `Replay.peak_bytes`.
+part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. `simulator/peak_memory.py`
+adds them up over the order of a stage and finds its peak (`Replay.peak_bytes`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class HandedInputs:
         self._is_known = not may_hand
         self._written: set[int] = set()
 
-    def inputs(self, leaves: Tensors) -> Tensors:
+    def leaves_or_copies(self, leaves: Tensors) -> Tensors:
         """Return the tensors that the layers get for the leaves of a slice."""
         if not self._handed:
             return tuple([leaf.clone() for leaf in leaves])

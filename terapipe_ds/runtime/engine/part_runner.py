@@ -218,7 +218,7 @@ class PartRunner:
         saving = self._begin(action)
         # wait for the message of the part before, or cut the micro-batch
         leaves, is_tuple = self._leaves(action, active)
-        inputs = self._handed.inputs(leaves)
+        inputs = self._handed.leaves_or_copies(leaves)
         # layers see the active slice, so that attention reads and writes its keys and values
         stage.own_time.layers_begin()
         with push_slice(active), saving:

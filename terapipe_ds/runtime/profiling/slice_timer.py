@@ -343,7 +343,7 @@ class SliceTimer:
     def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> LiveSlice:
         """Run the engine's F, without its bookkeeping, on the module or on `layers` in its place."""
         leaves, is_tuple = self._leaves(active)
-        inputs = self.handed.inputs(leaves)
+        inputs = self.handed.leaves_or_copies(leaves)
         with push_slice(active), checkpointing_with_gradients(self.module):
             with self.autocast():
                 outputs = (layers or self.module)(inputs if is_tuple else inputs[0])

@@ -41,6 +41,7 @@ def test_models_that_do_not_fit_are_refused_at_once(capsys: pytest.CaptureFixtur
 
 
 def test_a_limit_ends_a_search() -> None:
-    ((question, answer),) = answers([QUESTIONS["small"]], time_limit_s=0.5)
-    assert not answer.is_complete and answer.cpu_s < SLOW * 2
+    limit_s = 2.0  # the first strategy is there after a few tenths of a second
+    ((question, answer),) = answers([QUESTIONS["small"]], time_limit_s=limit_s)
+    assert not answer.is_complete and answer.cpu_s < SLOW * limit_s
     assert " s, stopped | " in strategy_times._row(question, answer)

@@ -192,8 +192,8 @@ def main(words: Sequence[str] | None = None) -> None:
             times = json.loads(out.read_text())
         measured += zip(runs, times, strict=True)
         print(table(finished(measured)), flush=True)
-        given = " ".join(sys.argv[1:] if words is None else words)
-        facts = {"command": f"python -m studies.rehearsal {given}".strip(), "cores": os.cpu_count()}
+        arguments = " ".join(sys.argv[1:] if words is None else words)
+        facts = {"command": f"python -m studies.rehearsal {arguments}".strip(), "cores": os.cpu_count()}
         write_report(options.json, **facts, slice_ms=options.slice_ms, rows=finished(measured))
 
 

@@ -1,4 +1,4 @@
-"""Count the bytes that a stage needs: lasting bytes, those of each live slice, and of a slice that runs.
+"""Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the bytes of a running one.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
 part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. `simulator/peak_memory.py`

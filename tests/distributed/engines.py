@@ -121,8 +121,8 @@ def section(**changes: Any) -> dict[str, Any]:
 
 
 unchecked = functools.partial(section, verify="off")
-"""The same without the check of the first batch, for tests of other things: `start` leaves out that of the loss too."""
-loss_is_checked = False  # nevertheless
+"""The same without the check of the first batch, for tests of other things. `start` leaves out the loss check too."""
+loss_is_checked = False  # true: `start` leaves it in
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -246,7 +246,7 @@ def job_flattened() -> dict[str, Any]:
     """Train flattened documents by DeepSpeed's own loader; the stock engine has one document in each row."""
     found = {}
 
-    documents = engines.unchecked(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
+    documents = engines.section(slices=[5, 6, 1], documents="position_ids", verify="first_batch")
     with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process), engines.logged() as said:
         for terapipe, collate in ((None, rows_of), (documents, flattened)):
             given = {"training_data": samples(8), "collate_fn": collate}

@@ -64,8 +64,8 @@ def errors_of(trained: int, terapipe: dict[str, Any], stages: int, **changes: An
 )
 def test_one_layer_is_trained(schedule: str, trained: int, stages: int) -> None:
     changes = {"schedule": schedule, **({"chunks_per_stage": 2} if schedule in CHUNKS else {})}
-    given = {"trained": trained, "terapipe": engines.unchecked(**changes), "stages": stages}
-    errors = rank_pool(stages).run(errors_of, **given)
+    arguments = {"trained": trained, "terapipe": engines.unchecked(**changes), "stages": stages}
+    errors = rank_pool(stages).run(errors_of, **arguments)
     assert not engines.violations(errors)
 
 
@@ -73,8 +73,8 @@ def test_one_layer_is_trained(schedule: str, trained: int, stages: int) -> None:
 @pytest.mark.parametrize("trained", [0, 4], ids=["first stage", "last stage"])
 def test_the_norm_is_that_of_the_trained_stage(trained: int) -> None:
     """Norms are fp32 in DeepSpeed."""
-    given = {"trained": trained, "terapipe": engines.unchecked(), "stages": 2, "gradient_clipping": 0.01}
-    errors = rank_pool(2).run(errors_of, **given)
+    arguments = {"trained": trained, "terapipe": engines.unchecked(), "stages": 2, "gradient_clipping": 0.01}
+    errors = rank_pool(2).run(errors_of, **arguments)
     assert not engines.violations(errors, 1e-6)
 
 
@@ -100,8 +100,8 @@ def goes_on(folder: str, terapipe: dict[str, Any], **changes: Any) -> float:
     ids=["fp32", "bf16 with ZeRO-1"],
 )
 def test_checkpoints_of_a_frozen_stage(terapipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path) -> None:
-    given = {"folder": str(tmp_path), "terapipe": engines.unchecked(**terapipe), **changes}
-    assert rank_pool(2).run(goes_on, **given) == [0.0, 0.0]
+    arguments = {"folder": str(tmp_path), "terapipe": engines.unchecked(**terapipe), **changes}
+    assert rank_pool(2).run(goes_on, **arguments) == [0.0, 0.0]
 
 
 def trained_by_hand(how: str) -> dict[str, float]:

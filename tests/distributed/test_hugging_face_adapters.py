@@ -231,8 +231,8 @@ def test_adapters_equal_one_process(is_bf16: bool, schedule: str, layers: list[i
     ids=str,
 )
 def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path: Path) -> None:
-    given = {"family": "qwen2", "terapipe": {**SECTION, "schedule": "zbv"}}
-    errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), **given, **fields)
+    arguments = {"family": "qwen2", "terapipe": {**SECTION, "schedule": "zbv"}}
+    errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), **arguments, **fields)
     assert not engines.violations(errors)
 
 
@@ -240,8 +240,8 @@ def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path:
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [3]], ids=["everywhere", "last stage"])
 def test_gradients_are_clipped_by_the_norm_of_all_stages(layers: list[int], tmp_path: Path) -> None:
     """Norms are fp32 in DeepSpeed."""
-    given = {"family": "llama", "terapipe": SECTION, "layers_to_transform": layers}
-    errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), clipping=0.01, **given)
+    arguments = {"family": "llama", "terapipe": SECTION, "layers_to_transform": layers}
+    errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), clipping=0.01, **arguments)
     assert not engines.violations([{key: each[key] for key in ("loss", "parameter")} for each in errors], 1e-6)
 
 
@@ -321,6 +321,6 @@ def test_three_stages_with_one_that_is_frozen(schedule: str, is_bf16: bool, tmp_
 
 def test_frozen_weights_that_are_tied(tmp_path: Path) -> None:
     """Embedding and output matrix are one, on two stages, and have no gradients to sum."""
-    given = {"family": "gemma", "terapipe": SECTION, "layers_to_transform": [0, 3]}
+    arguments = {"family": "gemma", "terapipe": SECTION, "layers_to_transform": [0, 3]}
     bf16 = {"is_bf16": True, "gradients_in": "fp32"}
-    assert not engines.violations(rank_pool(2).run(train_adapters, folder=str(tmp_path), **given, **bf16), 1e-2)
+    assert not engines.violations(rank_pool(2).run(train_adapters, folder=str(tmp_path), **arguments, **bf16), 1e-2)

@@ -290,7 +290,7 @@ def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
     """Evaluate, train and go beyond the end of the data, with every check and profiler; then spoil a weight."""
     expected, data = stock_evaluation(), engines.batches(1, 3, first_seed=50)[0]
     watched = {"flops_profiler": {"enabled": True, "profile_step": 1, "output_file": "/dev/null"}}
-    ours = engines.unchecked(**changes, verify="first_batch", check_finite="every_step")
+    ours = engines.section(**changes, verify="first_batch", check_finite="every_step")
     with engines.engine_of(engines.gpt_layers(), ours, wall_clock_breakdown=True, **watched) as engine:
         loss, logits = engine.eval_batch(iter(data), return_logits=True, num_micro_batches=3)
         outputs = engine.eval_batch(iter(data), compute_loss=False, reduce_output=None, num_micro_batches=3)
@@ -306,7 +306,7 @@ def job_layout(changes: dict[str, Any]) -> dict[str, Any]:
         found["not finite"] = engines.step_error(engine)[1]
     embed, *decoder, norm, head = engines.gpt_layers()
     mixing = [embed, *decoder, LayerSpec(Mean), norm, head]
-    with engines.engine_of(mixing, engines.unchecked(**changes, verify="first_batch")) as engine:
+    with engines.engine_of(mixing, engines.section(**changes, verify="first_batch")) as engine:
         found["called"] = engines.raised_by(lambda: engine.module(data[0][0]))
         found["mixes tokens"] = engines.step_error(engine)
     return found

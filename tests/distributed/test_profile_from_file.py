@@ -128,9 +128,9 @@ def job_fails(path: str, rank: int) -> str:
         yield from module.parameters()
 
     module = engines.pipeline_module(engines.gpt_layers())
-    given = engines.config(terapipe=engines.unchecked(**AUTO, planner={"profile": path}))
+    ds_config = engines.config(terapipe=engines.unchecked(**AUTO, planner={"profile": path}))
     with pytest.raises(LookupError) as caught:
-        terapipe_ds.initialize(model=module, model_parameters=parameters(), config=given)
+        terapipe_ds.initialize(model=module, model_parameters=parameters(), config=ds_config)
     return str(caught.value)
 
 

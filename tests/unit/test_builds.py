@@ -78,8 +78,8 @@ def test_no_start_builds_after_register_unless_it_is_wanted(tmp_path: Path) -> N
     (tmp_path / "train.py").write_text(SCRIPT)
     ours = ["registered 0", "deepspeed.initialize 0", "unregistered 1", "terapipe_ds.initialize 0"]
     with contextlib.closing(RankPool(1)) as new:  # DeepSpeed keeps groups of earlier engines, which are closed by now
-        found = new.run(starts, script=str(tmp_path / "train.py"))
-    assert found == [["stock 1", *ours, "wanted 1", "script 0"]]
+        counts = new.run(starts, script=str(tmp_path / "train.py"))
+    assert counts == [["stock 1", *ours, "wanted 1", "script 0"]]
 
 
 class TestLocks:

@@ -82,8 +82,8 @@ def test_the_numbers_are_those_of_the_simulator(capsys: pytest.CaptureFixture[st
 
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "step.svg"
-    found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--out", str(out), "--picture", str(picture))
-    assert list(SlicePlan.from_json(out.read_text()).lengths) == found["plan"]
+    plan = as_json(capsys, *SMALL, "--schedule", "1f1b", "--out", str(out), "--picture", str(picture))
+    assert list(SlicePlan.from_json(out.read_text()).lengths) == plan["plan"]
     assert "svg" in picture.read_text()[:300]
     assert sorted(tmp_path.iterdir()) == [out, picture]
 

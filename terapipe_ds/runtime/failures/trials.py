@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -66,7 +67,11 @@ class Trials:
         if isinstance(error, TrialError):  # of a trial inside of this one
             raise error
         # A rank alone needs no peer; a lost peer cannot be reached
-        own = None if error is None else TrialFailure(type(error).__name__, text_of(error))
+        own = None
+        if error is not None:
+            own = TrialFailure(type(error).__name__, text_of(error))
+            # before torch 2.13 a failed checkpoint takes the tensors of later layers as long as its frame lives
+            traceback.clear_frames(error.__traceback__)
         if len(self._ranks) < 2:
             return own
         if isinstance(error, RuntimeError) and is_lost_connection(error):

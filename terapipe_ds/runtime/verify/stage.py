@@ -333,8 +333,6 @@ class StageCheck:
         failure = self.slicing.ranks.trials.failure(caught, what)
         if failure is None:
             return result, None
-        if caught is not None:  # before torch 2.13 a failed checkpoint takes others' tensors while its frame lives
-            traceback.clear_frames(caught.__traceback__)
         # torch lists all its backends
         if failure.text.count("\n") > _MOST_LINES:
             failure = failure._replace(text=first_sentence(failure.text))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -49,6 +49,34 @@ def test_every_rank_hears_of_the_first_failure_and_keeps_its_own() -> None:
     assert first == TrialFailure("ValueError", "the layer is\nbroken", 4)
     assert str(first) == "rank 4: ValueError: the layer is\nbroken"
     assert broken == TrialFailure("ValueError", "the layer is\nbroken") and other == TrialFailure("KeyError", "'x'")
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1)], ids=["alone", "with a peer"])
+def test_what_the_frames_of_a_failed_trial_hold_ends_with_it(ranks: tuple[int, ...]) -> None:
+    """As the hooks of torch's checkpointing, which a generator holds that nothing ends where a layer raises."""
+    ended: list[int] = []
+
+    def hold(rank: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            ended.append(rank)
+
+    def layer(rank: int) -> None:
+        hooks = hold(rank)
+        next(hooks)
+        raise ValueError("the layer is broken")
+
+    def act(trials: Trials, rank: int) -> list[int]:
+        try:
+            layer(rank)
+        except ValueError as error:
+            assert rank not in ended and trials.failure(error, "it") is not None
+            return [*ended]
+        raise AssertionError("the layer raises")
+
+    for rank, seen in enumerate(on_ranks(ranks, act)):
+        assert rank in seen
 
 
 def test_a_rank_that_fails_gives_up_on_peers_that_do_not_come() -> None:

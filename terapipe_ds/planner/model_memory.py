@@ -189,8 +189,7 @@ class Setup:
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=self._largest_weight(is_first or is_last, layers) * item
-            + (self._table_bytes if layers else 0),
+            working_bytes=self._fresh_gradient_bytes(is_first, is_last, layers) + (self._table_bytes if layers else 0),
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_gone_bytes_per_token=share * self._gone_in_attention if layers else 0,
@@ -224,12 +223,14 @@ class Setup:
         """Return bytes of parameters, gradients and optimizer states as DeepSpeed 0.19.8 holds them.
 
         fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
-        has a buffer that accumulates the gradients as well (`data_types.grad_accum_dtype`), and its optimizer
-        (bf16_optimizer.py) always divides. Tensors that live only in the optimizer step do not count: no slice is live.
+        has a buffer that accumulates the gradients (`data_types.grad_accum_dtype`), and its optimizer
+        (bf16_optimizer.py) always divides. Linear layers and embeddings add to this buffer and leave `.grad` empty
+        (`runtime/layers/gradient_sums.py`); experts and an offloaded optimizer need `.grad` as well. Tensors that live
+        only in the optimizer step do not count: no slice is live.
         """
         is_bf16 = self.dtype == "bfloat16"
-        gradients = ITEMSIZE[self.gradient_dtype or ("float32" if is_bf16 else self.dtype)]
-        gradients += self._item if is_bf16 else 0
+        gradients = ITEMSIZE[self._sum_dtype]
+        gradients += self._item if is_bf16 and (self.size.experts or self.offload_optimizer) else 0
         # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel * self.sequence_ranks if self.zero_stage == 1 or is_bf16 else 1
@@ -238,19 +239,35 @@ class Setup:
         return parameters * (self._item + gradients) + on_device
 
     @property
+    def _sum_dtype(self) -> str:
+        """Return the dtype in which gradients accumulate."""
+        return self.gradient_dtype or ("float32" if self.dtype == "bfloat16" else self.dtype)
+
+    @property
     def _table_bytes(self) -> int:
         """Return the bytes of the turns of all positions, complex numbers; a table has a power of two of them."""
         length = 1 << max(10, (self.size.max_sequence_length - 1).bit_length())
         return length * self.size.head_dim * self._wide if self.size.positions == "rope" else 0
 
-    def _largest_weight(self, has_vocabulary: bool, layers: int) -> int:
-        """Count the numbers of the largest weight: its new gradient is beside the accumulated one for a moment."""
-        size = self.size
-        experts = size.experts.number if size.experts else 1  # one weight, with all experts
-        into = (2 if size.gated_mlp else 1) * size.ffn_size * experts
-        widths = [into, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
-        widest = max([*widths, size.vocab_size if has_vocabulary else 0])
-        return widest * size.hidden_size // self.tensor_parallel
+    def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int) -> int:
+        """Count the bytes of the largest gradient that is beside the accumulated one for a moment.
+
+        Autograd makes those of the embedding and of experts. Products of linear layers are added in place
+        (`runtime/layers/weight_gradients.py`), unless DeepSpeed's offloaded optimizer takes each gradient. A CPU has
+        no product whose results are wider than its factors, and widens what it adds.
+        """
+        size, degree = self.size, self.tensor_parallel
+        into = (2 if size.gated_mlp else 1) * size.ffn_size
+        attention = (size.num_heads + 2 * size.num_kv_heads) * size.head_dim
+        total = ITEMSIZE[self._sum_dtype]
+        widens = self.on_cpu and total > self._item
+        widths = [size.vocab_size] if is_first else []
+        widths += [into * size.experts.number] if size.experts and layers else []  # one weight, with all experts
+        if widens or self.offload_optimizer:
+            widths += [into, attention] if layers else []
+            widths += [size.vocab_size] if is_last else []
+        per_number = self._item + (total if widens else 0)
+        return max(widths, default=0) * size.hidden_size // degree * per_number
 
     # --- bytes per token of one row
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -39,7 +40,9 @@ class LabelProbe:
     def __init__(self, check: LossCheck, tokens: int) -> None:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
-        self._check = replace(check, outputs=_narrowed(check.outputs, tokens), slicing=slicing, head=None)
+        self._device = check.outputs.tensors[0].device
+        outputs = _narrowed(check.outputs, tokens).to(torch.device("cpu"))  # a device needs its memory for training
+        self._check = replace(check, outputs=outputs, slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
         pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
@@ -69,12 +72,22 @@ class LabelProbe:
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
         if not len(places):
             return None
-        with untouched(holder, with_gradients=False):
+        with self._on_device(), untouched(holder, with_gradients=False):
             calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
             problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
             if problem is not None and is_later and self._is_nan_anyway():
                 self._seen, problem = before, None  # training names the slice
             return problem
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Have the outputs on the device that trains, inside the block."""
+        kept = self._check
+        self._check = replace(kept, outputs=kept.outputs.to(self._device))
+        try:
+            yield
+        finally:
+            self._check = kept
 
     def _is_nan_anyway(self) -> bool:
         """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""
@@ -143,7 +156,7 @@ class LabelProbe:
 
     def _at(self, labels: SliceableTensors, places: np.ndarray) -> SliceableTensors:
         """Return a sequence of the tokens at `places` of the flat [tokens, rows], each in all rows of the outputs."""
-        rows, device = num_rows(labels), self._check.outputs.tensors[0].device
+        rows = num_rows(labels)
         token_ids, row_ids = (torch.from_numpy(each) for each in np.divmod(places, rows))
         tensors = []
         for tensor, is_cut, whole in zip(labels.tensors, labels.sliced, self._check.labels.tensors, strict=True):
@@ -155,7 +168,7 @@ class LabelProbe:
             if tensor.dim() > 1:
                 own_rows = self._rows if tokens.size(1) == rows else tokens.size(1)
                 chosen = chosen[:, None].expand(-1, own_rows, *chosen.shape[1:]).movedim(0, labels.dim).contiguous()
-            tensors.append(chosen.to(device))
+            tensors.append(chosen.to(self._device))
         return replace(labels, tensors=tuple(tensors))
 
 
@@ -271,12 +284,12 @@ def _named(labels: SliceableTensors, kinds: Tensor) -> str:
 
 
 def _narrowed(outputs: Activations, tokens: int) -> Activations:
-    """Return copies of the outputs' first tokens."""
+    """Return the outputs' first tokens."""
     tensors = (
         layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
         for layout, each in zip(outputs.layouts, outputs.tensors, strict=True)
     )
-    return replace(outputs, tensors=tuple(each.detach().clone() for each in tensors))
+    return replace(outputs, tensors=tuple(each.detach() for each in tensors))
 
 
 def _with_labels(

@@ -206,13 +206,16 @@ def test_live_slices_are_those_of_the_schedule(name: str) -> None:
     [
         (Shape("seq1f1b"), 0.96, 1.05),
         (Shape("terapipe"), 0.97, 1.03),
-        (Shape("seq1f1b-interleaved", 2), 0.85, 1.17),
-        (Shape("seq1f1b-zb"), 0.85, 1.29),
+        (Shape("seq1f1b-interleaved", 2), 0.83, 1.17),
+        (Shape("seq1f1b-zb"), 0.83, 1.31),
     ],
     ids=str,
 )
 def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, most: float, offloads: bool) -> None:
-    """Of llama-3-8b in bf16; the exact times between computations decide more where parts or split backwards mix."""
+    """Of llama-3-8b in bf16; the exact times between computations decide more where parts or split backwards mix.
+
+    The errors are those of activations. They are shares of all bytes, 18 of which per parameter are exact.
+    """
     cluster, length = Cluster("h100", 1, 8), 65536
     layers = layers_of("llama-3-8b", cluster, length, "auto")
     space = Space(layers, cluster, 8, length, math.inf, Choices(*[None] * 4, offloads, offload_optimizer=False))

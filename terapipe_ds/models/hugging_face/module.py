@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -233,10 +234,8 @@ class HuggingFaceModule(PipelineModule):
             return super()._count_layer_params()
 
     def _build(self) -> None:
-        if self._is_built:
-            super()._build()
-            return
-        with refused_on_all_ranks():  # a layer of one stage alone may have no weights
+        # a layer of one stage alone may have no weights
+        with contextlib.nullcontext() if self._is_built else refused_on_all_ranks():
             super()._build()
 
     def _partition_layers(self, method: str = "uniform") -> None:

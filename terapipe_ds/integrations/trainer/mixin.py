@@ -32,6 +32,7 @@ from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -160,7 +161,8 @@ class PipelineTrainerMixin(Trainer):
         if self._stages.has_engine:  # another training run goes on with its state
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
-        self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        # the layers come to their stages before the optimizer lists their parameters
+        lay_out(self._stages.module, self.args.deepspeed_plugin.hf_ds_config.config)
         own, modules = self._own_parameters(), self._stages.module.modules
         with replaced(self.model, "named_parameters", lambda *_, **__: own), replaced(self.model, "modules", modules):
             return super().create_optimizer()

@@ -75,7 +75,7 @@ class PublishedSetting:
             for plan in self.plans if candidate.micro_batch == 1 else ():
                 for name in ("1f1b" if plan.num_slices == 1 else "seq1f1b", "terapipe"):
                     proposals = priced.propose(Shape(name), plan.num_slices, limit)
-                    scores += [priced.score(cut, name, plan, limit) for _, cut in proposals]
+                    scores += [priced.score(cut, Shape(name), plan, limit) for _, cut in proposals]
         return min((score for score in scores if score is not None), key=attrgetter("rank"))
 
 
@@ -190,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _as_json(row: Row) -> dict[str, Any]:
     score, found = row.published, row.found.model_dump(mode="json")
-    published = {"predicted_s": score.seconds, "schedule": score.schedule, "slices": list(score.plan.lengths)}
+    published = {"predicted_s": score.seconds, "schedule": score.shape.schedule, "slices": list(score.plan.lengths)}
     published["partition"] = list(score.bounds)
     strategies = {"published": published, "found": found}
     return {"setting": asdict(row.setting), **strategies, "rank": row.rank, "ranked": row.ranked, "ratio": row.ratio}

@@ -226,6 +226,7 @@ class Options(BaseModel):
 
 
 _ALLOWED = {
+    "bool_parsing": "yes or no",
     "int_parsing": "an integer",
     "int_parsing_size": "a smaller integer",
     "float_parsing": "a number",

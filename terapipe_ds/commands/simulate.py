@@ -251,8 +251,7 @@ def _critical_path(timeline: Timeline) -> str:
 def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan]]:
     if options.from_csv is not None:
         schedule = options.load(options.from_csv)
-        plans = [_plan(text, options) for text in options.slices]
-        return schedule, plans * schedule.num_micro_batches if len(plans) == 1 else plans
+        return schedule, _plans(options, schedule.num_micro_batches)
     plans = _plans(options, options.micro_batches)
     return options.build([plan.num_slices for plan in plans]), plans
 

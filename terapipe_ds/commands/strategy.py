@@ -13,9 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
@@ -47,17 +45,6 @@ _FIXED = (
     *("stages", "tensor_parallel", "data_parallel", "sequence_parallel", "chunks_per_stage"),
     *("offload_activations", "offload_optimizer"),
 )
-_SWITCHES = {"yes": True, "no": False}
-
-
-def _as_switch(text: object) -> object:
-    if text not in _SWITCHES:
-        raise ValueError("yes or no")
-    return _SWITCHES[str(text)]
-
-
-Offload = Annotated[bool, BeforeValidator(_as_switch)]
-
 
 _cluster_option, _training, _output = (
     functools.partial(option, group=title) for title in ("cluster", "training", "output")
@@ -82,8 +69,8 @@ class StrategyOptions(CostOptions):
     sequence_parallel: int = option(
         "ranks that divide the tokens of each slice (searched)", "N", 1, group="model and devices", ge=1
     )
-    offload_activations: Offload | None = _training("keep what slices save on the host (searched)", "yes|no")
-    offload_optimizer: Offload | None = _training("DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no")
+    offload_activations: bool | None = _training("keep what slices save on the host (searched)", "yes|no")
+    offload_optimizer: bool | None = _training("DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no")
     time_limit: float | None = option("print the best strategy so far after S seconds", "S", group="search", gt=0)
     against: Text | None = _output("compare the best strategy with the one in this file", "FILE")
     strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")
@@ -134,12 +121,8 @@ def run(arguments: argparse.Namespace) -> None:
 @contextlib.contextmanager
 def _terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM end a search as Ctrl-C does: with the best strategy so far."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     try:
-        before = signal.signal(signal.SIGTERM, interrupt)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     except ValueError:  # only the main thread has signals
         yield
         return

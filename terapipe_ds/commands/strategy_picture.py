@@ -107,12 +107,13 @@ class _Devices:
         """Draw a strip with a cell per layer; the first is the embedding, the last the head."""
         from matplotlib.patches import Rectangle
 
+        from terapipe_ds.planner.strategy.candidate import owners_of
         from terapipe_ds.timeline.picture import MUTED
 
-        partition = self._strategy.partition
+        strategy, partition = self._strategy, self._strategy.partition
         cell = width / partition[-1]
-        for part, (start, stop) in enumerate(itertools.pairwise(partition)):
-            stage = self._stage_of(part)
+        owners = owners_of(strategy.schedule, strategy.grid["pipe"], strategy.chunks_per_stage)
+        for stage, (start, stop) in zip(owners, itertools.pairwise(partition), strict=True):
             colour = self._colour(stage)
             for layer in range(start, stop):
                 corner = (layer * cell, top)
@@ -122,14 +123,6 @@ class _Devices:
                 middle = (start + stop) / 2 * cell, top + _STRIP / 2
                 axes.text(*middle, words, fontsize=7.5, color=_ink_on(colour), ha="center", va="center")
             axes.plot([start * cell] * 2, [top - 0.04, top + _STRIP + 0.04], color=MUTED, linewidth=0.8)
-
-    def _stage_of(self, part: int) -> int:
-        from terapipe_ds.schedule import build
-
-        strategy = self._strategy
-        counts = strategy.grid["pipe"], 1, 1
-        places = build(strategy.schedule, *counts, chunks_per_stage=strategy.chunks_per_stage).placement
-        return next(stage for (stage, _), placed in places.items() if placed == part)
 
     def _colour(self, stage: int) -> tuple[float, float, float]:
         """Return a colour that runs from dark blue to light green with the stages."""

@@ -20,7 +20,7 @@ from terapipe_ds.losses import LinearCrossEntropy, deferred, tied_logits
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryModel
-from terapipe_ds.runtime.verify.loss import HeadWithLoss
+from terapipe_ds.runtime.verify.stage import StageCheck
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
@@ -128,7 +128,7 @@ def trained(name: str) -> tuple[dict[str, float], int, str]:
         calls.append(1)
         return apply(*arguments)
 
-    compare = HeadWithLoss.compare
+    compare = StageCheck.compare_without_logits
 
     def uncounted(*arguments: Any) -> Any:
         """Run the check of the first batch, which has losses without logits of its own."""
@@ -139,7 +139,7 @@ def trained(name: str) -> tuple[dict[str, float], int, str]:
 
     patches = (
         mock.patch.object(deferred._Deferred, "apply", counted),
-        mock.patch.object(HeadWithLoss, "compare", uncounted),
+        mock.patch.object(StageCheck, "compare_without_logits", uncounted),
     )
     with patches[0], patches[1], logged() as lines:
         with engine_of(job.layers(), section(**{"slices": [8, 12, 3], **job.terapipe}), **options) as engine:

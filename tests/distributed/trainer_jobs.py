@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 import terapipe_ds
 from terapipe_ds.integrations.trainer import PipelineTrainer
-from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator
+from terapipe_ds.integrations.trainer.mixin import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages
 from terapipe_ds.models.hugging_face.refusals import gathered
 from tests.distributed import engines

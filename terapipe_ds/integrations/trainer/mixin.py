@@ -16,20 +16,23 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate import PartialState
-from accelerate.utils import send_to_device
-from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
+from accelerate import Accelerator, PartialState
+from accelerate.utils import DummyOptim, DummyScheduler, send_to_device
+from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
-from terapipe_ds.integrations.trainer.replicas import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -158,7 +161,8 @@ class PipelineTrainerMixin(Trainer):
         if self._stages.has_engine:  # another training run goes on with its state
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
-        self._stages.lay_out(self.args.deepspeed_plugin.hf_ds_config.config)
+        # the layers come to their stages before the optimizer lists their parameters
+        lay_out(self._stages.module, self.args.deepspeed_plugin.hf_ds_config.config)
         own, modules = self._own_parameters(), self._stages.module.modules
         with replaced(self.model, "named_parameters", lambda *_, **__: own), replaced(self.model, "modules", modules):
             return super().create_optimizer()
@@ -285,6 +289,66 @@ class PipelineTrainerMixin(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._as_rank():
             super()._load_rng_state(checkpoint)
+
+
+class PipelineAccelerator(Accelerator):
+    """Let accelerate count replicas of the model, not ranks: the stages of a pipeline get the same data.
+
+    It shards data over replicas, gathers from them, and prepares the pipeline's engine in place of a model.
+    """
+
+    stages: Stages
+    start: Callable[[], None]
+
+    @classmethod
+    def adopt(cls, accelerator: Accelerator, stages: Stages, start: Callable[[], None]) -> None:
+        """Turn Trainer's accelerator into one of a pipeline. `start` builds the engine."""
+        accelerator.__class__ = cls
+        accelerator.stages, accelerator.start = stages, start
+        if accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
+            accelerator.dataloader_config.dispatch_batches = False
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget what was prepared, but keep the engine, which another training run goes on with."""
+        self.deepspeed_engine_wrapped = None
+        return super().free_memory(*objects)
+
+    @property
+    def num_processes(self) -> int:
+        """Return the number of replicas."""
+        return self.stages.replicas
+
+    @property
+    def process_index(self) -> int:
+        """Return the replica that this rank is a stage of."""
+        return self.stages.replica
+
+    def gather(self, tensor: Any) -> Any:
+        """Return the tensors of all replicas, concatenated."""
+        return recursively_apply(self.stages.gathered, tensor, error_on_other_type=True)
+
+    def _prepare_deepspeed(self, *args: Any) -> tuple[Any, ...]:
+        """Prepare loaders as Accelerate does; return the engine for a model, and its optimizer and scheduler."""
+        return tuple(map(self._prepared, args))
+
+    def _prepared(self, item: Any) -> Any:
+        if isinstance(item, DataLoader):
+            return self._prepare_one(item, first_pass=True)
+        if isinstance(item, nn.Module):
+            self.start()
+            self.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(self.stages.engine)
+            self._models.append(self.stages.engine)
+            return self.stages.engine
+        if isinstance(item, Optimizer | DummyOptim):
+            self._optimizers.append(DeepSpeedOptimizerWrapper(self.stages.engine.optimizer))
+            return self._optimizers[-1]
+        if isinstance(item, DummyScheduler):
+            config = self.state.deepspeed_plugin.hf_ds_config.config
+            if "scheduler" not in config:
+                return item.lr_scheduler_callable(self._optimizers[-1])  # Trainer's own, which Trainer steps
+            self._schedulers.append(DeepSpeedSchedulerWrapper(self.stages.own_scheduler(config), self._optimizers[-1]))
+            return self._schedulers[-1]
+        return item
 
 
 class PipelineTrainer(PipelineTrainerMixin, Trainer):

@@ -158,15 +158,14 @@ def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
 
 def check_trainer(trainer: Trainer, mixin: type) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
-    _refuse(type(trainer), [*_of_trainer(trainer, mixin)])
-
-
-def _of_trainer(trainer: Trainer, mixin: type) -> Iterator[str]:
-    yield from filter(None, (_problem_of_method(trainer, mixin, name) for name in _REPLACED))
+    problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name)) is not None]
     if getattr(trainer, "aux_loss_enabled", False):
-        yield "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
+        problems.append(
+            "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
+        )
     if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
-        yield 'padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"'
+        problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
+    _refuse(type(trainer), problems)
 
 
 def _refuse(kind: type, problems: Sequence[str]) -> None:

@@ -144,7 +144,7 @@ class Stages:
         config = {key: value for key, value in config.items() if key != "scheduler"}
         if "tensor_parallel" in self._raw:
             config["tensor_parallel"] = self._raw["tensor_parallel"]
-        self.lay_out(config)
+        lay_out(self.module, config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
         if optimizer is not None and any(each.is_meta for group in optimizer.param_groups for each in group["params"]):
@@ -160,10 +160,6 @@ class Stages:
     def has_engine(self) -> bool:
         """Return whether `start` has run."""
         return hasattr(self, "engine")
-
-    def lay_out(self, config: Mapping[str, Any]) -> None:
-        """Bring the layers to the stages that hold them, before an optimizer lists their parameters."""
-        lay_out(self.module, {key: value for key, value in config.items() if key != "scheduler"})
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,9 +121,7 @@ class HuggingFaceModule(PipelineModule):
             **{"partition_method": "type:^DecoderLayer$", "checkpointable_layers": ["DecoderLayer"], **options},
         )
         self._is_built = True
-        with refused_on_all_ranks():
-            self._try_layers()
-        self._agree()
+        self._try_layers()
 
     def laid_out(self) -> None:
         """Read the weights of this stage, and try in slices the decoder layers that are new on it.
@@ -132,8 +131,7 @@ class HuggingFaceModule(PipelineModule):
         """
         with refused_on_all_ranks():
             self._read()
-            self._try_layers()
-        self._agree()
+        self._try_layers()
         self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
 
     def _read(self) -> None:
@@ -145,9 +143,14 @@ class HuggingFaceModule(PipelineModule):
             read([parameter])
 
     def _try_layers(self) -> None:
-        ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}
-        self._mixing = next((f"decoder layer {k} has {way.mixing}" for k, way in ways.items() if way.mixing), "")
-        self.shortest_slice = max((way.shortest_slice for way in ways.values()), default=1)
+        """Try the decoder layers of this stage in slices; tell all stages which inputs those of some do not take."""
+        with refused_on_all_ranks():
+            ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}
+        own = next((f"decoder layer {k} has {way.mixing}" for k, way in ways.items() if way.mixing), "")
+        # layers differ, and so do stages: the first stage checks the inputs for all
+        everyone = gathered((own, max((way.shortest_slice for way in ways.values()), default=1)))
+        mixing, shortest = zip(*everyone, strict=True)
+        self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Leave weights unread while the base class moves them to a device as it builds the module."""
@@ -167,12 +170,6 @@ class HuggingFaceModule(PipelineModule):
         frozen = super()._get_frozen_parameter_names(layer)
         scales = [key for key in layer.state_dict() if key.startswith(tuple(f"{name}." for name in frozen))]
         return [*frozen, *scales]
-
-    def _agree(self) -> None:
-        """Tell all stages which inputs the layers of some stages do not take."""
-        # layers differ, and so do stages: the first stage checks the inputs for all
-        mixing, shortest = zip(*gathered((self._mixing, self.shortest_slice)), strict=True)
-        self._mixing, self.shortest_slice = next(filter(None, mixing), ""), max(shortest)
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
         """Raise ModelRefusedError for inputs that layers would not respect; the engine passes the inputs of whole rows.
@@ -233,10 +230,8 @@ class HuggingFaceModule(PipelineModule):
             return super()._count_layer_params()
 
     def _build(self) -> None:
-        if self._is_built:
-            super()._build()
-            return
-        with refused_on_all_ranks():  # a layer of one stage alone may have no weights
+        # a layer of one stage alone may have no weights
+        with contextlib.nullcontext() if self._is_built else refused_on_all_ranks():
             super()._build()
 
     def _partition_layers(self, method: str = "uniform") -> None:

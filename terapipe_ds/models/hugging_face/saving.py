@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch.distributed as torch_dist
@@ -119,7 +119,7 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str], *, m
     if adapters is None or merge:
         _write_model(module, pieces, saving, merge)
     else:
-        states = {name: _named_state(name, gathered_copy(held).state_dict()) for name, held in pieces.items()}
+        states = {name: gathered_copy(held).state_dict(prefix=f"{name}.") for name, held in pieces.items()}
         trained = adapters.gathered(states)
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
@@ -159,7 +159,7 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
         for name, held in pieces.items():  # one by one: each is whole for this moment, on all tensor-parallel ranks
             held = gathered_copy(held)
             if writers[name] == me:
-                tensors |= _as_stored(module.blueprint.outline.model, _named_state(name, _state_of(held, merge)))
+                tensors |= _as_stored(module.blueprint.outline.model, _state_of(held, f"{name}.", merge))
         if me in shards:
             saving.mkdir(parents=True, exist_ok=True)
             save_file(tensors, saving / shards[me], metadata={"format": "pt"})
@@ -199,18 +199,13 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 
-def _named_state(name: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return parameters and saved buffers of a module by their names in the model."""
-    return {f"{name}.{key}": value for key, value in state.items()}
-
-
-def _state_of(held: nn.Module, merge: bool) -> Mapping[str, Tensor]:
+def _state_of(held: nn.Module, prefix: str, merge: bool) -> dict[str, Tensor]:
     """Return the weights and saved buffers of a module, with the adapters added to them if `merge`."""
     if not merge:
-        return held.state_dict()
+        return held.state_dict(prefix=prefix)
     from terapipe_ds.models.hugging_face.weights.adapters import merged  # peft takes seconds to import
 
-    return merged(held)
+    return merged(held, prefix)
 
 
 def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:

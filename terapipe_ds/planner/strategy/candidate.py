@@ -62,21 +62,15 @@ class Score:
     candidate: Candidate
     bounds: Bounds
     recompute: tuple[Again, ...]
-    schedule: str
+    shape: Shape
     plan: SlicePlan
     peak_bytes: tuple[int, ...]
     is_final: bool  # the replay had enough micro-batches for an answer
-    chunks_per_stage: int = 1
     host_bytes: int = 0  # of the fullest node
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self.schedule, self.chunks_per_stage)
-
-    @property
     def rank(self) -> tuple[Any, ...]:
-        shape = self.chunks_per_stage, self.schedule
-        return self.seconds, self.plan.num_slices, self.candidate.rank, shape, self.bounds
+        return self.seconds, self.plan.num_slices, self.candidate.rank, self.shape[::-1], self.bounds
 
 
 @functools.lru_cache(maxsize=24)

@@ -70,10 +70,9 @@ class Priced(Estimated):
     def score(
         self,
         bounds: Bounds,
-        schedule: str,
+        shape: Shape,
         plan: SlicePlan,
         limit_bytes: float,
-        chunks_per_stage: int = 1,
         most: float | None = MOST_WHOLE,
         beat_s: float = math.inf,
     ) -> Score | None:
@@ -82,9 +81,7 @@ class Priced(Estimated):
         Stages that do not fit otherwise recompute, where they may. With offloaded activations recomputation saves
         copies too: the fastest choice counts. A few micro-batches predict a batch of more than `most` computations.
         """
-        shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
-        kinds = self._kinds(schedule)
-        offloads = self.candidate.levers.offload_activations
+        kinds, offloads = self._kinds(shape.schedule), self.candidate.levers.offload_activations
         over, best = (everything := (True,) * self.num_stages), None
         # nothing recomputes, then the kind that takes the least time, full recomputation last
         for kind in (kinds[0], *reversed(kinds[1:])):
@@ -105,19 +102,16 @@ class Priced(Estimated):
                     best, beat_s = score, score.seconds
         return best
 
-    def _estimated_over(
-        self, bounds: Bounds, shape: ScheduleShape, plan: SlicePlan, limit_bytes: float
-    ) -> tuple[bool, ...]:
+    def _estimated_over(self, bounds: Bounds, shape: Shape, plan: SlicePlan, limit_bytes: float) -> tuple[bool, ...]:
         """Return which stages do not fit without recomputation, about."""
-        one = Shape(shape.schedule, shape.chunks_per_stage)
-        owners = owners_of(shape.schedule, self.num_stages, shape.chunks_per_stage)
-        peaks = self._peaks_of(bounds, owners, one, plan.num_slices, Again.OFF)
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
+        peaks = self._peaks_of(bounds, owners, shape, plan.num_slices, Again.OFF)
         return tuple((peaks > limit_bytes).tolist())
 
     def _replayed(
         self,
         bounds: Bounds,
-        shape: ScheduleShape,
+        shape: Shape,
         plan: SlicePlan,
         recompute: tuple[Again, ...],
         limit_bytes: float,
@@ -125,14 +119,15 @@ class Priced(Estimated):
         beat_s: float,
     ) -> Score | None:
         """Return the score of one choice of recomputation; None where its host is too small, or it is too slow."""
-        owners = owners_of(shape.schedule, self.num_stages, shape.chunks_per_stage)
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
         # no stage takes less than its own computations
         if plan == SlicePlan.equal(self.length, plan.num_slices):
             busy_s = self.num_micro_batches * self._busy_s(bounds, owners, plan.num_slices, recompute)
             if self._step_s(busy_s.tolist(), bounds, owners) > beat_s:
                 return None
-        replays = functools.partial(replay_of, shape)
-        replay = functools.partial(replay_few, shape, self.num_micro_batches, replays, plan, most=most)
+        replayed = ScheduleShape(shape.schedule, self.num_stages, plan.num_slices, shape.chunks)
+        replays = functools.partial(replay_of, replayed)
+        replay = functools.partial(replay_few, replayed, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
         # the seconds and the host's bytes are known sooner than the device's
         timed = replay(costs=costs)
@@ -142,14 +137,13 @@ class Priced(Estimated):
             timed = replay(costs=costs, memory=memory)
             if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
                 return None
-        few = functools.partial(replays, min(self.num_micro_batches, shape.filling))
+        few = functools.partial(replays, min(self.num_micro_batches, replayed.filling))
         hosts = self.host_bytes(few, bounds, plan, memory, owners)
         if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
             return None
         held = replay(memory=memory)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
-        how = shape.schedule, plan, held.peak_bytes, is_final, shape.chunks_per_stage, hosts
-        return Score(seconds, self.candidate, bounds, recompute, *how)
+        return Score(seconds, self.candidate, bounds, recompute, shape, plan, held.peak_bytes, is_final, hosts)
 
     def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:
         """Return the seconds to the end of each stage's reduction and step, which follow its last computation."""
@@ -186,8 +180,9 @@ class Priced(Estimated):
 
     def peak_by_kind(self, score: Score) -> dict[str, list[int]]:
         """Return the peak bytes of each stage by kind; they add up to the peaks of the score."""
-        owners = owners_of(score.schedule, self.num_stages, score.chunks_per_stage)
-        shape = ScheduleShape(score.schedule, self.num_stages, score.plan.num_slices, score.chunks_per_stage)
+        schedule, chunks = score.shape
+        owners = owners_of(schedule, self.num_stages, chunks)
+        shape = ScheduleShape(schedule, self.num_stages, score.plan.num_slices, chunks)
         whole = self.memory(score.bounds, score.recompute, owners)
         kinds = {kind: whole.only(kind) for kind in MEMORY_KINDS}
         replay = replay_of(shape, min(self.num_micro_batches, max(shape.filling, shape.most_live[0])))

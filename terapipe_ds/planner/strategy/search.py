@@ -314,7 +314,7 @@ class Search:
         if best is not None and (best.bounds, best.plan) == (bounds, plan):
             return
         beat_s = near_s if best is None else min(near_s, best.seconds)
-        score = priced.score(bounds, shape.schedule, plan, self.space.limit_bytes, shape.chunks, most, beat_s)
+        score = priced.score(bounds, shape, plan, self.space.limit_bytes, most, beat_s)
         if score is not None and (best is None or score.rank < best.rank):
             self.scores[priced.candidate, shape] = score
         replayed = ScheduleShape(shape.schedule, priced.num_stages, plan.num_slices, shape.chunks)
@@ -358,7 +358,7 @@ class Search:
 
     def _plan_slices(self, priced: Priced, score: Score) -> None:
         """Replay a score with slices by `plan_slices`, where some fit."""
-        owners = owners_of(score.schedule, priced.num_stages, score.chunks_per_stage)
+        owners = owners_of(score.shape.schedule, priced.num_stages, score.shape.chunks)
         self.work += _BUDGET
         filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
@@ -368,8 +368,8 @@ class Search:
                 priced.num_stages,
                 min(priced.num_micro_batches, filling),
                 min(granule_of(priced.length), max(64, priced.length // score.plan.num_slices)),
-                score.schedule,
-                chunks_per_stage=score.chunks_per_stage,
+                score.shape.schedule,
+                chunks_per_stage=score.shape.chunks,
                 max_slices=max(2 * score.plan.num_slices, 2),
                 memory=priced.memory(score.bounds, score.recompute, owners),
                 memory_limit_bytes=self.space.limit_bytes,
@@ -385,7 +385,7 @@ class Search:
         best = None
         while self.scores[priced.candidate, shape] is not best:
             best = self.scores[priced.candidate, shape]
-            units = priced.num_micro_batches * best.plan.num_slices * best.chunks_per_stage
+            units = priced.num_micro_batches * best.plan.num_slices * shape.chunks
             most = _MOVED // (2 * priced.num_stages * units)
             moved = [cut for cut in moved_edges(best.bounds) if cut not in tried][: max(0, most - len(tried))]
             tried.update(moved)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.attention import active_slice, guard_plain_attention, push_slice
+from terapipe_ds.attention import ActiveSlice, active_slice, guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
@@ -47,42 +46,8 @@ class Losses:
     reported: list[dict[str, float]]  # by slice, the values that the module reports beside the loss
 
 
-@dataclass(frozen=True)
-class HeadWithLoss:
-    """Hold the last layer, its inputs, and the loss of the hidden states that it hands on if nobody wants logits.
-
-    `of_hidden` takes these, the labels of a slice and its weight. Use it inside `untouched(stage)`.
-    """
-
-    layer: NamedLayer
-    inputs: Activations
-    of_hidden: Callable[[Tensor, Any, float], Tensor]
-    stage: nn.Module
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
-    intercept: bool = True  # plain causal attention of the layer goes to sliced_attention
-
-    def compare(self, loss: LossCheck) -> Difference | None:
-        """Compare the loss of slices without logits, and all its gradients, with the loss of the whole's logits."""
-
-        def run(values: Any) -> Any:
-            active = active_slice()
-            assert active is not None
-            outputs = self.layer(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
-            labels = loss.labels.part(active.start, active.stop)
-            if active.wants_logits:
-                return weighted_loss(outputs, labels, 1.0, loss.loss_fn)
-            return self.of_hidden(outputs, labels, loss.slicing.weights[active.slice_id])
-
-        # losses have their weights: they and the gradients add up
-        plan = loss.slicing.plan
-        slicing = replace(loss.slicing, weights=(1.0,) * plan.num_slices, wants_logits=False)
-        both = NamedLayer(self.layer.layer_id, Joined(self.layer.module, run))
-        with guard_plain_attention(self.intercept), GuardCapturedNames():
-            return _LossOfHiddenCheck(both, self.inputs, slicing, self.stage, self.autocast).run()
-
-
-class Joined(nn.Module):
-    """Hold the last layer for a function that runs it and the loss."""
+class _Joined(nn.Module):
+    """Hold a layer for a function that runs it and the loss."""
 
     def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -92,7 +57,21 @@ class Joined(nn.Module):
         return self._run(values)
 
 
-class _LossOfHiddenCheck(LayerCheck):
+def joined(
+    layer: NamedLayer, labels: SliceableTensors, loss_of: Callable[[Any, Any, ActiveSlice], Tensor]
+) -> NamedLayer:
+    """Return a layer as one with its loss; `loss_of` takes the outputs, their labels, and the active slice."""
+
+    def run(values: Any) -> Tensor:
+        active = active_slice()
+        assert active is not None
+        outputs = layer(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
+        return loss_of(outputs, labels.part(active.start, active.stop), active)
+
+    return NamedLayer(layer.layer_id, _Joined(layer.module, run))
+
+
+class LossOfHiddenCheck(LayerCheck):
     """Check a layer whose only output is its loss, which has a value when its backward has run."""
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:
@@ -149,8 +128,8 @@ class LossCheck:
     """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
 
     `get_additional_losses` is the module's. Its reports are compared as well, weighted like the losses. `at_start` has
-    its reports from before any layer ran, or None if layers did not run for this check. `head` is there if training
-    runs the last layer and its loss without logits.
+    its reports from before any layer ran, or None if layers did not run for this check. `head`, if training runs
+    the last layer and its loss without logits, compares that loss with the loss of the whole's logits.
     """
 
     loss_fn: Callable[[Any, Any], Any]
@@ -162,7 +141,7 @@ class LossCheck:
     at_start: Mapping[str, float] | None = None
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
-    head: HeadWithLoss | None = None
+    head: Callable[[LossCheck], Difference | None] | None = None
 
     @property
     def has_counted_labels(self) -> bool:
@@ -180,7 +159,7 @@ class LossCheck:
         difference = self._compare(whole, sliced)
         if difference is not None:
             return f"{difference}: {self._fitting_weights(whole)}"
-        without_logits = None if self.head is None else self.head.compare(self)
+        without_logits = None if self.head is None else self.head(self)
         if without_logits is not None:
             return f"without logits, as in training, {without_logits}: {_WITHOUT_LOGITS}"
         return self.slicing.ranks.first(self._problem_of_reports(before, whole, sliced))

@@ -15,18 +15,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from terapipe_ds.attention import PlainAttentionError, active_slice, guard_plain_attention
+from terapipe_ds.attention import ActiveSlice, PlainAttentionError, guard_plain_attention
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import LossKindError, weighted_loss
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence
 from terapipe_ds.runtime.verify.cut import Cut
 from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
-from terapipe_ds.runtime.verify.layer import OUTPUTS, LayerCheck, OtherOutput, UncutOutput
-from terapipe_ds.runtime.verify.loss import HeadWithLoss, Joined, LossAfterLayers, LossCheck
+from terapipe_ds.runtime.verify.layer import LayerCheck, OtherOutput, UncutOutput
+from terapipe_ds.runtime.verify.loss import LossAfterLayers, LossCheck, LossOfHiddenCheck, joined
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
 
@@ -274,8 +274,7 @@ class StageCheck:
     def check_loss(self, check: LossCheck, layer_id: int, everyone: Sequence[SliceableTensors] = ()) -> bool:
         """Return whether the loss was compared, with the labels of the cut and then of `everyone`, and agrees."""
         if self.of_hidden is not None and self._last is not None:
-            head = HeadWithLoss(*self._last, self.of_hidden, self.module, self.autocast, self.intercept)
-            check = replace(check, head=head)
+            check = replace(check, head=self.compare_without_logits)
         result, failure = self._try(lambda: compare_everywhere(check, everyone, self.note), "verifying the loss")
         problem, waits = result or (None, "")
         if failure is not None and (failure.kind == _NO_MEMORY or not self.found.with_layers):
@@ -292,22 +291,34 @@ class StageCheck:
             return True
         return False
 
+    def compare_without_logits(self, loss: LossCheck) -> Difference | None:
+        """Compare the loss of slices without logits, and all its gradients, with the loss of the whole's logits."""
+        assert self.of_hidden is not None and self._last is not None
+        (layer, inputs), of_hidden, weights = self._last, self.of_hidden, loss.slicing.weights
+
+        def loss_of(outputs: Any, labels: Any, active: ActiveSlice) -> Tensor:
+            if active.wants_logits:
+                return weighted_loss(outputs, labels, 1.0, loss.loss_fn)
+            return of_hidden(outputs, labels, weights[active.slice_id])
+
+        # losses have their weights: they and the gradients add up
+        slicing = replace(loss.slicing, weights=(1.0,) * len(weights), wants_logits=False)
+        both = joined(layer, loss.labels, loss_of)
+        with guard_plain_attention(self.intercept), GuardCapturedNames():
+            return LossOfHiddenCheck(both, inputs, slicing, self.module, self.autocast).run()
+
     def _agrees_after_layers(self, loss: LossCheck, layer_id: int) -> bool:
         """Return whether the loss agrees right after its layers as well, which may leave it something elsewhere."""
         if self._part is None or self.of_hidden is not None:
             return True
         part, inputs = self._part
 
-        def run(values: Any) -> Any:
-            active = active_slice()
-            assert active is not None
-            outputs = part(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
-            labels = loss.labels.part(active.start, active.stop)
+        def loss_of(outputs: Any, labels: Any, active: ActiveSlice) -> Tensor:
             weight = 1.0 if active.is_whole else self.slicing.weights[active.slice_id]
             with torch.autocast(inputs.tensors[0].device.type, enabled=False):
                 return weighted_loss(outputs, labels, weight, loss.loss_fn).reshape(())
 
-        both = NamedLayer(part.layer_id, Joined(part.module, run))
+        both = joined(part, loss.labels, loss_of)
         check = LossAfterLayers(both, inputs, self.slicing, self.module, self.autocast, with_gradients=False)
         check.loss = loss
         with torch.no_grad(), guard_plain_attention(self.intercept), GuardCapturedNames():

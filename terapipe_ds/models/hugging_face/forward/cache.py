@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from terapipe_ds.attention import active_slice, carry
 from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
+from terapipe_ds.models.positions import first_position
 
 try:  # transformers 5
     from transformers.cache_utils import LinearAttentionCacheLayerMixin as _States
@@ -85,7 +86,7 @@ class _Started(dict[int, bool]):
     """Say for each state whether an earlier slice has run."""
 
     def __missing__(self, _: int) -> bool:
-        return _start() > 0
+        return first_position() > 0
 
     def values(self) -> Any:
         return [self[0]]
@@ -121,7 +122,7 @@ class _Layer(CacheLayerMixin, _States):
         """Do nothing: this cache has no memory of its own."""
 
     def get_seq_length(self, *_: Any) -> int:
-        return _start()
+        return first_position()
 
     def get_max_length(self) -> int:
         return -1
@@ -130,7 +131,7 @@ class _Layer(CacheLayerMixin, _States):
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         tokens = query_length if isinstance(query_length, int) else len(query_length)  # 4.57 gives their places
-        return _start() + tokens, 0
+        return first_position() + tokens, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Keep the keys and values [B, H, T, D] of the slice; return the keys and values to attend to."""
@@ -169,11 +170,6 @@ def _refuse_documents(what: str) -> None:
             f"a layer has {what}, which would mix the documents of packed rows: pack no rows for this model, or none "
             "with several documents"
         )
-
-
-def _start() -> int:
-    active = active_slice()
-    return 0 if active is None else active.start
 
 
 class _WithPrefix(torch.autograd.Function):

@@ -77,13 +77,13 @@ def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
 
 def difference(outline: Outline, index: int, layer: nn.Module, change: Callable[[], nn.Module], way: Way) -> str:
     """Return how a decoder layer and the layer that `change` makes of it differ on a sequence; empty if not."""
-    hidden, grad = _inputs(outline, index, layer)
-    with torch.random.fork_rng([hidden.device] if hidden.is_cuda else []), torch.enable_grad():
+    inputs = _inputs(outline, index, layer)
+    with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []), torch.enable_grad():
         # one after the other: both need not be in memory
-        wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), hidden, grad)
-        ours = _run_slices(outline, index, change(), way.is_fast, (sum(_LENGTHS),), hidden, grad)
+        wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
+        ours = _run_slices(outline, index, change(), way.is_fast, (sum(_LENGTHS),), inputs)
     outline.cache.forget_written()
-    error = _error(ours, wanted, (hidden, grad))
+    error = _error(ours, wanted, inputs)
     return "" if error <= _TOLERANCE else f"it does not compute what the whole layer does (relative error {error:.0e})"
 
 
@@ -92,11 +92,11 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     outline.cache.states_written.clear()
     problem, before = "", _tensors_in_attributes(layer)
     try:
-        hidden, grad = _inputs(outline, index, layer)
+        inputs = _inputs(outline, index, layer)
         # the same layer is its own reference: no formula of a family is needed
-        whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), hidden, grad)
-        sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, hidden, grad)
-        error = _error(sliced, whole, (hidden, grad))
+        whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), inputs)
+        sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, inputs)
+        error = _error(sliced, whole, inputs)
     except Exception as raised:  # of the model's own code: it was made for other masks or caches
         problem = str(raised) if isinstance(raised, ModelRefusedError) else f"{type(raised).__name__}: {raised}"
     else:
@@ -109,7 +109,8 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
 
 
-def _inputs(outline: Outline, index: int, layer: nn.Module) -> tuple[Tensor, Tensor]:
+def _inputs(outline: Outline, index: int, layer: nn.Module) -> Tensors:
+    """Return hidden states, and a gradient of the outputs for them."""
     like = next(parameter for parameter in layer.parameters() if parameter.is_floating_point())
     generator = torch.Generator().manual_seed(index)
     shape = _ROWS, sum(_LENGTHS), outline.config.hidden_size
@@ -126,24 +127,18 @@ def _error(ours: Tensors, theirs: Tensors, residuals: Tensors) -> float:
 
 
 def _run_slices(
-    outline: Outline,
-    index: int,
-    layer: nn.Module,
-    is_fast: bool,
-    lengths: tuple[int, ...],
-    hidden: Tensor,
-    grad: Tensor,
-) -> tuple[Tensor, Tensor]:
+    outline: Outline, index: int, layer: nn.Module, is_fast: bool, lengths: tuple[int, ...], inputs: Tensors
+) -> Tensors:
     """Return the outputs of all slices and the gradient of their inputs."""
-    store, runs, start, used = SliceStore(), [], 0, set[str]()
+    (hidden, grad), store, runs, start, used = inputs, SliceStore(), [], 0, set[str]()
     store.carried.on_gradient = lambda entry, *_: used.add(entry.name)
     for slice_id, tokens in enumerate(lengths):
         stop = start + tokens
         active = ActiveSlice(start, stop, sum(lengths), slice_id=slice_id, store=store)
-        inputs = hidden[:, start:stop].clone().requires_grad_()
+        leaf = hidden[:, start:stop].clone().requires_grad_()
         places = torch.arange(start, stop, device=hidden.device).expand(len(hidden), -1)
         with push_slice(active):
-            runs.append((active, inputs, outline.run_layer(index, layer, inputs * 1, places, is_fast)))
+            runs.append((active, leaf, outline.run_layer(index, layer, leaf * 1, places, is_fast)))
         start = stop
     for active, _, out in reversed(runs):
         with push_slice(active):
@@ -152,7 +147,7 @@ def _run_slices(
     unused = outline.cache.states_written - used
     if unused and len(lengths) > 1:
         raise ModelRefusedError(f"it goes on from a state only with one token at a time ({', '.join(sorted(unused))})")
-    gradients = [torch.zeros_like(inputs) if inputs.grad is None else inputs.grad for _, inputs, _ in runs]
+    gradients = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for _, leaf, _ in runs]
     return torch.cat([out.detach() for *_, out in runs], 1), torch.cat(gradients, 1)
 
 

@@ -6,6 +6,7 @@ Embedding and output matrix are divided by the vocabulary. All else is whole on 
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,7 +42,9 @@ class TensorRanks(VocabularyRanks):
         # weights without values keep none: each layer here only takes its part of their memory
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             if name == self._outline.embedding:
-                return self._divided_embedding(module)
+                with contextlib.suppress(NotImplementedError):  # a forward of its own: whole on each rank
+                    return VocabEmbedding(module, self.group) if isinstance(module, nn.Embedding) else module
+                return module
             if name == self._outline.head:
                 is_plain = type(module) is nn.Linear
                 return ColumnLinear(module, self.group, gather_output=True) if is_plain else module
@@ -52,12 +55,6 @@ class TensorRanks(VocabularyRanks):
     def span(self, share: int) -> tuple[int, int]:
         """Return the first label of this rank's share, of `share` labels, and the number of all labels."""
         return sum(get_shard_size_list(self._vocabulary, self.size, AutoTPMeta())[: self.rank]), self._vocabulary
-
-    def _divided_embedding(self, module: nn.Module) -> nn.Module:
-        try:
-            return VocabEmbedding(module, self.group) if isinstance(module, nn.Embedding) else module
-        except NotImplementedError:  # a forward of its own: whole on each rank
-            return module
 
     def _divide_layer(self, module: nn.Module, inner: str, style: str) -> None:
         path, part = _split(inner)

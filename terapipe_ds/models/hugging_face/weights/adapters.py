@@ -211,13 +211,13 @@ def without_adapters(model: PeftModel) -> dict[str, Tensor]:
     return _plain(model.get_base_model().state_dict(), "original_module.", "modules_to_save.")
 
 
-def merged(module: nn.Module) -> dict[str, Tensor]:
-    """Return the weights of a module with its adapters added, under the names that they have without adapters."""
+def merged(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """Return the weights of a module with its adapters added, under `prefix` and the names without adapters."""
     module = copy.deepcopy(module)
     for layer in module.modules():
         if isinstance(layer, BaseTunerLayer):
             layer.merge()
-    return _plain(module.state_dict(), f"modules_to_save.{_NAME}.", "original_module.")
+    return _plain(module.state_dict(prefix=prefix), f"modules_to_save.{_NAME}.", "original_module.")
 
 
 def _plain(state: Mapping[str, Tensor], kept: str, dropped: str) -> dict[str, Tensor]:

@@ -78,7 +78,7 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
                 cuts = [(0, *inner, layers.num_layers), *priced.equal_cuts(slices, chunks)]
                 for cut in cuts:
                     plan = SlicePlan.equal(256, slices)
-                    score = priced.score(cut, schedule, plan, limit, chunks_per_stage=chunks)
+                    score = priced.score(cut, Shape(schedule, chunks), plan, limit)
                     if score is not None:
                         scored += 1
                         assert score.seconds >= bound_s * (1 - 1e-9), (candidate, schedule, cut, slices)
@@ -111,7 +111,7 @@ def test_stages_of_several_parts_have_equal_work() -> None:
 def test_slices_are_halved_while_that_saves_time() -> None:
     """Without a cost per slice more slices are always better; planned slices are at most twice as many."""
     search, priced = equal_chain(4, 4)
-    score = priced.score((0, 1, 2, 3, 4), "seq1f1b", SlicePlan.equal(4096, 2), math.inf)
+    score = priced.score((0, 1, 2, 3, 4), Shape("seq1f1b"), SlicePlan.equal(4096, 2), math.inf)
     assert score is not None
     search.scores[priced.candidate, score.shape] = score
     search._improve({priced.candidate: priced})
@@ -122,9 +122,9 @@ def test_schedules_are_tried_for_all_candidates_that_may_be_the_best(monkeypatch
     tried: set[tuple[Candidate, Shape]] = set()
     score = Priced.score
 
-    def spy(self: Priced, bounds: Any, schedule: str, plan: Any, limit: float, chunks: int = 1, *rest: Any) -> Any:
-        tried.add((self.candidate, Shape(schedule, chunks)))
-        return score(self, bounds, schedule, plan, limit, chunks, *rest)
+    def spy(self: Priced, bounds: Any, shape: Shape, *rest: Any) -> Any:
+        tried.add((self.candidate, shape))
+        return score(self, bounds, shape, *rest)
 
     monkeypatch.setattr(Priced, "score", spy)
     best = rank_strategies("mini", CLUSTER, global_batch_size=8, sequence_length=1024)[0]

@@ -21,7 +21,7 @@ from terapipe_ds.planner.layers.parts import Setting
 from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
-from terapipe_ds.planner.strategy.shapes import NAMES
+from terapipe_ds.planner.strategy.shapes import NAMES, Shape
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.placement import LOOPED
 from terapipe_ds.simulator import simulate
@@ -83,7 +83,7 @@ def test_no_cut_and_no_plan_beats_the_bound(schedule: str) -> None:
     for slices in (1,) if schedule == "1f1b" else (1, 2, 4):
         plan = terapipe_ds.SlicePlan.equal(2048, slices)
         for cut in all_cuts(7, 3):
-            score = priced.score(cut, schedule, plan, 1e15)
+            score = priced.score(cut, Shape(schedule), plan, 1e15)
             assert score is not None
             assert score.seconds >= priced.cut_bound_s(cut) * (1 - 1e-12)
             assert score.seconds >= priced.lower_bound_s(1e15) * (1 - 1e-12)

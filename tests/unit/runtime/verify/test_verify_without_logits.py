@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
 from terapipe_ds.models import gpt
-from terapipe_ds.runtime.verify.loss import HeadWithLoss, LossCheck
+from terapipe_ds.runtime.verify.loss import LossCheck
+from terapipe_ds.runtime.verify.stage import StageCheck
 from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, _checkpoint, data, verify, verify_gpt
@@ -227,8 +228,8 @@ def test_the_last_layer_runs_for_new_kinds_of_labels_alone(
     kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The loss of logits is compared for all windows."""
-    calls, compare, run = [], HeadWithLoss.compare, LossCheck.run
-    monkeypatch.setattr(HeadWithLoss, "compare", lambda *args: (calls.append("head"), compare(*args))[1])
+    calls, compare, run = [], StageCheck.compare_without_logits, LossCheck.run
+    monkeypatch.setattr(StageCheck, "compare_without_logits", lambda *args: (calls.append("head"), compare(*args))[1])
     monkeypatch.setattr(LossCheck, "run", lambda *args: (calls.append("loss"), run(*args))[1])
     labels, everyone = labels_of_all()[:, :LENGTH], [labels_of_all(kind)]
     found = verify(layers_of(Capped()), None, LinearCrossEntropy(), labels=labels, everyone=everyone)

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
+K = TypeVar("K")
 T = TypeVar("T")
 Parameters = Mapping[str, nn.Parameter]
 
@@ -28,7 +29,7 @@ def is_split(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))  # the mark that DeepSpeed's norm reads
 
 
-def of_all_stages(here: Mapping[str, T], grid: PipelineParallelGrid) -> dict[str, T]:
+def of_all_stages(here: Mapping[K, T], grid: PipelineParallelGrid) -> dict[K, T]:
     """Return the entries of all stages, gathered over the pipeline from the entries of each stage."""
     stages = [here] * grid.get_pipe_parallel_world_size()
     if len(stages) > 1:

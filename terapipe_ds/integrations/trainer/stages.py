@@ -25,6 +25,7 @@ from terapipe_ds.config.wrong_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
+from terapipe_ds.models.rank_gradients import of_all_stages
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.layout.topology import topology_of
@@ -213,19 +214,16 @@ class Stages:
 
         # an error of the user's function must reach all ranks
         own = everywhere(lambda: of_last_stage() if engine.is_last_stage() else None, torch_dist.group.WORLD)
-        loss, reduced = next(each for each in gather(own, self._pipe_group()) if each is not None)
+        of_stages = gather(own, self.module.mpu().get_pipe_parallel_group())
+        loss, reduced = next(each for each in of_stages if each is not None)
         return loss, reduced, self._sums()
 
     def _sums(self) -> Sums:
-        every = [] if self._loss is None else gather(self.own_sums(), self._pipe_group())  # parts have copies
-        return {index: sums for of_stage in every for index, sums in of_stage.items()}
+        return {} if self._loss is None else of_all_stages(self.own_sums(), self.module.mpu())  # parts have copies
 
     def own_sums(self) -> Sums:
         """Return the sums of this stage since the last call."""
         return {} if self._loss is None else self._loss.take_sums()
-
-    def _pipe_group(self) -> Any:
-        return self.module.mpu().get_pipe_parallel_group()
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, one after the other."""

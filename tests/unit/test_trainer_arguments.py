@@ -215,7 +215,7 @@ def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.Mo
 
 
 def test_an_optimizer_has_the_weights_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stages, "lay_out", lambda self, config: None)
+    monkeypatch.setattr("terapipe_ds.integrations.trainer.stages.lay_out", lambda module, config: None)
     stages = without_start(Stages, _raw={}, module=torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ModelRefusedError, match=r"let it call super\(\).create_optimizer"):

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MAX_UNITS = 100_000
 NO_COSTS = "no costs: give --model and --device, or --profile with measured costs"
-_NO_STAGES = "--stages is missing: give the number of pipeline stages"
 
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
@@ -57,7 +56,8 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
     """
     from terapipe_ds.planner.strategy import size_of
 
-    missing = [] if options.stages or profile is not None else [_NO_STAGES]
+    known = options.stages or profile is not None  # a profile counts its parts
+    missing = [] if known else ["--stages is missing: give the number of pipeline stages"]
     if profile is None and not (options.model and options.device):
         missing = [NO_COSTS, *missing]
     if missing := [*missing, *unknown_names(options)]:
@@ -69,8 +69,6 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = _from_profile(profile, options, configured)
     options = options.filled(usual, configured)
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
-    if not options.stages:
-        raise CommandError(_NO_STAGES)
     if options.stages * options.micro_batches > MAX_UNITS:
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")

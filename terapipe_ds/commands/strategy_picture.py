@@ -76,21 +76,18 @@ class _Devices:
             size = min(0.62, ((width + _GAP) / columns - _GAP) / self._per_node)
             rows = math.ceil(nodes / columns)
             if rows * (size + _NAME + _GAP) <= 3.2 or size < 0.1:
-                return columns, size
-        return nodes, max(0.02, ((width + _GAP) / nodes - _GAP) / self._per_node)
+                break
+        return columns, size  # all nodes in one row always fit
 
     def _draw_node(self, axes: Axes, node: int, left: float, top: float, size: float) -> None:
         from matplotlib.patches import Rectangle
 
-        from terapipe_ds.timeline.picture import LINE, MUTED
+        from terapipe_ds.timeline.picture import MUTED
 
         axes.text(left, top + _NAME / 2, f"node {node}", fontsize=7.5, color=MUTED, va="center")
         for device in range(self._per_node):
             corner = (left + device * size, top + _NAME)
-            if (coordinate := self._coordinates.get((node, device))) is None:
-                axes.add_patch(Rectangle(corner, size, size, facecolor="white", edgecolor=LINE, linewidth=0.4))
-                continue
-            stage, replica, rank = coordinate
+            stage, replica, rank = self._coordinates[node, device]
             colour = self._colour(stage)
             axes.add_patch(Rectangle(corner, size, size, facecolor=colour, edgecolor="white", linewidth=0.8))
             if size >= _LEAST_LABELLED:

@@ -134,10 +134,8 @@ class _Layer(CacheLayerMixin, _States):
         return first_position() + tokens, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep the keys and values [B, H, T, D] of the slice; return the keys and values to attend to."""
+        """Keep the keys and values [B, H, T, D] of the slice in a cache that gives the prefix; return all so far."""
         active = active_slice()
-        if not self._cache.gives_prefix:
-            return key_states, value_states
         _refuse_documents("attention by code of its own")
         if active is None or active.is_whole:
             return key_states, value_states

@@ -26,6 +26,7 @@ from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
     IGNORE_INDEX,
     VOCAB_SIZE,
+    batches,
     differences,
     engine_of,
     first_step_error,
@@ -33,6 +34,7 @@ from tests.distributed.engines import (
     logged,
     micro_batch,
     of_rank_0,
+    raised_by,
     run_training,
     section,
     step_error,
@@ -186,17 +188,91 @@ def named_loss(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
     return {"loss": gpt.gpt_loss(logits, labels)}
 
 
-def errors_of_kind() -> list[tuple[str, str]]:
-    kinds = [(loss, slices) for loss in (two_losses, named_loss) for slices in (3, 1)]
-    return [first_step_error(gpt_layers(num_layers=1), section(slices=n), loss_fn=loss) for loss, n in kinds]
+def no_loss(logits: Tensor, labels: Tensor) -> None:
+    return None
 
 
-def test_each_rank_names_a_loss_that_is_no_scalar() -> None:
-    of_tuple = "loss_fn (two_losses) returned a tuple of 2, but the loss of a slice must be a scalar tensor: "
-    of_dict = "loss_fn (named_loss) returned a dict with loss, but the loss of a slice must be a scalar tensor: "
-    for told in rank_pool(2).run(errors_of_kind):
-        for (kind, text), start in zip(told, (of_tuple, of_tuple, of_dict, of_dict), strict=True):
+def number(logits: Tensor, labels: Tensor) -> int:
+    return 3
+
+
+def numpy_number(logits: Tensor, labels: Tensor) -> Any:
+    return gpt.gpt_loss(logits, labels).detach().numpy()[()]
+
+
+def two_in_one(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(logits, labels).expand(2)
+
+
+def without_graph(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(logits, labels).detach()
+
+
+def loss_of_rows(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    return gpt.gpt_loss(logits, labels), logits[:, 0, 0]
+
+
+KINDS_OF_LOSSES: dict[Callable[..., Any], str] = {
+    two_losses: "returned a tuple of 2, but the loss of a slice must be a scalar tensor: ",
+    named_loss: "returned a dict with loss, but the loss of a slice must be a scalar tensor: ",
+    no_loss: "returned a NoneType, but the loss of a slice must be a scalar tensor: ",
+    number: "returned a int, but the loss of a slice must be a scalar tensor: ",
+    numpy_number: "returned a float64, but the loss of a slice must be a scalar tensor: ",
+    two_in_one: "returned shape [2], but the loss of a slice must be a scalar tensor: ",
+}
+
+
+def kinds_and_slices(evaluates: bool) -> list[tuple[Callable[..., Any], int]]:
+    """Return losses with numbers of slices: all pairs to evaluate, where no check of the first batch takes time."""
+    pairs = itertools.product(KINDS_OF_LOSSES, (3, 1)) if evaluates else zip(KINDS_OF_LOSSES, itertools.cycle((3, 1)))
+    return list(pairs)
+
+
+def errors_of_kind(evaluates: bool) -> list[tuple[str, str]]:
+    """Return the errors of each kind of loss; a second batch of the engine has the same error."""
+    errors = []
+    for loss, slices in kinds_and_slices(evaluates):
+        with engine_of(gpt_layers(num_layers=1), section(slices=slices), loss_fn=loss) as engine:
+            run = engine.eval_batch if evaluates else engine.train_batch
+            first, again = (raised_by(lambda run=run: run(iter(batches(1)[0]))) for _ in range(2))  # type: ignore[misc]
+            assert first == again
+            errors.append(first)
+    return errors
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_each_rank_names_a_loss_that_is_no_scalar(evaluates: bool) -> None:
+    for told in rank_pool(2).run(errors_of_kind, evaluates=evaluates):
+        for (kind, text), (loss, _) in zip(told, kinds_and_slices(evaluates), strict=True):
+            start = f"loss_fn ({loss.__name__}) {KINDS_OF_LOSSES[loss]}"
             assert kind == "SliceLossError" and text.removeprefix("on rank 1: ").startswith(start), text
+
+
+def errors_of_other_losses() -> list[tuple[str, str]]:
+    without = [first_step_error(gpt_layers(num_layers=1), section(slices=n), loss_fn=without_graph) for n in (3, 1)]
+    each: dict[str, Any] = {"reduce_output": None, "bcast_loss": False}
+    with engine_of(gpt_layers(num_layers=1), section(), loss_fn=loss_of_rows) as engine:
+        of_rows = raised_by(lambda: engine.eval_batch(iter(batches(1)[0]), **each))
+    return [*without, of_rows]
+
+
+def test_each_rank_names_a_loss_without_a_graph_and_losses_that_no_sum_of_slices_gives() -> None:
+    for told in rank_pool(2).run(errors_of_other_losses):
+        assert [kind for kind, _ in told] == ["SliceLossError"] * 3, told
+        for _, text in told[:2]:
+            assert "(without_graph) returned a tensor of torch.float64 without a graph, so that no layer" in text
+        assert "(loss_of_rows) returned tensors of the shapes [[], [2]], but each loss of a slice" in told[2][1]
+
+
+def each_of_two_losses() -> Any:
+    with engine_of(gpt_layers(num_layers=1), section(), loss_fn=two_losses) as engine:
+        found = engine.eval_batch(iter(batches(1)[0]), reduce_output=None, bcast_loss=False)
+        return None if found is None else [[float(loss) for loss in losses] for losses in found]
+
+
+def test_an_evaluation_that_returns_each_loss_takes_several() -> None:
+    first, last = rank_pool(2).run(each_of_two_losses)
+    assert first is None and len(last) == 2 and all(a == b > 0.0 for a, b in last)
 
 
 def wrong_counts() -> tuple[str, str]:

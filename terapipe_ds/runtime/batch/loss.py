@@ -102,11 +102,12 @@ def exact_zero(outputs: Any) -> torch.Tensor:
 
 
 def weighted_loss(
-    outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None, trains: bool = True
+    outputs: Any, labels: Any, weight: float, loss_fn: Callable[[Any, Any], Any] | None, takes_several: bool = False
 ) -> Any:
     """Return a slice's share in the loss of its micro-batch: a scalar with its graph, or a list of scalars.
 
-    Without `loss_fn` outputs are losses. Only an evaluation may have several, as in the stock engine.
+    Without `loss_fn` outputs are losses. Only an evaluation that returns each loss takes several, as in the stock
+    engine.
 
     Raises:
         LossKindError: the loss is something else.
@@ -121,16 +122,39 @@ def weighted_loss(
         return exact_zero(outputs)
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
     is_several = isinstance(loss, (tuple, list)) and all(map(torch.is_tensor, loss))
-    if is_several and not trains:
+    if is_several and takes_several:
         return [part * weight for part in loss]
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise LossKindError(_problem_of_kind(loss, loss_fn))
     return loss if weight == 1.0 else loss * weight
 
 
-def _problem_of_kind(loss: Any, loss_fn: Any) -> str:
+def require_graph(loss: torch.Tensor, outputs: Any, loss_fn: Any) -> None:
+    """Raise LossKindError if `outputs` wait for gradients that a loss without a graph cannot give."""
+    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
+    if not loss.requires_grad and any(torch.is_tensor(each) and each.requires_grad for each in tensors):
+        raise LossKindError(
+            f"{_named(loss_fn)} returned a tensor of {loss.dtype} without a graph, so that no layer gets a gradient: "
+            "compute it from the outputs by torch's operations, without detach(), item(), no_grad() or integers"
+        )
+
+
+def require_scalars(losses: list[torch.Tensor], loss_fn: Any) -> None:
+    """Raise LossKindError if one of several losses of a slice is no scalar: slices sum up to no such value."""
+    shapes = [list(loss.shape) for loss in losses]
+    if any(loss.numel() != 1 for loss in losses):
+        raise LossKindError(
+            f"{_named(loss_fn)} returned tensors of the shapes {shapes}, but each loss of a slice must be a scalar: "
+            "reduce them, or evaluate with terapipe.slices 1"
+        )
+
+
+def _named(loss_fn: Any) -> str:
     name = getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__)
-    who = "the last layer (PipelineModule has no loss_fn)" if loss_fn is None else f"loss_fn ({name})"
+    return "the last layer (PipelineModule has no loss_fn)" if loss_fn is None else f"loss_fn ({name})"
+
+
+def _problem_of_kind(loss: Any, loss_fn: Any) -> str:
     given, fix = f"a {type(loss).__name__}", "return the loss to train on alone"
     if torch.is_tensor(loss):
         given, fix = f"shape {list(loss.shape)}", "reduce it in loss_fn and say how in terapipe.loss_reduction"
@@ -139,6 +163,6 @@ def _problem_of_kind(loss: Any, loss_fn: Any) -> str:
     elif isinstance(loss, (tuple, list)):
         given, fix = f"{given} of {len(loss)}", f"{fix}, such as result[0]"
     return (
-        f"{who} returned {given}, but the loss of a slice must be a scalar tensor: {fix}. Other values to log are for "
-        "PipelineModule.get_additional_losses()"
+        f"{_named(loss_fn)} returned {given}, but the loss of a slice must be a scalar tensor: {fix}. Other values "
+        "to log are for PipelineModule.get_additional_losses()"
     )

@@ -14,7 +14,7 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import LossKindError, exact_zero, weighted_loss
+from terapipe_ds.runtime.batch.loss import LossKindError, exact_zero, require_graph, require_scalars, weighted_loss
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
 _WIDE = (torch.float32, torch.float64)
@@ -40,12 +40,13 @@ class BatchResults:
     ) -> None:
         self._engine, self._sequence_dim, self._sequence = engine, sequence_dim, sequence
         self._sums_outputs = sums_outputs
+        self.returns_each_loss = False  # the caller of an evaluation asks for each loss, not for their mean
         self.begin(None)
 
     def begin(self, batch: BatchInFlight | None) -> None:
         """Collect the results of `batch` from now on; with None, collect nothing."""
         self._batch = batch
-        self.problem: str | None = None  # of the result of loss_fn, in training
+        self.problem: str | None = None  # of the kind of a loss
         self._total: Any = None
         self._total_additional: Any = None
         # the loss and the sum of the outputs, for the slices of a training batch that count
@@ -83,21 +84,26 @@ class BatchResults:
         if of_hidden is not None:
             loss = of_hidden(outputs, labels, weight)
         else:
-            loss = self._loss_of_outputs(outputs, labels, weight, batch.training)
+            loss = self._loss_of_outputs(outputs, labels, weight, micro_batch.plan.num_slices, batch.training)
         if batch.training:
             self._add_additional_losses(weight)
         return loss
 
-    def _loss_of_outputs(self, outputs: Any, labels: Any, weight: float, training: bool) -> Any:
-        """Return the share of the loss. If it is no number, training goes on with zero, and all ranks raise later."""
+    def _loss_of_outputs(self, outputs: Any, labels: Any, weight: float, num_slices: int, training: bool) -> Any:
+        """Return the share of the loss. If it is no number, the batch goes on with zero, and all ranks raise later."""
         loss_fn = self._engine.module.loss_fn
         try:
-            return weighted_loss(outputs, labels, weight, loss_fn, training)
+            loss = weighted_loss(outputs, labels, weight, loss_fn, not training and self.returns_each_loss)
+            if training:
+                require_graph(loss, outputs, loss_fn)
+            elif num_slices > 1 and isinstance(loss, list):
+                require_scalars(loss, loss_fn)
+            return loss
         except LossKindError as error:
-            if loss_fn is None or not training:
+            if loss_fn is None and training:
                 raise
             self.problem = str(error)
-            return exact_zero(outputs)
+            return exact_zero(outputs) if training else torch.zeros((), device=self._engine.device)
 
     def book(self, active: ActiveSlice, loss: Any, outputs: Any = None) -> None:
         """Add a slice's share of the loss, which has its value, to the results of its micro-batch.

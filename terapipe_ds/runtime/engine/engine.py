@@ -143,11 +143,12 @@ class TeraPipeEngine(ModelEndsEngine):
 
         If tensor parallelism divides the head, these logits cover a part of the vocabulary.
         """
-        check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
+        returns_each_loss = check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
         training_iterator = self.data_iterator
         try:
             with ErrorsUnwrapped(), self._guarded():
+                self._stage.results.returns_each_loss = returns_each_loss
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
             self.set_dataiterator(training_iterator)
@@ -320,7 +321,15 @@ class TeraPipeEngine(ModelEndsEngine):
         with self._batch.running():
             for action in pipe_schedule.actions:
                 self._exec_action(action)
+        if self._compute_loss and not self._batch.is_training:
+            self._refuse_evaluated_loss()
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
+
+    def _refuse_evaluated_loss(self) -> None:
+        """Raise on every rank if a loss of an evaluation has no value to report: the other stages wait for it next."""
+        with self._stage.watchdog.waiting("what the last stage says of the losses"):
+            self._stage.links.close_batch()  # a caller may go on after the error
+            refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 
     def _exec_action(self, action: Action) -> None:
         stage = self._stage

@@ -27,8 +27,11 @@ def check_checkpointing(in_stock_order: bool) -> None:
         )
 
 
-def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
-    """Refuse a `reduce_output` on every rank, before the batch: DeepSpeed fails after it, on the last stage only."""
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> bool:
+    """Return whether the caller gets each loss. Refuse a `reduce_output` on every rank, before the batch.
+
+    DeepSpeed fails after the batch, on the last stage only.
+    """
     bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
     bound.apply_defaults()
     reduction = bound.arguments["reduce_output"]
@@ -41,6 +44,7 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> None:
             "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
             'returns the list, and the others None. Or set reduce_output="avg"'
         )
+    return reduction is None
 
 
 def problem_of_split(module: object, schedule: str) -> str | None:

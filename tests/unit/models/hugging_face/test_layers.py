@@ -319,3 +319,13 @@ def test_another_engine_has_the_weight_gradients_of_the_models_own_linear_layers
     own.forward = replaced = lambda inputs: inputs
     layers.Piece.defer_weight_gradients(piece, mock.Mock())
     assert own.forward is replaced
+
+
+def test_a_copy_of_a_piece_has_its_own_weights() -> None:
+    """A moving average of the layers in training does not train with them."""
+    pieces = sliced_model.Pipeline(config_of("llama")).pieces
+    copied = copy.deepcopy(pieces)
+    assert all(mine.blueprint is theirs.blueprint for mine, theirs in zip(copied, pieces, strict=True))
+    own = {parameter.data_ptr() for piece in pieces for parameter in piece.parameters()}
+    others = {parameter.data_ptr() for piece in copied for parameter in piece.parameters()}
+    assert len(own) == len(others) > 0 and not own & others

@@ -122,7 +122,7 @@ class TestWeightedLoss:
         def two_losses(outputs: Any, labels: Any) -> tuple[Tensor, Tensor]:
             return torch.tensor(2.0), torch.tensor(6.0)
 
-        assert weighted_loss(None, None, 0.5, two_losses, trains=False) == [torch.tensor(1.0), torch.tensor(3.0)]
+        assert weighted_loss(None, None, 0.5, two_losses, takes_several=True) == [torch.tensor(1.0), torch.tensor(3.0)]
         with pytest.raises(SliceLossError, match=r"two_losses\) returned a tuple of 2, but .*, such as result\[0\]"):
             weighted_loss(None, None, 0.5, two_losses)
 

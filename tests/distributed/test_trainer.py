@@ -161,6 +161,7 @@ FAULTS = [
     ("train", "labels", "BatchError", "labels at padding"),
     ("evaluate", "labels", "BatchError", "labels at padding"),
     ("evaluate", "logits", "LookupError", "no such label, with logits of [4, 16, 48]"),
+    ("save", "disk", "OSError", "No space left on device"),
 ]
 
 

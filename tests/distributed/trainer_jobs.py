@@ -1,6 +1,7 @@
 """Train with transformers' Trainer in one process, and over stages; compare. Runs inside the ranks."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -203,7 +204,7 @@ def compare(
         return _compare(setting, folder, kinds, make)
 
 
-_start = Stages.start
+_start = Stages.start_engine
 
 
 def _start_in_fp64(self: Stages, *args: Any) -> None:
@@ -220,7 +221,7 @@ def _compare(setting: Mapping[str, Any], folder: str, kinds: Kinds, make: Callab
             model = expected.pop("trainer").model
             expected["weights"] = {_plain(name): value.numpy() for name, value in model.state_dict().items()}
     torch_dist.barrier()
-    with mock.patch.object(Stages, "start", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
+    with mock.patch.object(Stages, "start_engine", _start_in_fp64) if setting["fp64"] else contextlib.nullcontext():
         staged = play(kinds[1], setting, f"{folder}/stages", deepspeed_of(setting), make)
     trainer = staged.pop("trainer")
     staged["weights"] = weights_of(trainer._stages.module)
@@ -376,17 +377,22 @@ def collate_wrong(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def error_of_one_rank(folder: str, phase: str, fault: str) -> tuple[str, str]:
-    """Return the class and text of the error of a run, for data of one replica or in a function of the last stage."""
+    """Return the class and text of the error of a run: in data of one replica, on the last stage, or in a file."""
     stages = 1 if fault == "labels" else 2
     setting = setting_of({"ds": {"pipeline": {"stages": stages}}, "phases": [phase], "metrics": "largest"})
 
     def wrong(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         raise LookupError(f"no such label, with logits of {list(logits.shape)}")
 
+    def full_disk(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def make(*args: Any, **kwargs: Any) -> Trainer:
         trainer = trainer_of(*args, **kwargs)
         if fault == "labels":
             trainer.data_collator = collate_wrong
+        elif fault == "disk":
+            trainer.processing_class = mock.Mock(save_pretrained=full_disk)  # one rank saves the tokenizer
         else:
             trainer.preprocess_logits_for_metrics = wrong
         return trainer

@@ -219,4 +219,4 @@ def test_an_optimizer_has_the_weights_of_the_stages(monkeypatch: pytest.MonkeyPa
     stages = without_start(Stages, _raw={}, module=torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters())
     with pytest.raises(ModelRefusedError, match=r"let it call super\(\).create_optimizer"):
-        stages.start({}, optimizer)
+        stages.start_engine({}, optimizer)

@@ -32,6 +32,7 @@ from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+from terapipe_ds.runtime.agreement import everywhere
 from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -133,7 +134,7 @@ class PipelineTrainerMixin(Trainer):
         # the number of steps only matters to a scheduler, which is made later
         filled = self._stages.new_config(self.args)
         filled.trainer_config_finalize(self.args, self.model, 1)
-        self._stages.start(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
+        self._stages.start_engine(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -269,10 +270,14 @@ class PipelineTrainerMixin(Trainer):
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(self._stages.engine, folder)
-        # Trainer adds its files beside the weights, and its own state of processes
-        if self.args.should_save:
-            with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
-                self._save(folder, state_dict={})
+
+        def save_others() -> None:
+            # Trainer adds its files beside the weights, and its own state of processes
+            if self.args.should_save:
+                with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
+                    self._save(folder, state_dict={})
+
+        everywhere(save_others)  # a full disk must reach all ranks
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

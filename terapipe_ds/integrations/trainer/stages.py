@@ -140,7 +140,7 @@ class Stages:
         config.setdefault("zero_optimization", {"stage": 0})
         return filled
 
-    def start(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+    def start_engine(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
         """Build the engine. Without `optimizer` the config has one. Schedulers come with each training run."""
         config = {key: value for key, value in config.items() if key != "scheduler"}
         if "tensor_parallel" in self._raw:
@@ -159,7 +159,7 @@ class Stages:
 
     @property
     def has_engine(self) -> bool:
-        """Return whether `start` has run."""
+        """Return whether `start_engine` has run."""
         return hasattr(self, "engine")
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:

@@ -83,7 +83,7 @@ class Source:
     def _calls_of(self, key: Key) -> Iterator[tuple[int, str, Key | None, bool]]:
         """Yield the calls in the body itself: what functions inside it do is done by those to whom they are handed."""
         function = self._functions[key]
-        inside = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)} - {key[1]}
+        inside = {node.name for node in ast.walk(function) if isinstance(node, ast.FunctionDef)} - {function.name}
 
         def walk(node: ast.AST, is_told: bool) -> Iterator[tuple[int, str, Key | None, bool]]:
             parts = [(each, is_told) for each in ast.iter_child_nodes(node)]

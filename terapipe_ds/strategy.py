@@ -45,6 +45,7 @@ _PRECISION: Mapping[str, dict[str, Any]] = {
     "float16": {"fp16": {"enabled": True}},
     "float32": {},
 }
+_FP32_SUMS: Mapping[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}  # plans count them
 
 
 def _as_axes(axes: list[str]) -> list[str]:
@@ -205,6 +206,7 @@ class Strategy(BaseModel):
             "gradient_accumulation_steps": self.accumulation,
             "optimizer": {"type": "Adam", "params": {"lr": 1e-4}},
             **_PRECISION[self.dtype],
+            **(_FP32_SUMS if self.dtype == "bfloat16" and self.zero_stage == 1 else {}),
             "zero_optimization": zero,
             "terapipe": section,
         }

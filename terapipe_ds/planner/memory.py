@@ -73,7 +73,13 @@ class MemoryModel:
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""
         others = {name for fields in MEMORY_KINDS.values() for name in fields} - set(MEMORY_KINDS[kind])
-        others |= {"working_bytes", "working_bytes_per_token", "working_bytes_per_prefix_token", "loss_bytes_per_token"}
+        others |= {
+            "working_bytes",
+            "working_whole_bytes",
+            "working_bytes_per_token",
+            "working_bytes_per_prefix_token",
+            "loss_bytes_per_token",
+        }
         parts = [
             dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name) is not None})
             for part in self.parts
@@ -152,22 +158,23 @@ class MemoryModel:
         if not self.parts[part_id].joined_bytes_per_token:
             return 0
         own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
-        copies = self.working_bytes(part_id, group_tokens, 0) - self.working_bytes(part_id, *span)
+        copies = self.working_bytes(part_id, group_tokens, 0, False) - self.working_bytes(part_id, *span, False)
         return max(0, own + copies)
 
     def sent_bytes(self, part_id: int, tokens: int) -> int:
         """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""
         return math.ceil(self.parts[part_id].working_sent_bytes_per_token * tokens)
 
-    def working_bytes(self, part_id: int, tokens: int, prefix: int) -> int:
-        """Return the bytes needed on top, only while an F, B or W of that slice runs."""
+    def working_bytes(self, part_id: int, tokens: int, prefix: int, is_whole: bool) -> int:
+        """Return the bytes needed on top, only while an F, B or W of that slice, or whole sequence, runs."""
         part = self.parts[part_id]
         per_slice = part.working_bytes_per_token * tokens
         beside_prefix = (part.working_bytes_per_token - part.working_gone_bytes_per_token) * tokens
         per_slice = max(per_slice, beside_prefix + part.working_bytes_per_prefix_token * prefix)
         # the loss of a slice is done, and its logits gone, when the layers run
         loss = part.loss_bytes_per_token * min(tokens, part.loss_chunk_tokens)
-        return math.ceil(part.working_bytes + max(per_slice, loss))
+        fixed = part.working_bytes + (part.working_whole_bytes if is_whole else 0)
+        return math.ceil(fixed + max(per_slice, loss))
 
 
 def fill_drain_peak_bytes(
@@ -208,7 +215,7 @@ def fill_drain_peak_bytes(
             stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
             stores += memory.store_grad_bytes(part_id, plan.sequence_length, max(plan.lengths))
         live[-1] = max(sum(slices), live[-1])
-        working = (memory.working_bytes(part_id, *span) for span in spans)
+        working = (memory.working_bytes(part_id, *span, plan.num_slices == 1) for span in spans)
         running = max(total + more for total, more in zip(live, working, strict=True))
         peaks.append(memory.static_bytes(part_id) + stores + (num_micro_batches - 1) * sum(slices) + running)
     return tuple(peaks)

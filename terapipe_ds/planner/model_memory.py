@@ -94,6 +94,7 @@ class PartMemory:
     loss_chunk_tokens: float = 0  # the most that run at once
     working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
     context_bytes: float = 0  # of the process, outside of torch's allocator: CUDA's context and NCCL's buffers
+    working_whole_bytes: float = 0  # on top of `working_bytes`, if the slice is its whole sequence
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -184,12 +185,14 @@ class Setup:
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
         waiting = share * self._kept_for_weights(is_last, layers)
+        fresh, fresh_of_whole = (self._fresh_gradient_bytes(is_first, is_last, layers, w) for w in (False, True))
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=self._fresh_gradient_bytes(is_first, is_last, layers) + (self._table_bytes if layers else 0),
+            working_bytes=fresh + (self._table_bytes if layers else 0),
+            working_whole_bytes=fresh_of_whole - fresh,
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
             working_gone_bytes_per_token=share * self._gone_in_attention if layers else 0,
@@ -225,8 +228,9 @@ class Setup:
         fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
         has a buffer that accumulates the gradients (`data_types.grad_accum_dtype`), and its optimizer
         (bf16_optimizer.py) always divides. Linear layers and embeddings add to this buffer and leave `.grad` empty
-        (`runtime/layers/gradient_sums.py`); experts and an offloaded optimizer need `.grad` as well. Tensors that live
-        only in the optimizer step do not count: no slice is live.
+        (`runtime/layers/gradient_sums.py`). Autograd makes the gradients of experts, and an offloaded optimizer takes
+        each gradient: both have `.grad` as well. Tensors that live only in the optimizer step do not count: no slice is
+        live.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self._sum_dtype]
@@ -249,25 +253,31 @@ class Setup:
         length = 1 << max(10, (self.size.max_sequence_length - 1).bit_length())
         return length * self.size.head_dim * self._wide if self.size.positions == "rope" else 0
 
-    def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int) -> int:
+    def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int, is_whole: bool) -> int:
         """Count the bytes of the largest gradient that is beside the accumulated one for a moment.
 
-        Autograd makes those of the embedding and of experts. Products of linear layers are added in place
-        (`runtime/layers/weight_gradients.py`), unless DeepSpeed's offloaded optimizer takes each gradient. A CPU has
-        no product whose results are wider than its factors, and widens what it adds.
+        Autograd makes the gradients of the embedding, of experts and of a tied output matrix. Products of linear layers
+        add to the sums in place (`runtime/layers/weight_gradients.py`). Autograd makes them where the optimizer has no
+        sums and a sequence is one slice (`is_whole`), or where the optimizer is offloaded and takes each gradient. A
+        CPU rounds a product to the dtype of its factors, and copies it to the dtype of the sum.
         """
-        size, degree = self.size, self.tensor_parallel
-        into = (2 if size.gated_mlp else 1) * size.ffn_size
-        attention = (size.num_heads + 2 * size.num_kv_heads) * size.head_dim
+        size, item = self.size, self._item
         total = ITEMSIZE[self._sum_dtype]
-        widens = self.on_cpu and total > self._item
-        widths = [size.vocab_size] if is_first else []
+        has_sums = total > item and not self.offload_optimizer
+        makes_products = self.offload_optimizer or (is_whole and not has_sums)
+        into = (2 if size.gated_mlp else 1) * size.ffn_size
+        widths = [size.vocab_size] if is_first or (is_last and size.tied_embedding and not self.fused_loss) else []
         widths += [into * size.experts.number] if size.experts and layers else []  # one weight, with all experts
-        if widens or self.offload_optimizer:
-            widths += [into, attention] if layers else []
+        widens = self.on_cpu and total > item
+        if widens or makes_products:
+            widths += [into, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
             widths += [size.vocab_size] if is_last else []
-        per_number = self._item + (total if widens else 0)
-        return max(widths, default=0) * size.hidden_size // degree * per_number
+        widest = max(widths, default=0) * (item + (total if widens else 0))
+        # a loss without logits adds up its chunks in fp32 at least, beside the product of one (`losses/deferred.py`)
+        if is_last and self.fused_loss and makes_products:
+            of_chunk = item + (self._wide if self.on_cpu else 0) if item < self._wide else 0
+            widest = max(widest, size.vocab_size * (self._wide + of_chunk))
+        return widest * size.hidden_size // self.tensor_parallel
 
     # --- bytes per token of one row
 

@@ -185,6 +185,13 @@ class TestSequenceRanks:
         alone = replace(case, schedule="seq1f1b", checkpointing="off", stages=2)
         assert not cases.violations(cases.errors(run, train_alone(alone)), cases.contract(case))
 
+    def test_bf16_sums_gradients_in_fp32_as_planned_strategies_do(self) -> None:
+        case = replace(BASE, precision="bf16_zero1")
+        run = rank_pool(RANKS).run(train_on_sequence_ranks, case=case)
+        alone = train_alone(replace(BASE, precision="fp32_zero1"))
+        limits = {**dict.fromkeys(cases.KINDS, 2e-2), "gradient": cases.BF16_GRADIENT_CAP}
+        assert not cases.violations(cases.errors(run, alone), limits)
+
     def test_a_llama_of_transformers_equals_the_whole_model(self) -> None:
         pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
         assert not engines.violations(rank_pool(RANKS).run(train_llama))

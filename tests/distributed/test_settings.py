@@ -1,6 +1,7 @@
 """Test settings that DeepSpeed fails on, or ignores: values for Trainer to fill in, losses as a list, empty groups."""
 
 import functools
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -140,6 +141,7 @@ def test_a_group_that_is_empty_on_one_stage_keeps_its_learning_rate(schedule: st
 # -- combinations that users of DeepSpeed have -----------------------------------------------------------------
 
 
+FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16_ZERO1 = {"bf16": {"enabled": True}, **engines.ZERO1}
 OFFLOAD = {
     "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
@@ -187,6 +189,19 @@ def job_offloaded() -> dict[str, float]:
     return engines.differences(ours, stock)
 
 
+def job_offloaded_in_bf16() -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far both engines are from fp32, with gradients summed in fp32 as planned strategies ask."""
+
+    def run(engine: Any) -> engines.Run:
+        return engines.train(engine, engines.batches(2))
+
+    with engines.engine_of(engines.fp32_layers(), None, optimizer=engines.SMALL_STEPS) as engine:
+        exact = run(engine)
+    settings = {**BF16_ZERO1, **OFFLOAD, "optimizer": engines.SMALL_STEPS, **FP32_SUMS}
+    stock, ours = engines.both(run, engines.fp32_layers, **settings)
+    return engines.differences(ours, exact), engines.differences(stock, exact)
+
+
 def job_two_models() -> tuple[dict[str, float], list[float], list[float]]:
     """Train a policy beside a reference model that is evaluated in turns; return the losses of the reference too."""
     data, seen = engines.batches(2), []
@@ -211,8 +226,11 @@ class TestCombinations:
         errors = rank_pool(2).run(job_offloaded)
         assert engines.violations(errors, limit=1e-5) == {}
 
-    def test_parameters_that_a_step_does_not_use(self) -> None:
-        for ours, stock in rank_pool(2).run(job_at_times):
+    @pytest.mark.parametrize("job", [job_at_times, job_offloaded_in_bf16], ids=["unused parameters", "on the host"])
+    def test_bf16_is_as_near_to_fp32_as_stock(
+        self, job: Callable[[], tuple[dict[str, float], dict[str, float]]]
+    ) -> None:
+        for ours, stock in rank_pool(2).run(job):
             # both round to bf16, in another order: neither may be further from fp32 than the other by a half
             assert {name: (error, stock[name]) for name, error in ours.items() if error > 1.5 * stock[name]} == {}
 

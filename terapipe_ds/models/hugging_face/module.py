@@ -143,7 +143,7 @@ class HuggingFaceModule(PipelineModule):
             read([parameter])
 
     def _try_layers(self) -> None:
-        """Try the decoder layers of this stage in slices; tell all stages which inputs those of some do not take."""
+        """Try the decoder layers of this stage in slices; tell all stages which inputs the layers of any refuse."""
         with refused_on_all_ranks():
             ways = {layer.index: layer.find_way() for layer in self.modules() if isinstance(layer, DecoderLayer)}
         own = next((f"decoder layer {k} has {way.mixing}" for k, way in ways.items() if way.mixing), "")

@@ -93,8 +93,9 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
         gained, changed, late = changes_of(actions, False, spans, memory)
         for index, (node, action) in enumerate(zip(order, actions, strict=True)):
             start, stop = spans[action.micro_batch_id][action.slice_id]
+            is_whole = len(spans[action.micro_batch_id]) == 1
             gain[node], after[node] = gained[index], changed[index]
-            working[node] = memory.working_bytes(part, stop - start, start) + late[index]
+            working[node] = memory.working_bytes(part, stop - start, start, is_whole) + late[index]
     # parameters, and the messages of each link to another stage
     base = [0.0] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):

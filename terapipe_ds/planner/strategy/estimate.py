@@ -252,11 +252,11 @@ class Estimated(Bounded):
         if waiting:
             stays = (rates["slice"] - rates["joined"]) / num_slices
             copies = np.where(rates["joined"] > 0, np.maximum(0.0, waiting * rates["working"] - stays), 0.0)
-            running += waiting * rates["joined"] + copies
+            running += waiting * rates["weight" if shape.is_split else "joined"] + copies
         if shape.is_split:  # the slice whose B ends waits for its W as well
             running += np.maximum(0.0, rates["weight"] - rates["slice"]) / num_slices
         loss = rates["loss"] * min(part, self._part.loss_chunk_tokens)
-        return held, np.maximum(running, loss) + rates["fixed"]
+        return held, np.maximum(running, loss) + rates["fixed_whole" if num_slices == 1 else "fixed"]
 
     @functools.cached_property
     def _part(self) -> PartMemory:

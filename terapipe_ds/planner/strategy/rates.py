@@ -127,6 +127,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
     matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
     matrices["loss"] = _largest([part.loss_bytes_per_token for part in singles])
     matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
+    matrices["fixed_whole"] = _largest([float(part.working_bytes + part.working_whole_bytes) for part in singles])
     return matrices
 
 

@@ -130,10 +130,10 @@ class Space:
         raise MemoryLimitError(str(problem).replace(", or more devices", "") + why, problem.need_bytes)
 
     def _zeros(self, data: int) -> tuple[int, ...]:
-        """Return the ZeRO stages that differ: DeepSpeed divides the states of bfloat16 whatever the stage."""
-        if data == 1:
-            return (0,)
-        return (1,) if self.layers.dtype == "bfloat16" else (0, 1)
+        """Return the ZeRO stages that differ: DeepSpeed sums gradients of bfloat16 in fp32 under ZeRO-1 alone."""
+        if self.layers.dtype == "bfloat16":
+            return (1,)
+        return (0, 1) if data > 1 else (0,)
 
     def why_none(self) -> str:
         """Return why there is no candidate, with the nearest question that has one."""

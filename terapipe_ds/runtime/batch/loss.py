@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import show_key
@@ -131,8 +132,9 @@ def weighted_loss(
 
 def require_graph(loss: torch.Tensor, outputs: Any, loss_fn: Any) -> None:
     """Raise LossKindError if `outputs` wait for gradients that a loss without a graph cannot give."""
-    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
-    if not loss.requires_grad and any(torch.is_tensor(each) and each.requires_grad for each in tensors):
+    if loss.requires_grad:
+        return
+    if any(torch.is_tensor(each) and each.requires_grad for each in tree_leaves(outputs)):
         raise LossKindError(
             f"{_named(loss_fn)} returned a tensor of {loss.dtype} without a graph, so that no layer gets a gradient: "
             "compute it from the outputs by torch's operations, without detach(), item(), no_grad() or integers"
@@ -140,7 +142,7 @@ def require_graph(loss: torch.Tensor, outputs: Any, loss_fn: Any) -> None:
 
 
 def require_scalars(losses: list[torch.Tensor], loss_fn: Any) -> None:
-    """Raise LossKindError if one of several losses of a slice is no scalar: slices sum up to no such value."""
+    """Raise LossKindError if one of several losses of a slice is no scalar: only scalars of slices add up."""
     shapes = [list(loss.shape) for loss in losses]
     if any(loss.numel() != 1 for loss in losses):
         raise LossKindError(

@@ -46,7 +46,7 @@ class BatchResults:
     def begin(self, batch: BatchInFlight | None) -> None:
         """Collect the results of `batch` from now on; with None, collect nothing."""
         self._batch = batch
-        self.problem: str | None = None  # of the kind of a loss
+        self.problem: str | None = None  # why a loss is no scalar
         self._total: Any = None
         self._total_additional: Any = None
         # the loss and the sum of the outputs, for the slices of a training batch that count
@@ -90,7 +90,7 @@ class BatchResults:
         return loss
 
     def _loss_of_outputs(self, outputs: Any, labels: Any, weight: float, num_slices: int, training: bool) -> Any:
-        """Return the share of the loss. If it is no number, the batch goes on with zero, and all ranks raise later."""
+        """Return the share of the loss. If it is no scalar with a graph, return zero; all ranks raise later."""
         loss_fn = self._engine.module.loss_fn
         try:
             loss = weighted_loss(outputs, labels, weight, loss_fn, not training and self.returns_each_loss)
@@ -158,7 +158,7 @@ class BatchResults:
         by_slice = self._losses.pop(micro_batch_id, {})
         engine, losses = self._engine, [by_slice[slice_id] for slice_id in sorted(by_slice)]
         # like the stock engine for a micro-batch: its loss, and the sum of the batch so far
-        if losses:
+        if losses and self.problem is None:
             engine.loss = losses[-1]
             engine.fwd_outputs.append(sum_of_slices(losses))
         if batch.training:
@@ -194,8 +194,12 @@ def accumulated(total: Any, loss: Any) -> Any:
 
 
 def sum_of_slices(losses: list[Any]) -> Any:
-    """Return the loss of a micro-batch from its slices' shares, in the same dtype on all replicas."""
-    return functools.reduce(accumulated, losses, None)
+    """Return the loss of a micro-batch from its slices' shares, in the same dtype on all replicas.
+
+    Of several losses a slice without weight has one zero, which changes none of them.
+    """
+    several = [loss for loss in losses if not torch.is_tensor(loss)]
+    return functools.reduce(accumulated, several or losses, None)
 
 
 def joined(outputs: list[Any], plan: SlicePlan, weights: tuple[float, ...], rows: int, sequence_dim: int) -> Any:

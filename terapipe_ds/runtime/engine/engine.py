@@ -326,7 +326,7 @@ class TeraPipeEngine(ModelEndsEngine):
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
 
     def _refuse_evaluated_loss(self) -> None:
-        """Raise on every rank if a loss of an evaluation has no value to report: the other stages wait for it next."""
+        """Raise on every rank if a loss of an evaluation has no value. Otherwise the other stages would wait for it."""
         with self._stage.watchdog.waiting("what the last stage says of the losses"):
             self._stage.links.close_batch()  # a caller may go on after the error
             refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)

@@ -40,8 +40,8 @@ class LabelProbe:
     def __init__(self, check: LossCheck, tokens: int) -> None:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
-        self._device = check.outputs.tensors[0].device
-        outputs = _narrowed(check.outputs, tokens).to(torch.device("cpu"))  # a device needs its memory for training
+        self._devices = [each.device for each in check.outputs.tensors]
+        outputs = _narrowed(check.outputs, tokens)  # on the host: the memory of the device is for training
         self._check = replace(check, outputs=outputs, slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
@@ -81,9 +81,10 @@ class LabelProbe:
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        """Have the outputs on the device that trains, inside the block."""
+        """Copy the outputs to their devices for the block."""
         kept = self._check
-        self._check = replace(kept, outputs=kept.outputs.to(self._device))
+        tensors = (each.to(device) for each, device in zip(kept.outputs.tensors, self._devices, strict=True))
+        self._check = replace(kept, outputs=replace(kept.outputs, tensors=tuple(tensors)))
         try:
             yield
         finally:
@@ -168,7 +169,7 @@ class LabelProbe:
             if tensor.dim() > 1:
                 own_rows = self._rows if tokens.size(1) == rows else tokens.size(1)
                 chosen = chosen[:, None].expand(-1, own_rows, *chosen.shape[1:]).movedim(0, labels.dim).contiguous()
-            tensors.append(chosen.to(self._device))
+            tensors.append(chosen.to(self._devices[0]))
         return replace(labels, tensors=tuple(tensors))
 
 
@@ -284,12 +285,12 @@ def _named(labels: SliceableTensors, kinds: Tensor) -> str:
 
 
 def _narrowed(outputs: Activations, tokens: int) -> Activations:
-    """Return the outputs' first tokens."""
+    """Return copies of the outputs' first tokens on the host."""
     tensors = (
         layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
         for layout, each in zip(outputs.layouts, outputs.tensors, strict=True)
     )
-    return replace(outputs, tensors=tuple(each.detach() for each in tensors))
+    return replace(outputs, tensors=tuple(each.detach().to("cpu", copy=True) for each in tensors))
 
 
 def _with_labels(

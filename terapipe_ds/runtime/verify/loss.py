@@ -128,8 +128,8 @@ class LossCheck:
     """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
 
     `get_additional_losses` is the module's. Its reports are compared as well, weighted like the losses. `at_start` has
-    its reports from before any layer ran, or None if layers did not run for this check. `head`, if training runs
-    the last layer and its loss without logits, compares that loss with the loss of the whole's logits.
+    its reports from before any layer ran, or None if layers did not run for this check. If training runs the
+    last layer and its loss without logits, `head` compares that loss with the loss of the whole's logits.
     """
 
     loss_fn: Callable[[Any, Any], Any]

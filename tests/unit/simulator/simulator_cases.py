@@ -49,7 +49,7 @@ MEMORY: Any = SimpleNamespace(
     evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
-    working_bytes=lambda part_id, tokens, prefix: 70 * tokens + 11 * prefix + part_id,
+    working_bytes=lambda part_id, tokens, prefix, is_whole: 70 * tokens + 11 * prefix + part_id + 5 * is_whole,
     sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
     joined_bytes=lambda part_id, tokens: 560 * tokens + part_id,
     product_bytes=lambda part_id, span, group_tokens: 21 * span[0] + 5 * span[1] + 13 * group_tokens + part_id,
@@ -228,6 +228,6 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
         if times[i][0] <= time_s < times[i][1]:
             start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
             return max(held(i) + late(action), held(i + 0.5)) + memory.working_bytes(
-                action.part_id, stop - start, start
+                action.part_id, stop - start, start, case.plans[action.micro_batch_id].num_slices == 1
             )
     return held(sum(end_s <= time_s for _, end_s in times) - 0.5)

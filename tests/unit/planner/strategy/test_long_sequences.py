@@ -88,7 +88,7 @@ def test_a_loss_without_logits_needs_one_chunk() -> None:
     plain, fused = (MemoryModel.of_model(size, **shape, fused_loss=is_fused) for is_fused in (False, True))
     kept = plain.slice_bytes(1, 4096, 0) - fused.slice_bytes(1, 4096, 0)
     assert kept == pytest.approx(4096 * size.vocab_size * 4, rel=0.01)  # fp32 log-probabilities
-    long, longer = (fused.working_bytes(1, tokens, 0) for tokens in (8192, 65536))
+    long, longer = (fused.working_bytes(1, tokens, 0, False) for tokens in (8192, 65536))
     assert longer - long < 57344 * size.vocab_size  # a chunk is a chunk
 
 
@@ -128,6 +128,7 @@ def test_a_strategy_with_sequence_ranks_runs_as_its_files_say() -> None:
     config = strategy.to_deepspeed()
     assert config["terapipe"]["offload_activations"] is True and config["zero_optimization"]["stage"] == 1
     assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert config["bf16"] == {"enabled": True} and config["data_types"] == {"grad_accum_dtype": "fp32"}  # as counted
     assert section_of(strategy)["offload_activations"] is True
     assert not list(contradictions(strategy, {}, config))
     plain = {**config, "zero_optimization": {"stage": 1}}

@@ -206,15 +206,15 @@ def test_live_slices_are_those_of_the_schedule(name: str) -> None:
     [
         (Shape("seq1f1b"), 0.96, 1.05),
         (Shape("terapipe"), 0.97, 1.03),
-        (Shape("seq1f1b-interleaved", 2), 0.83, 1.17),
-        (Shape("seq1f1b-zb"), 0.83, 1.31),
+        (Shape("seq1f1b-interleaved", 2), 0.85, 1.17),
+        (Shape("seq1f1b-zb"), 0.96, 1.29),
     ],
     ids=str,
 )
 def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, most: float, offloads: bool) -> None:
     """Of llama-3-8b in bf16; the exact times between computations decide more where parts or split backwards mix.
 
-    The errors are those of activations. They are shares of all bytes, 18 of which per parameter are exact.
+    Errors are shares of the bytes of the stock engine, which keeps `.grad` as well.
     """
     cluster, length = Cluster("h100", 1, 8), 65536
     layers = layers_of("llama-3-8b", cluster, length, "auto")
@@ -231,5 +231,8 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
         )
         plan, recompute = SlicePlan.equal(length, slices), [again] * candidate.grid.pipe
         _, peaks = priced.price(cut, shape.schedule, plan, shape.chunks, recompute)
-        shares.append(priced._peaks_of(cut, owners, shape, slices, again) / np.array(peaks))
+        parameters = layers._parameters(candidate.setting)
+        of_stages = np.bincount(owners, [parameters[slice(*edges)].sum() for edges in itertools.pairwise(cut)])
+        errors = priced._peaks_of(cut, owners, shape, slices, again) - peaks
+        shares.append(1 + errors / (peaks + 2 * of_stages))
     assert len(shares) > 30 and np.concatenate(shares).min() > least and np.concatenate(shares).max() < most

@@ -15,7 +15,14 @@ from torch import Tensor
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import SliceLossError, exact_zero, weighted_loss, weights_of
+from terapipe_ds.runtime.batch.loss import (
+    LossKindError,
+    SliceLossError,
+    exact_zero,
+    require_graph,
+    weighted_loss,
+    weights_of,
+)
 
 VOCAB_SIZE = 5
 LABELS = torch.tensor([[1, -100, -100, 2, -100, 3], [-100, -100, -100, 0, 1, 2]])
@@ -109,6 +116,14 @@ class TestWeightedLoss:
     def test_the_loss_that_the_model_returns_cannot_be_left_out(self) -> None:
         with pytest.raises(SliceLossError, match="Give PipelineModule a loss_fn"):
             weighted_loss(torch.tensor(float("nan")), None, 0.0, None)
+
+    def test_a_loss_needs_a_graph_if_outputs_wait_for_gradients(self) -> None:
+        logits, nested = torch.ones(2, requires_grad=True), {"logits": torch.ones(2, requires_grad=True)}
+        require_graph(logits.sum(), object(), None)  # whatever the outputs are
+        require_graph(torch.ones(()), (torch.ones(2),), None)
+        for outputs in (logits, (None, logits), nested):
+            with pytest.raises(LossKindError, match="without a graph"):
+                require_graph(torch.ones(()), outputs, None)
 
     def test_a_loss_that_is_not_reduced(self) -> None:
         with pytest.raises(

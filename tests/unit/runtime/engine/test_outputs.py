@@ -38,6 +38,11 @@ def test_replicas_reduce_losses_of_one_dtype(has_labels: tuple[bool, bool]) -> N
     torch.testing.assert_close(total, expected, rtol=2**-8, atol=0.0)
 
 
+def test_a_slice_without_labels_changes_none_of_several_losses() -> None:
+    two = [torch.tensor(1.0), torch.tensor(3.0)]
+    assert sum_of_slices([torch.tensor(0.0), two, two]) == [2.0, 6.0] == sum_of_slices([two, torch.tensor(0.0), two])
+
+
 def results_of(
     weights: tuple[float, ...], loss_fn: Any, training: bool = True, sums_outputs: bool = False, outputs: Any = None
 ) -> BatchResults:

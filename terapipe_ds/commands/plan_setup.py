@@ -56,8 +56,8 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
     """
     from terapipe_ds.planner.strategy import size_of
 
-    known = options.stages or profile is not None  # a profile counts its parts
-    missing = [] if known else ["--stages is missing: give the number of pipeline stages"]
+    has_stages = options.stages or profile is not None  # a profile says how many it has
+    missing = [] if has_stages else ["--stages is missing: give the number of pipeline stages"]
     if profile is None and not (options.model and options.device):
         missing = [NO_COSTS, *missing]
     if missing := [*missing, *unknown_names(options)]:

@@ -47,7 +47,7 @@ class Blueprint:
         self._ways: dict[tuple[str, str], Way] = {}
 
     def __deepcopy__(self, memo: object) -> Blueprint:
-        return self  # a copy of a piece, such as a moving average, has weights of its own and is a piece of this model
+        return self  # copies of a piece (a moving average) have weights of their own, but share the model's blueprint
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.

@@ -13,6 +13,17 @@ DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods here, i
    The last stage weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
    are products of their own, outside of autograd (`weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
+
+Eight more files show a batch from its data to the step. The others check, report, measure or serve an option.
+
+- `schedule/schedule.py`: the order of each stage, and how it becomes the actions of that stage (`lower_stage`).
+- `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
+- `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
+- `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
+- `runtime/engine/batch_results.py`: the weights and sums of the losses of slices.
+- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients.
+- `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
+- `runtime/links/stage_links.py`: messages between stages.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def test_sequence_ranks_share_keys_values_and_states() -> None:
 def test_offloaded_optimizer_states_leave_the_device() -> None:
     size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1, "zero_stage": 1}
     there, away = (MemoryModel.of_model(size, **shape, offload_optimizer=is_away).parts[0] for is_away in (False, True))
-    assert away.static_bytes == pytest.approx(there.static_bytes * 8 / 18, rel=1e-6)
+    assert away.static_bytes == pytest.approx(there.static_bytes * 6 / 18, rel=1e-6)
 
 
 def test_a_loss_without_logits_needs_one_chunk() -> None:
@@ -148,7 +148,7 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
     fullest = [max(strategy.memory_by_kind["live_slices"]) for strategy in (plain, away)]
     assert fullest[1] < fullest[0] / 4
     assert max(away.memory_by_kind["model_states"]) < 0.5 * max(plain.memory_by_kind["model_states"])
-    assert away.host_memory_bytes > 16 * model_size("llama-3-8b").num_parameters()
+    assert away.host_memory_bytes > 18 * model_size("llama-3-8b").num_parameters()
     assert away.predicted_s > plain.predicted_s
 
 

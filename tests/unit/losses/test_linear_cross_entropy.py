@@ -171,7 +171,7 @@ class TestHeads:
         logits = linear(hidden)
         for _ in range(2):  # a second engine, with the same module
             found = find_head(linear)
-            assert callable(found) and found().weight is linear.weight
+            assert callable(found) and isinstance(head := found(), Head) and head.weight is linear.weight
         assert torch.equal(linear(hidden), logits)
         with push_slice(ActiveSlice(0, 4, 8, wants_logits=False)):
             assert torch.equal(linear(hidden), hidden) and linear(hidden).grad_fn is not None
@@ -182,6 +182,14 @@ class TestHeads:
         hooked = nn.Linear(HIDDEN, VOCABULARY)
         hooked.register_forward_hook(lambda module, inputs, output: output * 2)
         assert "has hooks" in str(find_head(hooked))
+        hooked = nn.Linear(HIDDEN, VOCABULARY)
+        hooked.register_full_backward_hook(lambda module, inputs, outputs: None)
+        assert "has hooks" in str(find_head(hooked))
+        replaced = nn.Linear(HIDDEN, VOCABULARY)
+        describe = find_head(replaced)
+        assert callable(describe) and isinstance(describe(), Head)
+        replaced.forward = lambda hidden, own=replaced.forward: own(hidden) * 2  # type: ignore[method-assign]
+        assert "was replaced" in str(describe()) and "was replaced" in str(find_head(replaced))
         assert "is a Bilinear" in str(find_head(nn.Bilinear(2, 2, 2)))
         lowered = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, VOCABULARY))
         assert "not torch's own nn.Linear" in str(find_head(lowered))

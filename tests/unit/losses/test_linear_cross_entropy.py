@@ -146,6 +146,27 @@ def test_labels_outside_of_the_vocabulary() -> None:
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
 
 
+def test_other_numbers_of_labels_than_tokens_are_an_error() -> None:
+    head, hidden = Head(torch.randn(VOCABULARY, HIDDEN)), torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True)
+    for shape in ((ROWS, TOKENS + 1), (ROWS, TOKENS, 2), (ROWS, TOKENS - 1)):
+        loss = LinearCrossEntropy().of_hidden(hidden, torch.zeros(shape, dtype=torch.long), head)
+        with pytest.raises(ValueError, match=r"\d+ labels for the hidden states of 40 tokens"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_token_that_does_not_count_may_have_any_numbers(label_smoothing: float) -> None:
+    """Such as padding that sees no token: the loss is that of torch."""
+    linear, labels = nn.Linear(HIDDEN, VOCABULARY), torch.randint(VOCABULARY, (ROWS, TOKENS))
+    hidden = torch.randn(ROWS, TOKENS, HIDDEN)
+    hidden[0, 3], hidden[1, 5], labels[0, 3], labels[1, 5] = torch.nan, torch.inf, -100, -100
+    with torch.no_grad():
+        logits, loss = linear(hidden), LinearCrossEntropy(label_smoothing=label_smoothing)
+        wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)
+        found = loss.of_hidden(hidden, labels, Head(linear.weight, linear.bias))
+        assert max(error_of(found, wanted), error_of(loss(logits, labels), wanted)) <= 1e-6
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -133,7 +133,8 @@ class _Pass:
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
         loss = torch.zeros_like(self._tokens.weights[:1]).sum()
-        for span in _spans(len(flat), -(-head.vocabulary // num_ranks), flat.is_cpu):
+        numbers = -(-head.vocabulary // num_ranks) * (1 if head.softcap is None else 2)  # a cap needs a copy of logits
+        for span in _spans(len(flat), numbers, flat.is_cpu):
             losses, rows = self._chunk(F.linear(flat[span], matrix, bias), span)
             loss += weighted_sum(losses, self._tokens.weights[span])
             if rows is not None:
@@ -245,9 +246,9 @@ class _Pass:
             self.bias_gradient = self.bias_gradient.to(bias.dtype)
 
 
-def _spans(num_tokens: int, vocabulary: int, is_cpu: bool) -> Iterator[slice]:
-    """Cut tokens in chunks of about equal size."""
-    most = loss_chunk_tokens(vocabulary, on_cpu=is_cpu)
+def _spans(num_tokens: int, numbers: int, is_cpu: bool) -> Iterator[slice]:
+    """Cut tokens in chunks of about equal size; a token takes so many numbers."""
+    most = loss_chunk_tokens(numbers, on_cpu=is_cpu)
     count = -(-num_tokens // most)
     for index in range(count):
         yield slice(num_tokens * index // count, num_tokens * (index + 1) // count)

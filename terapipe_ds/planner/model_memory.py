@@ -203,8 +203,8 @@ class Setup:
             joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
             joined_tokens=JOINED_ROWS / share,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
-            loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
-            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
+            loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
         )
 

@@ -116,9 +116,10 @@ def test_frozen_weights_and_frozen_hidden_states() -> None:
         assert (hidden.grad is None, linear.weight.grad is None) == (frozen == "hidden", frozen == "weights")
 
 
-def test_memory_is_the_hidden_states_and_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_memory_is_the_hidden_states_and_one_chunk(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden_size, vocabulary, chunk = 512, 32, 4096, 64
-    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: chunk)
+    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda numbers, on_cpu: chunk * vocabulary // numbers)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
@@ -129,7 +130,7 @@ def test_memory_is_the_hidden_states_and_one_chunk(monkeypatch: pytest.MonkeyPat
         weight.grad.addmm_(rows.t(), inputs)
 
     with MemoryPeak() as forward:
-        loss = LinearCrossEntropy().of_hidden(hidden, labels, Head(weight), 1.0, add)
+        loss = LinearCrossEntropy().of_hidden(hidden, labels, Head(weight, softcap=softcap), 1.0, add)
     with MemoryPeak() as backward:
         loss.backward()
     assert forward.left_bytes <= 40 * tokens, "labels and weights of tokens"

@@ -69,6 +69,9 @@ def test_sequence_ranks_share_keys_values_and_states() -> None:
     one, four = (MemoryModel.of_model(size, **shape, sequence_ranks=count).parts[1] for count in (1, 4))
     assert four.store_bytes_per_token == one.store_bytes_per_token / 4
     assert four.store_grad_bytes_per_token == one.store_grad_bytes_per_token / 4
+    # each computes the loss of its own tokens, as many at once
+    assert four.loss_bytes_per_token == one.loss_bytes_per_token / 4
+    assert four.loss_chunk_tokens == 4 * one.loss_chunk_tokens
     assert four.slice_bytes_per_token < one.slice_bytes_per_token / 3  # attention's output is there twice
     # bfloat16 with ZeRO divides twelve bytes of states per parameter, and nothing else
     parameters = one.static_bytes / 18

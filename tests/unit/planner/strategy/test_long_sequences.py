@@ -11,7 +11,7 @@ import pytest
 from terapipe_ds.config.strategy_file import contradictions, section_of
 from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.costs.model_sizes import loss_chunk_tokens, model_size
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.parts import Again, Setting, Span
@@ -93,6 +93,8 @@ def test_a_loss_without_logits_needs_one_chunk() -> None:
     assert kept == pytest.approx(4096 * size.vocab_size * 4, rel=0.01)  # fp32 log-probabilities
     long, longer = (fused.working_bytes(1, tokens, 0, False) for tokens in (8192, 65536))
     assert longer - long < 57344 * size.vocab_size  # a chunk is a chunk
+    chunk = loss_chunk_tokens(size.vocab_size, on_cpu=False)
+    assert long >= chunk * size.vocab_size * (2 + 4)  # as computed, and in fp32
 
 
 def test_bytes_on_the_host_are_those_of_slices_that_are_away() -> None:

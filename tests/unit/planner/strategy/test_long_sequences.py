@@ -109,6 +109,19 @@ def test_bytes_on_the_host_are_those_of_slices_that_are_away() -> None:
     assert host_bytes(order, spans, memory) == sum(kept) - len(away) * staying
 
 
+def test_bytes_on_the_host_come_with_an_f_and_go_after_the_copy_back() -> None:
+    """By a scan over all computations, of slices that come and go."""
+    memory = MemoryModel.of_model(model_size("mini"), num_stages=2, dtype="float32", micro_batch=1)
+    spans = [[(64 * i, 64 * i + 64) for i in range(8)]] * 6
+    order = build("seq1f1b", 2, 6, 8).orders[0]
+    places = {action.unit: i for i, action in enumerate(order) if action.kind.value == "F"}
+    away = [(places[unit], until) for (_, unit), until in offloaded_until(order).items()]
+    most = max(sum(first <= now <= until for first, until in away) for now in range(len(order)))
+    assert most < len(away)
+    each = memory.slice_bytes(0, 64, 0) - 64 * 4 * model_size("mini").hidden_size
+    assert host_bytes(order, spans, memory) == most * each
+
+
 def test_the_fullest_node_has_the_sum_of_its_ranks() -> None:
     import numpy as np
 

@@ -86,7 +86,7 @@ def rank_main(rank: int, rendezvous: str, work: Workload, vocabulary: int, setup
         engine.train_batch(iter(data))
     torch_dist.barrier()
     engine.slice_store.pool.drop_free()
-    before = live_bytes() - _host_bytes(engine, setup)
+    before = live_bytes() - host_bytes(engine, setup.optimizer_on_host)
     with MemoryPeak() as peak:
         loss = float(engine.train_batch(iter(data)))
     own = {"stage_id": engine.stage_id, "bytes": before + peak.grown_bytes, "loss": loss}
@@ -129,16 +129,17 @@ def _plain(logits: Any, labels: Any) -> Any:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def _host_bytes(engine: Any, setup: Setup) -> int:
+def host_bytes(engine: Any, optimizer_on_host: bool) -> int:
     """Return the bytes that a GPU's host would hold: offloaded activations; Adam's weights, gradients and states."""
     offload = engine._stage.offload
     activations = 0 if offload is None else offload.buffers.reserved_bytes
-    if not setup.optimizer_on_host:
+    if not optimizer_on_host:
         return int(activations)
     zero, adam = engine.optimizer, engine.optimizer.optimizer
     weights = [parameter for group in adam.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in weights if parameter.grad is not None]
     buffers = [zero.temp_grad_buffer_for_cpu_offload, *zero.accumulated_grads_in_cpu.values()]
+    buffers += zero.param_buffer_of_bit16_for_cpu_offload_groups
     states = [value for state in adam.state.values() for value in state.values() if hasattr(value, "nbytes")]
     return int(activations + sum(tensor.nbytes for tensor in (*weights, *gradients, *buffers, *states)))
 

@@ -33,7 +33,9 @@ _Lengths = Annotated[list[_Count], Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0)]
 _Schedule = Annotated[str, Field(pattern=f"^({'|'.join(SCHEDULE_NAMES)})$")]
 _Recompute = Literal["off", "full"] | list[Annotated[int, Field(ge=0)]]
-_BUCKET = 50_000_000  # numbers that ZeRO-1 reduces at once, after the last backward
+REDUCE_BUCKET = 50_000_000
+"""Numbers that ZeRO-1 of a strategy reduces at once, after the last backward."""
+
 PIPE_FIRST, DATA_FIRST = ("pipe", "data", "model"), ("data", "pipe", "model")
 """Orders of the axes, the outermost first, as DeepSpeed's ProcessTopology takes them."""
 
@@ -194,8 +196,8 @@ class Strategy(BaseModel):
         if self.offload_activations:
             section["offload_activations"] = True
         zero: dict[str, Any] = {"stage": self.zero_stage}
-        if self.zero_stage:  # the default is two buffers of 500 million numbers, which no plan counts
-            zero |= {"reduce_bucket_size": _BUCKET, "contiguous_gradients": self.offload_optimizer}
+        if self.zero_stage:  # the default is two buffers of 500 million numbers
+            zero |= {"reduce_bucket_size": REDUCE_BUCKET, "contiguous_gradients": self.offload_optimizer}
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         tensor = self.grid["model"]

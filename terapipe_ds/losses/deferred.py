@@ -69,6 +69,11 @@ def deferred_cross_entropy(hidden: Tensor, head: Head, tokens: Tokens) -> Tensor
         return _Pass(head, tokens).run(hidden)
 
 
+def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of losses with weights; one without weight does not count even if it is NaN."""
+    return losses.where(weights != 0, 0.0) @ weights
+
+
 def _require_known(labels: Tensor, vocabulary: int) -> None:
     is_known = (labels >= 0) & (labels < vocabulary)
     if not labels.is_cpu:  # do not wait for the device
@@ -117,15 +122,21 @@ class _Pass:
         head, ranks = self._head, self._head.ranks
         whole, num_ranks = (hidden, 1) if ranks is None else (ranks.gather(hidden), ranks.size)
         flat = whole.reshape(-1, whole.shape[-1])
+        if len(flat) != len(self._tokens.labels):
+            raise ValueError(
+                f"{len(self._tokens.labels)} labels for the hidden states of {len(flat)} tokens before the last layer: "
+                "give one label per token"
+            )
         if self._needs[0]:
             self.hidden_gradient = torch.empty_like(flat)
         # autocast may ask for products in another dtype than the weight's
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
         loss = torch.zeros_like(self._tokens.weights[:1]).sum()
-        for span in _spans(len(flat), -(-head.vocabulary // num_ranks), flat.is_cpu):
+        numbers = -(-head.vocabulary // num_ranks) * (1 if head.softcap is None else 2)  # a cap needs a copy of logits
+        for span in _spans(len(flat), numbers, flat.is_cpu):
             losses, rows = self._chunk(F.linear(flat[span], matrix, bias), span)
-            loss += losses @ self._tokens.weights[span]
+            loss += weighted_sum(losses, self._tokens.weights[span])
             if rows is not None:
                 self._keep(rows.to(flat.dtype), flat[span], matrix, span)
             del rows  # before the next chunk has logits
@@ -235,9 +246,9 @@ class _Pass:
             self.bias_gradient = self.bias_gradient.to(bias.dtype)
 
 
-def _spans(num_tokens: int, vocabulary: int, is_cpu: bool) -> Iterator[slice]:
-    """Cut tokens in chunks of about equal size."""
-    most = loss_chunk_tokens(vocabulary, on_cpu=is_cpu)
+def _spans(num_tokens: int, numbers: int, is_cpu: bool) -> Iterator[slice]:
+    """Cut tokens in chunks of about equal size; a token takes so many numbers."""
+    most = loss_chunk_tokens(numbers, on_cpu=is_cpu)
     count = -(-num_tokens // most)
     for index in range(count):
         yield slice(num_tokens * index // count, num_tokens * (index + 1) // count)

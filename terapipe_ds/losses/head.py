@@ -74,9 +74,20 @@ def head_of(layer: nn.Module) -> Head | str:
     """Return torch's own linear layer as an output matrix, or the reason why its product cannot be left to a loss."""
     if type(layer) is not nn.Linear:
         return f"the output matrix is a {type(layer).__name__}, not torch's own nn.Linear"
-    if layer._forward_hooks or layer._forward_pre_hooks:
-        return "the output matrix has hooks on its forward"
+    if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
+        return "the output matrix has hooks"
+    if _is_replaced(vars(layer).get("forward")):
+        return "the forward of the output matrix was replaced"
     return Head(layer.weight, layer.bias)
+
+
+def _is_replaced(forward: Any) -> bool:
+    """Return whether a program has replaced the forward of a linear layer; this package's engines do not count."""
+    if isinstance(forward, _HandsOn):
+        return _is_replaced(forward.plain)
+    if isinstance(forward, functools.partial):
+        return not str(getattr(forward.func, "__module__", "")).startswith("terapipe_ds.")
+    return forward is not None and getattr(forward, "__func__", None) is not nn.Linear.forward
 
 
 class TiedLogits:
@@ -94,8 +105,10 @@ class TiedLogits:
 tied_logits = TiedLogits()
 
 
-def find_head(layer: Any) -> Callable[[], Head] | str:
-    """Return a function that returns the output matrix of a model's last layer, or the reason why there is none.
+def find_head(layer: Any) -> Callable[[], Head | str] | str:
+    """Return a function that describes the output matrix of a model's last layer, or the reason why there is none.
+
+    The function returns a reason as well, if a program has changed the layer since.
 
     The layer is torch's own nn.Linear without hooks, which from now on obeys `hands_on_hidden()`; or it has a method
     `output_head()` that returns the `Head`, or the reason, and obeys by itself; or the `forward_fn` of a tied layer has
@@ -110,19 +123,19 @@ def find_head(layer: Any) -> Callable[[], Head] | str:
         return head
     if not isinstance(layer.forward, _HandsOn):
         layer.forward = _HandsOn(layer.forward)
-    return lambda: Head(layer.weight, layer.bias)
+    return lambda: head_of(layer)
 
 
 class _HandsOn:
     """Stand in for the forward of a linear layer, and return its input if the loss takes that."""
 
     def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:
-        self._plain = plain
+        self.plain = plain
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        return hand_on(hidden) if hands_on_hidden() else self._plain(hidden)
+        return hand_on(hidden) if hands_on_hidden() else self.plain(hidden)
 
 
-def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head] | str:
+def _valid(describe: Callable[[], Head | str]) -> Callable[[], Head | str] | str:
     head = describe()
-    return head if isinstance(head, str) else describe  # type: ignore[return-value]
+    return head if isinstance(head, str) else describe

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe_ds.losses.deferred import Add, Tokens, Watch, deferred_cross_entropy
+from terapipe_ds.losses.deferred import Add, Tokens, Watch, deferred_cross_entropy, weighted_sum
 from terapipe_ds.losses.head import Head
 
 Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -82,7 +82,7 @@ class LinearCrossEntropy:
                 watch(slice(None), -(log_probs.exp() * log_probs).sum(-1), log_probs.argmax(-1))
         if self.factors is not None:
             losses = losses * self.factors(losses.detach())
-        return losses @ weights
+        return weighted_sum(losses, weights)
 
     def of_hidden(
         self,

@@ -53,6 +53,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
+from terapipe_ds.strategy import REDUCE_BUCKET
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "lamb": 2, "adagrad": 1, "lion": 1, "sgd": 0}
@@ -202,8 +203,8 @@ class Setup:
             joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
             joined_tokens=JOINED_ROWS / share,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
-            loss_bytes_per_token=rows * self._logit_bytes if is_last and self.fused_loss else 0,
-            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / rows,
+            loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
             whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
         )
 
@@ -228,13 +229,13 @@ class Setup:
         fp16 and ZeRO-1 have an fp32 master copy beside the states; ZeRO-1 divides both by the data-parallel ranks. bf16
         has a buffer that accumulates the gradients (`data_types.grad_accum_dtype`), and its optimizer
         (bf16_optimizer.py) always divides. Linear layers and embeddings add to this buffer and leave `.grad` empty
-        (`runtime/layers/gradient_sums.py`). Autograd makes the gradients of experts, and an offloaded optimizer takes
-        each gradient: both have `.grad` as well. Tensors that live only in the optimizer step do not count: no slice is
-        live.
+        (`runtime/layers/gradient_sums.py`). An offloaded optimizer adds each gradient to its sum at once, and drops it.
+        Autograd makes the gradients of experts, which otherwise wait in `.grad` for the end of a backward. Tensors that
+        live only in the optimizer step do not count: no slice is live.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self._sum_dtype]
-        gradients += self._item if is_bf16 and (self.size.experts or self.offload_optimizer) else 0
+        gradients += self._item if is_bf16 and self.size.experts and not self.offload_optimizer else 0
         # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel * self.sequence_ranks if self.zero_stage == 1 or is_bf16 else 1
@@ -258,8 +259,9 @@ class Setup:
 
         Autograd makes the gradients of the embedding, of experts and of a tied output matrix. Products of linear layers
         add to the sums in place (`runtime/layers/weight_gradients.py`). Autograd makes them where the optimizer has no
-        sums and a sequence is one slice (`is_whole`), or where the optimizer is offloaded and takes each gradient. A
-        CPU rounds a product to the dtype of its factors, and copies it to the dtype of the sum.
+        sums and a sequence is one slice (`is_whole`), or where the optimizer is offloaded and takes each gradient. Such
+        an optimizer copies a gradient to the dtype of the sum. It also keeps a buffer for the largest gradient, and a
+        bucket for the reduction (stage_1_and_2.py). A CPU rounds a product to the dtype of its factors, and copies it.
         """
         size, item = self.size, self._item
         total = ITEMSIZE[self._sum_dtype]
@@ -268,16 +270,19 @@ class Setup:
         into = (2 if size.gated_mlp else 1) * size.ffn_size
         widths = [size.vocab_size] if is_first or (is_last and size.tied_embedding and not self.fused_loss) else []
         widths += [into * size.experts.number] if size.experts and layers else []  # one weight, with all experts
-        widens = self.on_cpu and total > item
+        widens = (self.on_cpu or self.offload_optimizer) and total > item
         if widens or makes_products:
             widths += [into, (size.num_heads + 2 * size.num_kv_heads) * size.head_dim] if layers else []
             widths += [size.vocab_size] if is_last else []
-        widest = max(widths, default=0) * (item + (total if widens else 0))
+        largest = max(widths, default=0)
+        widest = largest * (item + (total if widens else 0))
         # a loss without logits adds up its chunks in fp32 at least, beside the product of one (`losses/deferred.py`)
         if is_last and self.fused_loss and makes_products:
             of_chunk = item + (self._wide if self.on_cpu else 0) if item < self._wide else 0
             widest = max(widest, size.vocab_size * (self._wide + of_chunk))
-        return widest * size.hidden_size // self.tensor_parallel
+        widest += largest * item if self.offload_optimizer else 0
+        bucket = REDUCE_BUCKET * total if self.offload_optimizer else 0
+        return widest * size.hidden_size // self.tensor_parallel + bucket
 
     # --- bytes per token of one row
 

@@ -179,6 +179,41 @@ def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     assert ("not torch's own nn.Linear" in "".join(logs)) == job.keeps_logits
 
 
+def replace_forward(head: Any) -> None:
+    head.forward = lambda hidden, own=head.forward: own(hidden).tanh()
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "a hook": lambda head: head.register_forward_hook(lambda _, inputs, logits: logits.tanh()),
+    "a hook on gradients": lambda head: head.register_full_backward_hook(
+        lambda _, inputs, outputs: (inputs[0] * outputs[0].abs().sum(-1, keepdim=True),)
+    ),
+    "a forward": replace_forward,
+}
+"""What a program does to the last layer -> a change that its loss on hidden states cannot follow."""
+
+
+def changed(name: str, at: int, verify: str) -> dict[str, float]:
+    """Return the differences from the stock engine if a program changes the last layer before that step."""
+
+    def change(engine: PipelineEngine, step: int) -> None:
+        _draw(engine, step)
+        if step == at and engine.is_last_stage():
+            CHANGES[name](engine.module.forward_funcs[-1])
+
+    data, options = batches(3), {"loss_fn": LinearCrossEntropy()}
+    stock = run_training(with_head, None, data, stages=1, before_step=change, **options)
+    terapipe = section(slices=[8, 12, 3], verify=verify)
+    return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
+    """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
+    for at, verify in ((0, "off"), (1, "first_batch"), (2, "off")):
+        assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify)), (at, verify)
+
+
 def two_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     loss = gpt.gpt_loss(logits, labels)
     return loss, loss.detach()

@@ -4,21 +4,25 @@ import math
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
+from studies.levers import host_bytes
 from studies.memory import live_bytes
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.planner import model_memory
 from terapipe_ds.planner.strategy import Cluster, Strategy, plan_strategy, price_strategy
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from tests.distributed.harness import RankPool
 
 SIZE = ModelSize("toy", 6, 64, 4, 4, 16, 192, 64, 4096)
 LENGTH = 4096
+BUCKET = 2_000_000  # numbers that ZeRO-1 reduces at once; a usual bucket is much larger than the toy
 QUESTION: dict[str, Any] = {"global_batch_size": 1, "sequence_length": LENGTH}
 SP2 = {"stages": 2, "sequence_parallel": 2, "offload_activations": True, "offload_optimizer": False}
 PP4 = {
@@ -36,6 +40,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         SP2 | {"schedule": "seq1f1b"},
         {"recompute": "full", "keep_attention": True, "slices": [256] * 16},
     ),
+    "PP2 x SP2, optimizer offloaded": (SP2 | {"schedule": "seq1f1b", "offload_optimizer": True}, {}),
     "PP4": (PP4, {}),
     "PP4, recomputed": (PP4, {"recompute": "full", "slices": [512] * 8}),
     "PP4, two stages keep attention": (PP4, {"recompute": [0, 1], "keep_attention": True, "slices": [512] * 8}),
@@ -50,8 +55,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def planned(case: str) -> Strategy:
     question, changes = CASES[case]
     cluster = Cluster("cpu", 1, 4)
-    best = plan_strategy(SIZE, cluster, **QUESTION | question)
-    return price_strategy(best.model_copy(update=changes), SIZE, cluster) if changes else best
+    with mock.patch.object(model_memory, "REDUCE_BUCKET", BUCKET):
+        best = plan_strategy(SIZE, cluster, **QUESTION | question)
+        return price_strategy(best.model_copy(update=changes), SIZE, cluster) if changes else best
 
 
 def settled(all_to_all: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -79,7 +85,10 @@ def job(text: str) -> tuple[int, int, float]:
     )  # fmt: skip
     module = PipelineModule(gpt_layers(gpt), loss_fn=gpt_loss, topology=terapipe_ds.topology_of(strategy))
     ds_config = strategy.to_deepspeed()
-    ds_config["optimizer"]["params"]["torch_adam"] = True  # DeepSpeed's own would be compiled first, for minutes
+    # DeepSpeed's own would be compiled first, for minutes
+    ds_config["zero_force_ds_cpu_optimizer"] = False
+    ds_config["optimizer"]["params"]["torch_adam"] = True
+    ds_config["zero_optimization"]["reduce_bucket_size"] = BUCKET
     engine = terapipe_ds.initialize(model=module, model_parameters=module.parameters(), config=ds_config)[0]
     tokens = torch.randint(0, SIZE.vocab_size, (1, length), generator=torch.Generator().manual_seed(1))
     batch = [(tokens, tokens.roll(-1, 1))] * strategy.accumulation
@@ -87,9 +96,7 @@ def job(text: str) -> tuple[int, int, float]:
         engine.train_batch(iter(batch))
     torch.distributed.barrier()
     engine.slice_store.pool.drop_free()
-    offload = engine._stage.offload
-    on_host = 0 if offload is None else offload.buffers.reserved_bytes
-    before = live_bytes() - on_host
+    before = live_bytes() - host_bytes(engine, strategy.offload_optimizer)
     sequence = engine._stage.sequence
     object.__setattr__(sequence, "all_to_all", settled(sequence.all_to_all))
     with MemoryPeak() as peak:

@@ -144,10 +144,11 @@ def test_a_group_that_is_empty_on_one_stage_keeps_its_learning_rate(schedule: st
 FP32_SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 BF16_ZERO1 = {"bf16": {"enabled": True}, **engines.ZERO1}
 OFFLOAD = {
-    "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1000, "offload_optimizer": {"device": "cpu"}},
     "zero_force_ds_cpu_optimizer": False,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
 }
+OFFLOAD_BF16 = {**BF16_ZERO1, **OFFLOAD, "optimizer": engines.SMALL_STEPS, **FP32_SUMS}
 
 
 class AtTimes(nn.Module):
@@ -197,9 +198,29 @@ def job_offloaded_in_bf16() -> tuple[dict[str, float], dict[str, float]]:
 
     with engines.engine_of(engines.fp32_layers(), None, optimizer=engines.SMALL_STEPS) as engine:
         exact = run(engine)
-    settings = {**BF16_ZERO1, **OFFLOAD, "optimizer": engines.SMALL_STEPS, **FP32_SUMS}
-    stock, ours = engines.both(run, engines.fp32_layers, **settings)
+    stock, ours = engines.both(run, engines.fp32_layers, **OFFLOAD_BF16)
     return engines.differences(ours, exact), engines.differences(stock, exact)
+
+
+def job_bytes_of_offloaded() -> tuple[float, int, int]:
+    """Return the bytes of gradients per parameter before they are reduced, and of DeepSpeed's buffers beside them."""
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(), **OFFLOAD_BF16) as engine:
+        zero = engine.optimizer
+        parameters = [parameter for group in zero.bit16_groups for parameter in group]
+        reduce, found = zero.reduce_gradients, (0.0, 0, 0)
+
+        def look(*args: Any, **options: Any) -> None:
+            nonlocal found
+            gradients = [each for p in parameters for each in (p.grad, p.grad_accum) if each is not None]
+            buckets = sum(each.nbytes for bucket in zero.ipg_buckets.values() for each in bucket.buffer)
+            rate = sum(each.nbytes for each in gradients) / sum(p.numel() for p in parameters)
+            found = rate, zero.temp_grad_buffer_for_gpu_offload.numel(), buckets
+            assert max(p.numel() for p in parameters) == found[1]
+            reduce(*args, **options)
+
+        zero.reduce_gradients = look
+        engine.train_batch(iter(engines.batches(1)[0]))
+        return found
 
 
 def job_two_models() -> tuple[dict[str, float], list[float], list[float]]:
@@ -233,6 +254,11 @@ class TestCombinations:
         for ours, stock in rank_pool(2).run(job):
             # both round to bf16, in another order: neither may be further from fp32 than the other by a half
             assert {name: (error, stock[name]) for name, error in ours.items() if error > 1.5 * stock[name]} == {}
+
+    def test_an_offloaded_optimizer_keeps_sums_and_two_buffers(self) -> None:
+        """As plans count them: no `.grad` beside the fp32 sums, the largest gradient, and a bucket in fp32."""
+        for of_parameter, largest, bucket in rank_pool(2).run(job_bytes_of_offloaded):
+            assert (of_parameter, bucket) == (4.0, 4 * 1000) and largest > 0
 
     def test_a_policy_and_its_reference(self) -> None:
         for errors, seen, fresh in rank_pool(2).run(job_two_models):

@@ -19,7 +19,7 @@ HOST_ADAM_PARAMETERS_PER_S = 10e9 / 2.57
 """Parameters that the host of a node steps per second with DeepSpeed's Adam for CPUs: 10 billion in 2.57 s (Ren et al.,
 "ZeRO-Offload", 2021, arXiv 2101.06840, table 4)."""
 
-_HOST_BYTES = 16  # per parameter: its fp32 copy, two states and the gradient
+_HOST_BYTES = 16  # per parameter: its fp32 copy, two states and the gradient; a copy in its own dtype comes on top
 _DTYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 
@@ -88,7 +88,7 @@ class CountedLayers(Layers):
         return summed * self._parameters(setting), moved * self._parameters(setting)
 
     def host_bytes(self, setting: Setting) -> Floats:
-        share = _HOST_BYTES if setting.offload_optimizer else 0
+        share = _HOST_BYTES + ITEMSIZE[self.dtype] if setting.offload_optimizer else 0
         return share * self._parameters(setting) / setting.data / setting.sequence
 
     def _parameters(self, setting: Setting) -> Floats:

@@ -87,7 +87,8 @@ class Space:
     def least_need(self) -> tuple[float, Candidate | None]:
         """Return bytes that no device gets by with, whatever the strategy, and its candidate, without a search.
 
-        A stage has at least the mean of all: parameters, states, and one micro-batch's keys, values and kept tensors.
+        A stage has at least the mean of all: parameters, states, one micro-batch's keys, values and kept tensors, and
+        buffers of gradients.
         """
         least: tuple[float, Candidate | None] = (math.inf, None)
         seen: set[object] = set()
@@ -105,8 +106,12 @@ class Space:
         (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
         kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
         kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
-        mean = (whole.static_bytes + self.sequence_length * kept) / candidate.grid.pipe
-        return mean + self.cluster.context_bytes(candidate.grid)
+        # each stage has the working bytes of one layer or more, and one stage those of the layer with most
+        spans = [Span(layer, layer + 1, True) for layer in range(self.layers.num_layers)]
+        working = [part.working_bytes for part in self.layers.memory_of_spans(candidate.setting, spans)]
+        running = max(working) - min(working)
+        mean = (whole.static_bytes + self.sequence_length * kept + running) / candidate.grid.pipe
+        return mean + min(working) + self.cluster.context_bytes(candidate.grid)
 
     def check_need(self) -> None:
         """Raise MemoryLimitError where no strategy can fit, with the number of devices that would do."""

@@ -164,7 +164,7 @@ class PartRunner:
         self._has_warned = False
         # only this part owns what comes over a wire; offloading frees memory once nothing else holds it
         self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
-        self._of_hidden = stage.deepspeed.loss_of_hidden(stage, place.chunk_id) if place.is_last else None
+        self._without_logits = stage.deepspeed.loss_of_hidden(stage, place.chunk_id) if place.is_last else None
         self._has_told_of_logits = False
         self.open_batch(None)
 
@@ -174,6 +174,9 @@ class PartRunner:
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
         self._sent: SliceKey | None = None  # the slice whose gradients B itself has sent
+        # a program may have changed the last layer since the batch before
+        loss = None if batch is None else self._without_logits
+        self._of_hidden = None if loss is None or loss.needs_logits else loss
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""

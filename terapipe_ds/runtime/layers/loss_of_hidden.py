@@ -29,7 +29,7 @@ class LossOfHidden:
     """
 
     def __init__(
-        self, loss_fn: Any, head: Callable[[], Head], weights: WeightGradients, autocast: Context, around: Context
+        self, loss_fn: Any, head: Callable[[], Head | str], weights: WeightGradients, autocast: Context, around: Context
     ) -> None:
         self._of_hidden, self._head, self._weights = loss_fn.of_hidden, head, weights
         self._autocast, self._around = autocast, around
@@ -50,13 +50,24 @@ class LossOfHidden:
             return None
         return cls(loss_fn, head, weights, autocast, around)
 
+    @property
+    def needs_logits(self) -> str:
+        """Return why the loss needs logits now, since a program has changed the last layer; "" if it does not."""
+        head = self._head()
+        return head if isinstance(head, str) else ""
+
     def operations(self, hidden: Tensor) -> int:
         """Return the operations of the product that gives logits."""
-        return 2 * hidden.numel() * self._head().weight.shape[0]
+        return 2 * hidden.numel() * self._own_head().weight.shape[0]
+
+    def _own_head(self) -> Head:
+        head = self._head()
+        assert isinstance(head, Head), f"{head}, and was not when the batch began"
+        return head
 
     def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
         """Return the share of a slice in the loss, whose value is there after its backward."""
-        head = self._head()
+        head = self._own_head()
         # every rank's weights get a gradient, even where no label counts
         if weight == 0.0:
             return exact_zero([each for each in (hidden, head.weight, head.bias) if each is not None])

@@ -116,9 +116,10 @@ def test_frozen_weights_and_frozen_hidden_states() -> None:
         assert (hidden.grad is None, linear.weight.grad is None) == (frozen == "hidden", frozen == "weights")
 
 
-def test_memory_is_the_hidden_states_and_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_memory_is_the_hidden_states_and_one_chunk(softcap: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, hidden_size, vocabulary, chunk = 512, 32, 4096, 64
-    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda vocabulary, on_cpu: chunk)
+    monkeypatch.setattr(deferred, "loss_chunk_tokens", lambda numbers, on_cpu: chunk * vocabulary // numbers)
     weight = torch.randn(vocabulary, hidden_size, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     hidden = torch.randn(1, tokens, hidden_size, requires_grad=True)
@@ -129,7 +130,7 @@ def test_memory_is_the_hidden_states_and_one_chunk(monkeypatch: pytest.MonkeyPat
         weight.grad.addmm_(rows.t(), inputs)
 
     with MemoryPeak() as forward:
-        loss = LinearCrossEntropy().of_hidden(hidden, labels, Head(weight), 1.0, add)
+        loss = LinearCrossEntropy().of_hidden(hidden, labels, Head(weight, softcap=softcap), 1.0, add)
     with MemoryPeak() as backward:
         loss.backward()
     assert forward.left_bytes <= 40 * tokens, "labels and weights of tokens"
@@ -144,6 +145,27 @@ def test_labels_outside_of_the_vocabulary() -> None:
         labels[0, 1] = label
         with pytest.raises(ValueError, match=f"vocabulary of 50, for 1 tokens that count, first label {label}"):
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
+
+
+def test_other_numbers_of_labels_than_tokens_are_an_error() -> None:
+    head, hidden = Head(torch.randn(VOCABULARY, HIDDEN)), torch.randn(ROWS, TOKENS, HIDDEN, requires_grad=True)
+    for shape in ((ROWS, TOKENS + 1), (ROWS, TOKENS, 2), (ROWS, TOKENS - 1)):
+        loss = LinearCrossEntropy().of_hidden(hidden, torch.zeros(shape, dtype=torch.long), head)
+        with pytest.raises(ValueError, match=r"\d+ labels for the hidden states of 40 tokens"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_token_that_does_not_count_may_have_any_numbers(label_smoothing: float) -> None:
+    """Such as padding that sees no token: the loss is that of torch."""
+    linear, labels = nn.Linear(HIDDEN, VOCABULARY), torch.randint(VOCABULARY, (ROWS, TOKENS))
+    hidden = torch.randn(ROWS, TOKENS, HIDDEN)
+    hidden[0, 3], hidden[1, 5], labels[0, 3], labels[1, 5] = torch.nan, torch.inf, -100, -100
+    with torch.no_grad():
+        logits, loss = linear(hidden), LinearCrossEntropy(label_smoothing=label_smoothing)
+        wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=label_smoothing)
+        found = loss.of_hidden(hidden, labels, Head(linear.weight, linear.bias))
+        assert max(error_of(found, wanted), error_of(loss(logits, labels), wanted)) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -171,7 +193,7 @@ class TestHeads:
         logits = linear(hidden)
         for _ in range(2):  # a second engine, with the same module
             found = find_head(linear)
-            assert callable(found) and found().weight is linear.weight
+            assert callable(found) and isinstance(head := found(), Head) and head.weight is linear.weight
         assert torch.equal(linear(hidden), logits)
         with push_slice(ActiveSlice(0, 4, 8, wants_logits=False)):
             assert torch.equal(linear(hidden), hidden) and linear(hidden).grad_fn is not None
@@ -182,6 +204,14 @@ class TestHeads:
         hooked = nn.Linear(HIDDEN, VOCABULARY)
         hooked.register_forward_hook(lambda module, inputs, output: output * 2)
         assert "has hooks" in str(find_head(hooked))
+        hooked = nn.Linear(HIDDEN, VOCABULARY)
+        hooked.register_full_backward_hook(lambda module, inputs, outputs: None)
+        assert "has hooks" in str(find_head(hooked))
+        replaced = nn.Linear(HIDDEN, VOCABULARY)
+        describe = find_head(replaced)
+        assert callable(describe) and isinstance(describe(), Head)
+        replaced.forward = lambda hidden, own=replaced.forward: own(hidden) * 2  # type: ignore[method-assign]
+        assert "was replaced" in str(describe()) and "was replaced" in str(find_head(replaced))
         assert "is a Bilinear" in str(find_head(nn.Bilinear(2, 2, 2)))
         lowered = nn.utils.parametrizations.weight_norm(nn.Linear(HIDDEN, VOCABULARY))
         assert "not torch's own nn.Linear" in str(find_head(lowered))

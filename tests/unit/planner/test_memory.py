@@ -213,8 +213,9 @@ def test_parameters_are_those_of_the_layers(family: dict[str, Any], tied: bool) 
         ({"dtype": "bfloat16"}, 2 + 4 + 12),
         ({"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, 2 + 2 + 12),
         ({"dtype": "bfloat16", "data_parallel": 4}, 2 + 4 + 12 / 4),
-        # its hooks see each gradient in `.grad`
-        ({"dtype": "bfloat16", "offload_optimizer": True}, 2 + 2 + 4),
+        # it adds each gradient to its sum, and drops it
+        ({"dtype": "bfloat16", "offload_optimizer": True}, 2 + 4),
+        ({"dtype": "float16", "zero_stage": 1, "offload_optimizer": True}, 2 + 2),
         ({"dtype": "float32", "optimizer": "sgd"}, 4 + 4),
     ],
 )
@@ -227,6 +228,17 @@ def test_bytes_per_parameter(options: dict[str, Any], bytes_per_parameter: float
     drops = options["dtype"] != "bfloat16" and "zero_stage" not in options
     item = {"float16": 2, "float32": 4, "float64": 8}.get(options["dtype"], 0)
     assert model.gradient_bytes(0) == (size.num_parameters() * item if drops else 0)
+
+
+@pytest.mark.parametrize("tensor", [1, 4])
+def test_an_offloaded_optimizer_keeps_buffers_on_the_device(tensor: int) -> None:
+    """The largest gradient, its fp32 copy, a buffer of its size, and a bucket: of the embedding, or of gate and up."""
+    size = model_size("llama-3-8b")
+    options: dict[str, Any] = {"num_stages": 3, "dtype": "bfloat16", "micro_batch": 1, "tensor_parallel": tensor}
+    away, there = (MemoryModel.of_model(size, **options, offload_optimizer=is_away).parts for is_away in (True, False))
+    table = there[1].working_bytes
+    for part, rows in zip(away, (size.vocab_size, 2 * size.ffn_size, size.vocab_size), strict=True):
+        assert part.working_bytes == rows * size.hidden_size // tensor * (2 + 4 + 2) + 50_000_000 * 4 + table
 
 
 def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:

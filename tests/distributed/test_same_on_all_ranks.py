@@ -149,6 +149,17 @@ def job_models() -> dict[str, str]:
     return found
 
 
+def job_default_dtypes() -> str:
+    """Return the error if one rank has another default dtype while its engine is built."""
+    module = engines.pipeline_module(engines.gpt_layers("float32"))
+    torch.set_default_dtype((torch.float32, torch.float64)[torch.distributed.get_rank()])
+    try:
+        ds_config = engines.config(terapipe=engines.section())
+        return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def trained(layers: list[Any], terapipe: dict[str, Any], **options: Any) -> None:
     with engines.engine_of(layers, terapipe, **options) as engine:
         assert engines.step_error(engine) == ("", "")
@@ -171,3 +182,7 @@ class TestModels:
             for name in ("one more", "another class"):
                 assert DIFFER[name] in found.pop(f"{name}, lay_out")
             assert {name for name, text in found.items() if text} == set(), found
+
+    def test_a_default_dtype_of_one_rank_is_an_error_on_all(self) -> None:
+        text = "torch.get_default_dtype(): ranks [0]: torch.float32; ranks [1]: torch.float64"
+        assert all(text in found for found in rank_pool(2).run(job_default_dtypes))

@@ -211,7 +211,7 @@ def require_equal_configs(raw: Mapping[str, Any]) -> None:
         return
     everyone = gather((section.get("enabled") is True, values))
     if any(is_enabled for is_enabled, _ in everyone):
-        lines = ["the ranks have different DeepSpeed configs or versions; every rank must be given the same one:"]
+        lines = ["the ranks have different DeepSpeed configs, versions or default dtypes; all must have the same ones:"]
         for name in values:
             by_rank = {rank: of_rank[name] for rank, (_, of_rank) in enumerate(everyone)}
             lines += [f"{name}: {by_text(by_rank)}"] if len({*by_rank.values()}) > 1 else []
@@ -232,7 +232,8 @@ def _compared(raw: Mapping[str, Any]) -> dict[str, str]:
     versions = {f"version of {name}": installed.get(name, "not installed") for name in VERSIONS}
     section = _section(raw)
     files = {f"the {key}'s file": _checksum(section.get(key), end) for key, end in _FILES.items()}
-    return {**sections, **files, **versions}
+    # DeepSpeed makes the numbers that stages send one another in it
+    return {**sections, **files, **versions, "torch.get_default_dtype()": str(torch.get_default_dtype())}
 
 
 def _checksum(name: Any, end: str) -> str:

@@ -23,6 +23,7 @@ from terapipe_ds.runtime.agreement import everywhere, require_equal_configs
 
 _registered = False
 _verify_only = False
+_pipeline_class: Any = None  # bound to deepspeed.PipelineEngine before `register`: DeepSpeed's, or a program's own
 
 
 def _section(raw: Mapping[str, Any]) -> TeraPipeConfig:
@@ -40,13 +41,14 @@ def _is_enabled(config_class: Any = None, **_: Any) -> bool:
 def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 
-    if _is_enabled(**kwargs):
+    is_enabled_here = _is_enabled(**kwargs)
+    if is_enabled_here and _pipeline_class is PipelineEngine:
         from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
         return TeraPipeEngine(*args, verify_only=_verify_only, **kwargs)
-    if _verify_only:
+    if _verify_only and not is_enabled_here:
         raise TeraPipeConfigError("--verify: the DeepSpeed config has no enabled terapipe section: nothing is sliced")
-    return PipelineEngine(*args, **kwargs)
+    return _pipeline_class(*args, **kwargs)  # one that does not read the section refuses it itself, if it is enabled
 
 
 def _build_dualpipev_engine(*args: Any, **kwargs: Any) -> Any:
@@ -146,9 +148,15 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
 
 def _bind(ours: bool) -> None:
     """Bind DeepSpeed's names to our stand-ins, or to its own classes again."""
-    global _registered
+    global _registered, _pipeline_class
+    import deepspeed
+
+    if ours:
+        _pipeline_class = deepspeed.PipelineEngine
     for owner, name, stock_and_ours in _names():
         setattr(owner, name, stock_and_ours[ours])
+    if not ours:
+        deepspeed.PipelineEngine = _pipeline_class
     _registered = ours
 
 

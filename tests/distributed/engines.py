@@ -7,6 +7,7 @@ ranks is data parallel; because all of them get the same data, it trains as if i
 import contextlib
 import functools
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -320,6 +321,15 @@ def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
     except Exception as error:
         return type(error).__name__, str(error)
     return "", ""
+
+
+def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
+    """Return the class and the text of the error that `act` raises in a thread of its own."""
+    raised: list[tuple[str, str]] = []
+    thread = threading.Thread(target=lambda: raised.append(raised_by(act)), name="saver")
+    thread.start()
+    thread.join(20)
+    return raised[0] if raised else ("", "it hangs")
 
 
 def step_error(engine: PipelineEngine, batch: Batch | None = None) -> tuple[str, str]:

@@ -3,9 +3,8 @@
 import dataclasses
 import gc
 import os
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,33 +19,24 @@ from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 
-def in_thread(act: Callable[[], Any]) -> tuple[str, str]:
-    """Return the class and the text of the error that `act` raises in a thread of its own."""
-    raised: list[tuple[str, str]] = []
-    thread = threading.Thread(target=lambda: raised.append(engines.raised_by(act)), name="saver")
-    thread.start()
-    thread.join(20)
-    return raised[0] if raised else ("", "it hangs")
-
-
 def job_other_thread(folder: str) -> list[Any]:
     """Between batches, within one, and by a thread that goes on with batches after the first one."""
     with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
         seen = []
 
         def data() -> Any:
-            seen.append(in_thread(lambda: engine.save_checkpoint(folder)))
-            seen.append(in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0]))))
+            seen.append(engines.in_thread(lambda: engine.save_checkpoint(folder)))
+            seen.append(engines.in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0]))))
             seen.append(engines.raised_by(engine.destroy))
-            seen.append(in_thread(engine.destroy))
+            seen.append(engines.in_thread(engine.destroy))
             yield from engines.batches(1)[0]
 
         stages = data() if engine.is_first_stage() or engine.is_last_stage() else None
         expected = float(engine.train_batch(stages))
-        seen.append(in_thread(lambda: engine.save_checkpoint(folder)))
-        seen.append(in_thread(lambda: engine.load_checkpoint(folder)))
+        seen.append(engines.in_thread(lambda: engine.save_checkpoint(folder)))
+        seen.append(engines.in_thread(lambda: engine.load_checkpoint(folder)))
         engine.save_checkpoint(folder, tag="own")
-        later = in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0])))
+        later = engines.in_thread(lambda: engine.train_batch(iter(engines.batches(1)[0])))
         return [seen, later, expected > 0, sorted(path.name for path in Path(folder).iterdir())]
 
 
@@ -58,6 +48,38 @@ def test_calls_of_another_thread_and_destroy_in_a_batch_are_errors(tmp_path: Pat
             expected = f"{call} was called in {whom}" if call else "destroy() was called while the engine is running"
             assert kind == "RuntimeError" and expected in text, text
         assert later == ("", "") and is_trained and files == ["latest", "own"]
+
+
+def job_batch_in_a_batch() -> tuple[list[tuple[str, str]], list[float]]:
+    """Let the iterator of a batch begin a training and an evaluation; return their errors, and losses with and without.
+
+    The iterator may save between micro-batches, but not the loss, whose stage runs an action.
+    """
+    seen: list[tuple[str, str]] = []
+
+    def inner(engine: Any, draws: bool) -> Any:
+        for act in (engine.train_batch, engine.eval_batch) if draws else (engine.save_checkpoint,):
+            seen.append(engines.raised_by(lambda: act(iter(engines.batches(1)[0]))))  # noqa: B023
+        yield from engines.batches(1)[0]
+
+    losses = []
+    for is_nested in (False, True):
+        with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
+            if is_nested and engine.is_last_stage():
+                stock = engine.module.loss_fn
+                engine.module.loss_fn = lambda *given: (next(inner(engine, draws=False)), stock(*given))[1]  # noqa: B023
+            losses += [float(engine.train_batch(inner(engine, True) if is_nested else iter(engines.batches(1)[0])))]
+            losses += [float(engine.train_batch(iter(engines.batches(2)[1])))]
+    return seen, losses
+
+
+def test_a_batch_within_a_batch_is_an_error_that_changes_nothing() -> None:
+    for (train, evaluate, *saves), losses in rank_pool(2).run(job_batch_in_a_batch):
+        for kind, text in (train, evaluate):
+            assert kind == "RuntimeError" and "train_batch() or eval_batch() was called while the engine is" in text
+            assert "running drawing data from the iterator: call it after that" in text
+        assert all("save_checkpoint() was called while the engine is running F" in text for _, text in saves)
+        assert losses[:2] == losses[2:] and min(losses) > 1.0
 
 
 def job_descriptors(ours: bool) -> int:

@@ -237,6 +237,25 @@ def test_shards_in_folders_apart_are_said(tmp_path: Path) -> None:
         assert kind == "SavingError" and "has no model-00002-of-00002.safetensors" in text and "Copy their" in text
 
 
+def save_in_thread(folder: str) -> tuple[tuple[str, str], list[str]]:
+    """Save on one rank in another thread, then on both in the thread of the batches; return the error and the files."""
+    module = terapipe_ds.from_config(config_of("llama"), dtype=torch.float32)
+    with engines.started(module, engines.unchecked()) as engine:
+        save, refused = lambda: terapipe_ds.save_pretrained(engine, folder), ("", "")
+        if distributed.get_rank() == 1:
+            refused = engines.in_thread(save)
+        save()
+    return refused, sorted(path.name for path in Path(folder).glob("model*"))
+
+
+def test_a_save_in_another_thread_is_an_error(tmp_path: Path) -> None:
+    for rank, ((kind, text), files) in enumerate(rank_pool(2).run(save_in_thread, folder=str(tmp_path))):
+        assert (kind, "save_pretrained() was called in thread 'saver'" in text) == (
+            ("RuntimeError", True) if rank else ("", False)
+        )
+        assert len(files) == 3
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(

@@ -118,6 +118,8 @@ def unread_sections(enabled: dict[str, Any]) -> dict[str, str]:
 
         for kind in (Mine, Derived, PipelineEngine):
             found[kind.__name__] = raised_by(lambda: build(kind, pipeline_module(fp32_layers()), enabled))[1]  # noqa: B023
+    with mock.patch.object(deepspeed, "PipelineEngine", Mine), registered():
+        found["bound before"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
     found["not registered"] = raised_by(lambda: initialize(pipeline_module(fp32_layers()), enabled))[1]
     mixed = [*OTHERS, *fp32_layers()[:1]]  # ours are on the last stage
     found["one layer of ours"] = raised_by(lambda: initialize(pipeline_module(mixed), enabled))[1]
@@ -145,9 +147,9 @@ class TestRegistration:
             assert "The model is a Linear and not a PipelineModule" in unread["no pipeline"]
             for name in ("not registered", "one layer of ours"):
                 assert "terapipe_ds.register() was not called" in unread[name].lower()
-            for name in ("Mine", "Derived", "PipelineEngine"):
+            for name in ("Mine", "Derived", "PipelineEngine", "bound before"):
                 assert "an engine class of its own" in unread[name]
-            assert len(unread) == 6 and all("does not read the section" in text for text in unread.values())
+            assert len(unread) == 7 and all("does not read the section" in text for text in unread.values())
             assert rank["DualPipeV without section"] is True
             assert "terapipe.documents = 'position_ids': DeepSpeed's own engine mixes documents" in rank["documents"]
             for name in ("partition_activations", "partition_activations later"):

@@ -91,6 +91,17 @@ class Layer(torch.nn.Identity):
     """A class that each rank defines."""
 
 
+class Wide(torch.nn.Module):
+    """Return its input, and have most parameters of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.zeros(1 << 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def other_loss(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -140,6 +151,12 @@ def job_models() -> dict[str, str]:
     for name, loss in LOSSES.items():
         with_loss = {"loss_fn": loss(rank)}
         found[name] = engines.raised_by(lambda: trained(engines.gpt_layers("float32"), terapipe, **with_loss))[1]  # noqa: B023
+    cut = engines.pipeline_module(
+        [LayerSpec(Wide), *engines.gpt_layers("float32")], partition_method=("uniform", "parameters")[rank]
+    )
+    found["another partition"] = engines.raised_by(lambda: terapipe_ds.lay_out(cut, engines.config(terapipe=terapipe)))[
+        1
+    ]
     for name in ("one more", "another class", "layers defined here"):
         layers = layers_on(name, rank)
         found[name] = engines.raised_by(lambda: trained(layers, terapipe))[1]  # noqa: B023
@@ -147,6 +164,17 @@ def job_models() -> dict[str, str]:
             lambda: terapipe_ds.lay_out(engines.pipeline_module(layers), engines.config(terapipe=terapipe))  # noqa: B023
         )[1]
     return found
+
+
+def job_default_dtypes() -> str:
+    """Return the error if one rank has another default dtype while its engine is built."""
+    module = engines.pipeline_module(engines.gpt_layers("float32"))
+    torch.set_default_dtype((torch.float32, torch.float64)[torch.distributed.get_rank()])
+    try:
+        ds_config = engines.config(terapipe=engines.section())
+        return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def trained(layers: list[Any], terapipe: dict[str, Any], **options: Any) -> None:
@@ -158,6 +186,7 @@ DIFFER = {
     "another function": "loss_fn: ranks [0]: terapipe_ds.models.gpt.gpt_loss",
     "another lambda": "loss_fn: ranks [0]: tests.distributed.test_same_on_all_ranks.<lambda>",
     "none": "loss_fn: ranks [0]: builtins.NoneType; ranks [1]: terapipe_ds.models.gpt.gpt_loss",
+    "another partition": "the first layers of the stages: ranks [0]: [0, 4, 8]; ranks [1]: [0, 1, 8]",
     "one more": "the number of layers: ranks [0]: 7 layers; ranks [1]: 8 layers",
     "another class": "layer 6: ranks [0]: torch.nn.modules.linear.Identity; ranks [1]: ",
 }
@@ -171,3 +200,7 @@ class TestModels:
             for name in ("one more", "another class"):
                 assert DIFFER[name] in found.pop(f"{name}, lay_out")
             assert {name for name, text in found.items() if text} == set(), found
+
+    def test_a_default_dtype_of_one_rank_is_an_error_on_all(self) -> None:
+        text = "torch.get_default_dtype(): ranks [0]: torch.float32; ranks [1]: torch.float64"
+        assert all(text in found for found in rank_pool(2).run(job_default_dtypes))

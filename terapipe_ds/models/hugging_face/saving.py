@@ -103,14 +103,20 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str], *, m
         ValueError: `merge`, and the model has no adapters, or quantized weights; or without it, and weights beside the
             adapters are trained.
         SavingError: on all ranks, with the failure of each.
+        RuntimeError: in another thread than that of the engine's batches, or within a batch.
     """
-    module: HuggingFaceModule = engine.module
+    _check_merge(engine.module, merge)
+    # our engine refuses the call in another thread, and its watch-dog reports ranks that do not come
+    with getattr(engine, "long_call", contextlib.nullcontext)("save_pretrained"):
+        _save(engine.module, Path(folder), merge)
+
+
+def _save(module: HuggingFaceModule, folder: Path, merge: bool) -> None:
     adapters = module.blueprint.adapters
-    _check_merge(module, merge)
     runs = [piece.runs for piece in module.modules() if isinstance(piece, Piece)]
     pieces = {name: held for of_piece in runs for name, held in of_piece.items()}
     # one name for all ranks, drawn by the first
-    saving = Path(folder, f".{gathered(secrets.token_hex(4))[0]}.saving")
+    saving = folder / f".{gathered(secrets.token_hex(4))[0]}.saving"
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
             finish_saving(saving.parent)

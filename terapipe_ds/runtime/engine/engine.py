@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -235,6 +235,10 @@ class TeraPipeEngine(ModelEndsEngine):
         states = load_optimizer_states, load_lr_scheduler_states
         options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)
         return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
+
+    def long_call(self, name: str) -> AbstractContextManager[None]:
+        """Watch a collective call of that name outside a batch, such as a save; refuse it in another thread."""
+        return self._stage.watchdog.long_call(name)
 
     def destroy(self) -> None:
         """Stop the watch-dog, then free all that DeepSpeed and the pipeline hold; raise RuntimeError within a batch."""

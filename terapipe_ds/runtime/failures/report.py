@@ -178,8 +178,11 @@ class RankRecord:
         """Refuse a call while another thread uses the engine: collectives would mix in another order on each rank.
 
         With `moves` another thread may take over between calls. Otherwise it may not: the moment differs by rank.
+        A batch within another call would reset what this call has open; only the user's iterator may save.
         """
         here, main = threading.current_thread(), self._main_thread
+        if here is main and self.busy and (moves or not self.doing.draws):
+            raise RuntimeError(f"{call} was called while the engine is {self.busy}: call it after that")
         if here is not main and main.is_alive() and (self.busy or not moves):
             raise RuntimeError(
                 f"{call} was called in thread {here.name!r}, while the engine runs in thread {main.name!r} "

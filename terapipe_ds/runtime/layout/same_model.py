@@ -12,6 +12,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.strategy import Coordinate
 
@@ -19,10 +20,16 @@ from terapipe_ds.strategy import Coordinate
 def require_equal_models(module: Any) -> None:
     """Raise TeraPipeConfigError on every rank if they have not built the same model. A collective over all ranks.
 
-    The error names the difference: the number of layers, else the first layer that differs, and `loss_fn`.
+    The error names the difference: the number of layers, else the first layer that differs, else the partition, by
+    which each stage builds its share; and `loss_fn`.
     """
     layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
-    facts = {"the number of layers": f"{len(layers)} layers", **layers, "loss_fn": described(module.loss_fn)}
+    method = getattr(module, PARTITION_METHOD, None)
+    partition = str([int(layer_id) for layer_id in module.parts]) + (
+        f" (partition_method {method!r})" if method else ""
+    )
+    facts = {"the number of layers": f"{len(layers)} layers", **layers, "the first layers of the stages": partition}
+    facts["loss_fn"] = described(module.loss_fn)
     if len(set(gather(digest(facts)))) == 1:
         return
     everyone = gather(facts)
@@ -31,7 +38,7 @@ def require_equal_models(module: Any) -> None:
     lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)})}" for key in shown]
     raise TeraPipeConfigError(
         "\n  ".join(["the ranks have built different models:", *lines])
-        + "\nGive PipelineModule the same layers and loss_fn on every rank; each builds its own share of them."
+        + "\nGive every rank's PipelineModule the same layers, partition_method and loss_fn; each builds its own share."
     )
 
 

@@ -46,6 +46,19 @@ def test_it_is_reversible_and_idempotent() -> None:
     assert bound() == ours
 
 
+def test_a_class_that_a_program_has_bound_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(PipelineEngine):
+        def __init__(self, **_: Any) -> None:
+            pass
+
+    monkeypatch.setattr(deepspeed, "PipelineEngine", Mine)
+    terapipe_ds.register()
+    engine = deepspeed.PipelineEngine(config_class=SimpleNamespace(_param_dict={}))
+    assert type(engine) is Mine and isinstance(engine, deepspeed.PipelineEngine)
+    terapipe_ds.unregister()
+    assert deepspeed.PipelineEngine is Mine
+
+
 def test_dualpipev(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DualPipeVEngine, "__init__", lambda *args, **kwargs: None)
     terapipe_ds.register()

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,17 @@ def test_a_tag_that_names_no_folder_of_its_own_is_refused(tag: str, tmp_path: Pa
     with pytest.raises(CheckpointError, match="cannot name a folder of its own in .*out: it must be printable text"):
         CheckpointPaths(folder, tag, OWN).prepare()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_older_save_whose_times_lie_in_the_future_is_replaced(is_killed: bool, tmp_path: Path) -> None:
+    """Clocks of machines and disks differ: a save compares no times."""
+    save(tmp_path, "a", 1, finish=not is_killed)
+    for path in (tmp_path, *tmp_path.rglob("*")):
+        os.utime(path, (time.time() + 3600.0,) * 2)
+    CheckpointPaths(tmp_path, "a", RIVAL).prepare()
+    save(tmp_path, "a", 2)
+    assert steps_of(tmp_path) == 2
 
 
 def test_what_cannot_be_read_now_is_not_removed(tmp_path: Path) -> None:

@@ -119,7 +119,8 @@ def trainer_of(
     }  # fmt: skip
     args = TrainingArguments(folder, deepspeed=deepspeed, **options)
     rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"])
-    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows_of(8), "data_collator": collate}
+    given: dict[str, Any] = {"train_dataset": rows, "data_collator": collate}
+    given["eval_dataset"] = rows if setting["iterable"] else rows_of(8)
     if setting["metrics"]:
         given |= {"compute_metrics": metrics_of}
     if setting["metrics"] == "largest":

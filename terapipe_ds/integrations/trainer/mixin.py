@@ -278,7 +278,8 @@ class PipelineTrainerMixin(Trainer):
         def save_others() -> None:
             # Trainer adds its files beside the weights, and its own state of processes
             if self.args.should_save:
-                with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
+                card = getattr(self.model, "create_or_update_model_card", None)  # peft writes one beside adapters
+                with replaced(self.model, "save_pretrained", lambda *_, **__: card and card(folder)), self._as_rank():
                     self._save(folder, state_dict={})
 
         everywhere(save_others)  # a full disk must reach all ranks

@@ -38,7 +38,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
     "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}},
     "by length": {"args": BY_LENGTH},
-    "stream": {"args": {"max_steps": 5}, "iterable": True},
+    "stream": {"args": {"max_steps": 5, **EVALUATE}, "iterable": True, "metrics": "logits"},
     "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
     "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
     "recomputed": {"args": {"gradient_checkpointing": True}},

@@ -119,7 +119,8 @@ def trainer_of(
     }  # fmt: skip
     args = TrainingArguments(folder, deepspeed=deepspeed, **options)
     rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"])
-    given: dict[str, Any] = {"train_dataset": rows, "eval_dataset": rows_of(8), "data_collator": collate}
+    given: dict[str, Any] = {"train_dataset": rows, "data_collator": collate}
+    given["eval_dataset"] = rows if setting["iterable"] else rows_of(8)
     if setting["metrics"]:
         given |= {"compute_metrics": metrics_of}
     if setting["metrics"] == "largest":
@@ -302,14 +303,15 @@ def _largest_difference(expected: list[dict[str, Any]], found: list[dict[str, An
 
 
 def files(folder: str) -> list[str]:
-    """Return the JSON files in the Trainer's folders that differ from the files of the pipeline's Trainer."""
+    """Return the config files in the Trainer's folders that differ over stages, and the model cards missing there."""
     one = Path(folder, "one")
     other = Path(folder, "stages")
     paths = [path.relative_to(one) for path in one.rglob("*config.json")] if one.is_dir() else []
     different = [str(path) for path in paths if not (other / path).is_file()
                  or (other / path).read_text() != (one / path).read_text()]  # fmt: skip
+    cards = [str(path.relative_to(one)) for path in one.rglob("README.md")]  # they hold the folder's name
     shutil.rmtree(one, ignore_errors=True)
-    return different
+    return different + [card for card in cards if not (other / card).is_file()]
 
 
 def mean_of_step() -> list[float]:

@@ -19,7 +19,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DummyOptim, DummyScheduler, send_to_device
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
-from accelerate.utils.operations import recursively_apply
+from accelerate.utils.operations import find_batch_size, recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -243,6 +243,10 @@ class PipelineTrainerMixin(Trainer):
         loss, logits, sums = self._stages.evaluate(inputs, count, wanted)
         self._note_metrics("eval", inputs, sums, 0)
         loss = None if loss is None else loss.to(self.args.device)
+        state = self.accelerator.gradient_state
+        if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0:
+            # a stream's length is unknown; Trainer then repeats the loss of a short last batch for a whole one
+            state.active_dataloader.remainder = find_batch_size(inputs)
         if prediction_loss_only:
             return loss, None, None
         return loss, send_to_device(logits, self.args.device), labels
@@ -274,7 +278,8 @@ class PipelineTrainerMixin(Trainer):
         def save_others() -> None:
             # Trainer adds its files beside the weights, and its own state of processes
             if self.args.should_save:
-                with replaced(self.model, "save_pretrained", lambda *_, **__: None), self._as_rank():
+                card = getattr(self.model, "create_or_update_model_card", None)  # peft writes one beside adapters
+                with replaced(self.model, "save_pretrained", lambda *_, **__: card and card(folder)), self._as_rank():
                     self._save(folder, state_dict={})
 
         everywhere(save_others)  # a full disk must reach all ranks

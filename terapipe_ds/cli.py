@@ -94,7 +94,7 @@ def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser; of a command line that names its command, no other command is imported."""
     parser = _Parser(
         prog="terapipe",
-        description="Token-level pipeline parallelism for DeepSpeed: schedules and timelines.",
+        description="Token-level pipeline parallelism for DeepSpeed: plans, schedules, checks and measurements.",
         epilog="Each command has examples: terapipe show --help. The shell completes words after "
         '`pip install argcomplete` and `eval "$(register-python-argcomplete terapipe)"`.',
     )

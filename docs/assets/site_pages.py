@@ -69,7 +69,7 @@ def meanings() -> dict[str, str]:
     """Return what the table of `docs/configuration.md` says of each key, with links that hold in `docs/reference/`."""
     text = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `([\w.]+)` \| `.+?` \| (.*) \|$", text, re.MULTILINE))
-    own = {key: text.replace("[below](#", "[more](configuration.md#") for key, text in rows.items()}
+    own = {key: text.replace("](#", "](configuration.md#") for key, text in rows.items()}
     return {key: re.sub(r"\]\((?!https?:)([\w-]+\.md)", r"](../\1", text) for key, text in own.items()}
 
 

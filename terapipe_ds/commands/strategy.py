@@ -39,6 +39,7 @@ EXAMPLES = """\
   terapipe strategy --model llama-3-8b --device a100 --devices 16 --global-batch 64 \\
                     --data-parallel 2 --json
 """
+_LONGEST_ALARM_S = 1e8  # of what every timer takes
 _SHOWN = 10  # strategies in the table
 _STAGES_SHOWN = 8  # peaks of memory, one per stage; of more stages the least and the largest
 _FIXED = (
@@ -89,20 +90,25 @@ class _Question(NamedTuple):
 
 def run(arguments: argparse.Namespace) -> None:
     """Search, print the best strategies, and write the files that the user names."""
-    from terapipe_ds.planner.strategy import rank_strategies
+    from terapipe_ds.planner.strategy import TOO_SOON, rank_strategies
 
     options = StrategyOptions.read(arguments)
     question = _question(options)
     other = _other(options, question)
     end_s = time.monotonic() + (options.time_limit or math.inf)
-    with Progress("  (Ctrl-C: the best so far)") as progress, _terminated_as_interrupted():
-        strategies = rank_strategies(
-            question.model,
-            question.cluster,
-            progress=progress.callback,
-            stop=lambda: time.monotonic() >= end_s,
-            **question.words,
-        )
+    try:
+        with Progress("  (Ctrl-C: the best so far)") as progress, _ended_as_interrupted(options.time_limit):
+            strategies = rank_strategies(
+                question.model,
+                question.cluster,
+                progress=progress.callback,
+                stop=lambda: time.monotonic() >= end_s,
+                **question.words,
+            )
+    except KeyboardInterrupt:
+        if time.monotonic() < end_s:
+            raise
+        raise CommandError(TOO_SOON) from None
     best = strategies[0]
     if not best.is_complete:
         print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
@@ -119,17 +125,20 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM end a search as Ctrl-C does: with the best strategy so far."""
+def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
+    """Let SIGTERM and the time limit end a search as Ctrl-C does, in the middle of a long replay too."""
     try:
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    except ValueError:  # only the main thread has signals
+        before = {name: signal.signal(name, signal.default_int_handler) for name in (signal.SIGTERM, signal.SIGALRM)}
+    except (ValueError, AttributeError):  # only the main thread has signals, and Windows no alarm
         yield
         return
     try:
+        signal.setitimer(signal.ITIMER_REAL, min(time_limit_s or 0.0, _LONGEST_ALARM_S))
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        for name, handler in before.items():
+            signal.signal(name, handler)
 
 
 # --- the question

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,31 @@ def test_a_time_limit_and_sigterm_end_a_search_with_the_best_so_far(
     assert main(["strategy", *FEW, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["strategy"]["is_complete"] is False
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_time_limit_ends_a_long_replay(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never_asks(self: object, what: str, done: int, of: int) -> None:
+        if what == "finalists":
+            time.sleep(60)
+            pytest.fail("the limit waited for the replay")
+
+    before = signal.getsignal(signal.SIGALRM)
+    monkeypatch.setattr(Progress, "callback", never_asks)
+    assert main(["strategy", *FEW, "--time-limit", "5", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["strategy"]["is_complete"] is False
+    assert signal.getsignal(signal.SIGALRM) is before and signal.getitimer(signal.ITIMER_REAL)[0] == 0
+
+
+def test_an_interrupt_after_the_search_leaves_out_the_kinds_of_memory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: object, score: object) -> dict[str, list[int]]:
+        raise KeyboardInterrupt
+
+    whole = as_json(capsys, *FEW)["strategy"]
+    monkeypatch.setattr("terapipe_ds.planner.strategy.priced.Priced.peak_by_kind", interrupted)
+    assert as_json(capsys, *FEW)["strategy"] == whole | {"memory_by_kind": {}}
+    assert "GiB by stage" in shown(capsys, "strategy", *FEW)
 
 
 def test_progress_on_a_pipe_is_a_line_now_and_then(

@@ -15,7 +15,8 @@ def describe(result: PlanResult, *, schedule_chosen: bool = False, card_bytes: f
     """
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
-    proof = "optimal: proven" if result.optimal else f"within {result.gap:.2%} of a time that no plan can beat"
+    bound = f"lower bound {_time(result.lower_bound_s)}, gap {result.gap:.2%}"
+    proof = "optimal: proven" if result.optimal else bound
     extra = f"          {_time(result.extra_s or 0)} more to sum and step what stands at two places"
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",

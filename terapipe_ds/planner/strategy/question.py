@@ -102,7 +102,10 @@ def rank_strategies(
     search = Search(space, progress, stop)
     scores = search.run()
     name = model if isinstance(model, str) else getattr(model, "name", "") or getattr(layers, "name", "")
-    kinds = search.price(scores[0].candidate).peak_by_kind(scores[0])  # of the best alone: others take as long
+    try:
+        kinds = search.price(scores[0].candidate).peak_by_kind(scores[0])  # of the best alone: others take as long
+    except KeyboardInterrupt:  # the strategies are known
+        kinds = {}
     return [_strategy(score, search, name, {} if place else kinds) for place, score in enumerate(scores)]
 
 

@@ -33,6 +33,9 @@ from terapipe_ds.simulator import ScheduleShape
 Progress = Callable[[str, int, int], None]
 """Called now and then with (what, work done, of how much)."""
 
+TOO_SOON = "the search was stopped before it had any strategy: give it more time"
+"""The message where a search ends without an answer."""
+
 MOST_CUTS = 4096
 """Cuts of a candidate up to which all of them are replayed."""
 
@@ -336,8 +339,14 @@ class Search:
             self._move_layers(costs, score.shape)
         # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
         while self.scores and not (best := self._ranked()[0]).is_final:
-            del self.scores[best.candidate, best.shape]
-            self._score(priced[best.candidate], best.shape, best.bounds, best.plan, MOST_WHOLE)
+            costs, key = priced[best.candidate], (best.candidate, best.shape)
+            # an interrupt in this long replay leaves the score as it is
+            whole = costs.score(best.bounds, best.shape, best.plan, self.space.limit_bytes, MOST_WHOLE, math.inf)
+            if whole is None:
+                del self.scores[key]
+            else:
+                self.scores[key] = whole
+            self._check_stop()
 
     def _next_finalist(self, improved: set[tuple[Candidate, Shape]]) -> Score | None:
         """Return the best score near the best that is not improved yet, while there is work left, or few are."""
@@ -397,7 +406,7 @@ class Search:
     def _why_nothing(self, priced: dict[Candidate, Priced]) -> PlannerError:
         """Return the error where no strategy fits in memory, with the least need, or where there was no time."""
         if not self.is_complete:
-            return PlannerError("the search was stopped before it had any strategy: give it more time")
+            return PlannerError(TOO_SOON)
         counts = self._slice_counts()
         needs = {
             candidate: costs.replayed_bytes

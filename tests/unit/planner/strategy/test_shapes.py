@@ -118,6 +118,25 @@ def test_slices_are_halved_while_that_saves_time() -> None:
     assert search.scores[priced.candidate, score.shape].plan.num_slices >= 32
 
 
+def test_an_interrupt_in_the_last_replay_keeps_the_score(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, priced = equal_chain(4, 4)
+    score = priced.score((0, 1, 2, 3, 4), Shape("seq1f1b"), SlicePlan.equal(4096, 2), math.inf)
+    assert score is not None
+    few = dataclasses.replace(score, is_final=False)
+    search.scores[priced.candidate, score.shape] = few
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Search, "_next_finalist", lambda *_: None)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(Priced, "score", interrupted)
+        search._improve({priced.candidate: priced})
+    assert list(search.scores.values()) == [few]
+    search._improve({priced.candidate: priced})
+    assert list(search.scores.values()) == [score]
+
+
 def test_schedules_are_tried_for_all_candidates_that_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: set[tuple[Candidate, Shape]] = set()
     score = Priced.score

@@ -498,10 +498,12 @@ def of_python(code):
 def of_group(code):
     distributed.destroy_process_group(); sys.exit(code)
 plain_s = child(end=of_python)[1]  # of the interpreter alone
-codes, seconds = zip(child(), child(), child(dog._others._turn), child(dog._stop._cond), child(end=of_group))
-print(codes, min(seconds[:2]) - plain_s < 0.5, seconds, file=sys.stderr); dog.close(); os._exit(0)"""
+codes, seconds = zip(child(), child(dog._others._turn), child(dog._stop._cond), child(end=of_group))
+tries = [seconds[0]]
+while min(tries) - plain_s >= 0.5 and len(tries) < 5: tries.append(child()[1])  # other programs may delay some
+print(codes, min(tries) - plain_s < 0.5, tries, file=sys.stderr); dog.close(); os._exit(0)"""
         code, text = self.run(act, timer_s=60.0)
-        assert code == 0 and "(7, 7, 7, 7, 7) True" in text, text
+        assert code == 0 and "(7, 7, 7, 7) True" in text, text
 
     def test_a_thread_that_fails_goes_on_and_ends_what_hangs(self) -> None:
         code, text = self.run("dog._judge = None; time.sleep(2)\nwith dog.batch(): time.sleep(30)", timer_s=60.0)

@@ -247,7 +247,7 @@ class _Pass:
 
 
 def _spans(num_tokens: int, numbers: int, is_cpu: bool) -> Iterator[slice]:
-    """Cut tokens in chunks of about equal size; a token takes so many numbers."""
+    """Cut tokens into chunks of about equal size; each token takes `numbers` fp32 numbers."""
     most = loss_chunk_tokens(numbers, on_cpu=is_cpu)
     count = -(-num_tokens // most)
     for index in range(count):

@@ -190,7 +190,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     ),
     "a forward": replace_forward,
 }
-"""What a program does to the last layer -> a change that its loss on hidden states cannot follow."""
+"""Changes of the last layer by a program, which a loss of hidden states cannot follow."""
 
 
 def changed(name: str, at: int, verify: str) -> dict[str, float]:

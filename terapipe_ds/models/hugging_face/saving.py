@@ -103,7 +103,7 @@ def save_pretrained(engine: PipelineEngine, folder: str | os.PathLike[str], *, m
         ValueError: `merge`, and the model has no adapters, or quantized weights; or without it, and weights beside the
             adapters are trained.
         SavingError: on all ranks, with the failure of each.
-        RuntimeError: in another thread than that of the engine's batches, or within a batch.
+        RuntimeError: a batch is running, or this is not the thread that runs the batches.
     """
     _check_merge(engine.module, merge)
     # our engine refuses the call in another thread, and its watch-dog reports ranks that do not come

@@ -157,7 +157,7 @@ def test_other_numbers_of_labels_than_tokens_are_an_error() -> None:
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 def test_a_token_that_does_not_count_may_have_any_numbers(label_smoothing: float) -> None:
-    """Such as padding that sees no token: the loss is that of torch."""
+    """Compare with torch. Padding that attends to no token has such hidden states."""
     linear, labels = nn.Linear(HIDDEN, VOCABULARY), torch.randint(VOCABULARY, (ROWS, TOKENS))
     hidden = torch.randn(ROWS, TOKENS, HIDDEN)
     hidden[0, 3], hidden[1, 5], labels[0, 3], labels[1, 5] = torch.nan, torch.inf, -100, -100

@@ -43,12 +43,20 @@ class Documents:
         edges = [self.start, *self.edges(row), self.stop]
         return torch.tensor([edge - self.start for edge in edges], dtype=torch.int32)
 
-    def position_ids(self) -> torch.Tensor:
-        """Return each token's place in its document: int64 [B, T]."""
+    def position_ids(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return each token's place in its document: int64 [B, T], on the CPU or on `device`."""
         tokens = torch.arange(self.start, self.stop)
         # the documents of the slice alone: all of the row, for each slice, would take time quadratic in its length
         starts = [torch.tensor([self.first_token(row), *self.edges(row)]) for row in range(len(self.starts))]
-        return torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
+        places = torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
+        return places if device is None else to_device(places, device)
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on `device`. The host goes on meanwhile, even if the device is far behind."""
+    # from other memory the host would copy after all that its stream has to do
+    is_pinned = device.type == "cuda" and torch.cuda.is_available()
+    return (x.pin_memory() if is_pinned else x).to(device, non_blocking=True)
 
 
 def are_position_ids(x: torch.Tensor) -> bool:

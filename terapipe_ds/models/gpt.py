@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.documents import Starts, to_device
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits
@@ -240,7 +240,7 @@ class PositionEmbedding(nn.Module):
             return F.dropout(hidden + self._rows(start, stop), self.dropout, self.training)
         start, stop = int(positions.min()), int(positions.max()) + 1  # on the CPU
         check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-        places = (positions - start).to(hidden.device)
+        places = to_device(positions - start, hidden.device)
         return F.dropout(hidden + F.embedding(places, self._rows(start, stop)), self.dropout, self.training)
 
     def _rows(self, start: int, stop: int) -> Tensor:

@@ -20,10 +20,10 @@ def first_position() -> int:
     return 0 if active is None else active.start
 
 
-def places_in_documents() -> Tensor | None:
-    """Return each token's place in its document, int64 [B, T] on the CPU; None where each row is one document."""
+def places_in_documents(device: torch.device | None = None) -> Tensor | None:
+    """Return each token's place in its document, int64 [B, T], on the CPU or on `device`; None: rows are documents."""
     active = active_slice()
-    return None if active is None or active.documents is None else active.documents.position_ids()
+    return None if active is None or active.documents is None else active.documents.position_ids(device)
 
 
 def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:

@@ -49,14 +49,15 @@ class Documents:
         # the documents of the slice alone: all of the row, for each slice, would take time quadratic in its length
         starts = [torch.tensor([self.first_token(row), *self.edges(row)]) for row in range(len(self.starts))]
         places = torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
-        return places if device is None else to_device(places, device)
+        # fewer bytes on their way
+        return places if device is None else to_device(places.int(), device).long()
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on `device`. The host goes on meanwhile, even if the device is far behind."""
-    # from other memory the host would copy after all that its stream has to do
-    is_pinned = device.type == "cuda" and torch.cuda.is_available()
-    return (x.pin_memory() if is_pinned else x).to(device, non_blocking=True)
+    """Return a small tensor of the host on `device`. The host goes on meanwhile, even if the device is far behind."""
+    # CUDA takes up to 64 KB at once from any memory of the host. Pinned memory is not asked for here: its allocation
+    # may wait for all work of the device, even for receives that wait for this very rank.
+    return x.to(device, non_blocking=True)
 
 
 def are_position_ids(x: torch.Tensor) -> bool:

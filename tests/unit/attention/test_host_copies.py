@@ -15,6 +15,7 @@ from terapipe_ds.attention.backends.flash_attn import _packed_rows
 from terapipe_ds.attention.documents import Documents
 from terapipe_ds.attention.reach import Span
 from terapipe_ds.models.gpt import GPTConfig, PositionEmbedding
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
 META = torch.device("meta")  # stands in for a device: copies to it are real calls
 STARTS = (0, 3, 8), (0, 8)
@@ -70,6 +71,13 @@ def layers_of_transformers() -> None:
     assert places(tensor(2, 4, 8)).shape == (2, 4)
 
 
+def micro_batch() -> None:
+    ids, whole = torch.zeros(2, 4, dtype=torch.int64), torch.zeros(3)
+    SliceableTensors.of_inputs((ids, whole), 4, 1).to(META)
+    UncutLabels((), (), 0, False, ids, 4).to(META)
+    UncutLabels((), (), 0, False, (ids, whole), 4).to(META)
+
+
 USES: dict[str, Callable[[], object]] = {
     "layers of transformers": layers_of_transformers,
     "places in a compiled layer": lambda: opaque.position_ids._init_fn(tensor(2, 4), 16),  # type: ignore[attr-defined]
@@ -77,6 +85,7 @@ USES: dict[str, Callable[[], object]] = {
     "packed rows": packed_rows,
     "mask and cap": mask_and_cap_of_flex,
     "carried state": carried_state,
+    "micro-batch": micro_batch,
 }
 
 

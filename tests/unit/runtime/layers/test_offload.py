@@ -113,6 +113,41 @@ def test_the_device_waits_for_copies_and_the_host_does_not(monkeypatch: pytest.M
     assert len(events) > 10 and set(map(id, waited)) == set(map(id, events))
 
 
+def test_a_copy_waits_for_the_work_before_it_and_holds_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls to a stand-in for CUDA."""
+    calls = list[str]()
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cuda"
+
+        def wait_stream(self, other: object) -> None:
+            calls.append(f"wait for {other}")
+
+        def record_event(self) -> str:
+            calls.append("event")
+            return "event"
+
+    class Target(Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+        def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:  # type: ignore[override]
+            calls.append(f"copy, the host {'goes on' if non_blocking else 'waits'}")
+            return self
+
+        def record_stream(self, stream: Any) -> None:
+            assert isinstance(stream, Stream)
+            calls.append("hold")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "computations")
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    lane = Lane(torch.device("cuda"))
+    assert lane.copy(torch.zeros(4).as_subclass(Target), torch.ones(4)) == "event"
+    assert calls == ["wait for computations", "copy, the host goes on", "hold", "event"]
+    assert lane.buffers._is_pinned
+
+
 def test_lengths_that_change_pile_up_no_memory_of_the_host() -> None:
     buffers, needed = HostBuffers(is_pinned=False), []
     for batch in range(8):

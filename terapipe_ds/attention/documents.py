@@ -43,12 +43,21 @@ class Documents:
         edges = [self.start, *self.edges(row), self.stop]
         return torch.tensor([edge - self.start for edge in edges], dtype=torch.int32)
 
-    def position_ids(self) -> torch.Tensor:
-        """Return each token's place in its document: int64 [B, T]."""
+    def position_ids(self, device: torch.device | None = None) -> torch.Tensor:
+        """Return each token's place in its document: int64 [B, T], on the CPU or on `device`."""
         tokens = torch.arange(self.start, self.stop)
         # the documents of the slice alone: all of the row, for each slice, would take time quadratic in its length
         starts = [torch.tensor([self.first_token(row), *self.edges(row)]) for row in range(len(self.starts))]
-        return torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
+        places = torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
+        # fewer bytes on their way
+        return places if device is None else to_device(places.int(), device).long()
+
+
+def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a small tensor of the host on `device`. The host goes on meanwhile, even if the device is far behind."""
+    # CUDA takes up to 64 KB at once from any memory of the host. Pinned memory is not asked for here: its allocation
+    # may wait for all work of the device, even for receives that wait for this very rank.
+    return x.to(device, non_blocking=True)
 
 
 def are_position_ids(x: torch.Tensor) -> bool:

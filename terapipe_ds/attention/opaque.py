@@ -25,6 +25,7 @@ from torch import Tensor
 
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sinks, prepare
+from terapipe_ds.attention.documents import to_device
 
 
 # The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.
@@ -200,7 +201,7 @@ def position_ids(like: Tensor, table_size: int) -> Tensor:
     if table_size and int(places.max()) >= table_size:
         problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {table_size}"
         raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")
-    return places.to(like.device, copy=True).contiguous()
+    return to_device(places.contiguous(), like.device)
 
 
 @position_ids.register_fake

@@ -22,14 +22,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.documents import Starts, to_device
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
     RowsOfTable,
+    are_with_ids,
     check_learned_positions,
     check_position_ids,
+    count_anew,
     first_position,
     longest_run,
     places_in_documents,
@@ -194,15 +196,21 @@ class TokenEmbedding(nn.Module):
         # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = config.dropout if config.positions == "rope" else 0.0
         self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
+        self._rows_count_anew: bool | None = None  # some position ids so far, of rows without documents
 
     def defer_weight_gradients(self, gradients: Any) -> None:
         """Let the engine make the gradient of the table, once for several slices."""
         self._lookup = gradients.lookup
 
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Look at position ids while they are on the host: no slice then waits for its device to read them."""
+        if starts is None and isinstance(inputs, tuple) and are_with_ids(inputs):
+            self._rows_count_anew = bool(self._rows_count_anew) or count_anew(*inputs)
+
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
-            check_position_ids(tokens, others, GPTConfigError)
+            check_position_ids(tokens, others, GPTConfigError, self._rows_count_anew)
         return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
@@ -240,7 +248,7 @@ class PositionEmbedding(nn.Module):
             return F.dropout(hidden + self._rows(start, stop), self.dropout, self.training)
         start, stop = int(positions.min()), int(positions.max()) + 1  # on the CPU
         check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-        places = (positions - start).to(hidden.device)
+        places = to_device(positions - start, hidden.device)
         return F.dropout(hidden + F.embedding(places, self._rows(start, stop)), self.dropout, self.training)
 
     def _rows(self, start: int, stop: int) -> Tensor:

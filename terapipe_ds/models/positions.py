@@ -20,10 +20,10 @@ def first_position() -> int:
     return 0 if active is None else active.start
 
 
-def places_in_documents() -> Tensor | None:
-    """Return each token's place in its document, int64 [B, T] on the CPU; None where each row is one document."""
+def places_in_documents(device: torch.device | None = None) -> Tensor | None:
+    """Return each token's place in its document, int64 [B, T], on the CPU or on `device`; None: rows are documents."""
     active = active_slice()
-    return None if active is None or active.documents is None else active.documents.position_ids()
+    return None if active is None or active.documents is None else active.documents.position_ids(device)
 
 
 def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:
@@ -57,12 +57,27 @@ class RowsOfTable(torch.autograd.Function):
         return None, None, None, None
 
 
-def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[ValueError]) -> None:
+def count_anew(tokens: Tensor, position_ids: Tensor) -> bool:
+    """Return whether position ids count anew within a row. Ids that merely start later in the row do not."""
+    offsets = position_ids - torch.arange(tokens.shape[1], device=tokens.device)
+    return bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any())
+
+
+def are_with_ids(inputs: Sequence[Any]) -> bool:
+    """Return whether inputs are tokens [B, T] with position ids."""
+    is_pair = len(inputs) == 2 and all(map(torch.is_tensor, inputs))
+    return is_pair and inputs[0].shape == inputs[1].shape and are_position_ids(inputs[1])
+
+
+def check_position_ids(
+    tokens: Tensor, others: Sequence[Tensor], error: type[ValueError], rows_count_anew: bool | None = None
+) -> None:
     """Raise `error` unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
 
-    If no documents are known, layers count the positions of the whole row.
+    If no documents are known, layers count the positions of the whole row. `rows_count_anew`: whether whole rows have
+    ids that do not; None: nobody has looked.
     """
-    if len(others) != 1 or others[0].shape != tokens.shape or not are_position_ids(others[0]):
+    if not are_with_ids((tokens, *others)):
         shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
         problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
         raise error(f"{problem}, and no more, got {shapes}: leave other inputs out")
@@ -70,9 +85,8 @@ def check_position_ids(tokens: Tensor, others: Sequence[Tensor], error: type[Val
     # the engine has read the documents of the same ids
     if active is not None and (active.documents is not None or active.mode == "probe"):
         return
-    # ids that merely start later in the row begin no new document
-    offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
-    if bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
+    # numbers on a device are read only where whole rows, on the host, gave a reason
+    if (active is None or rows_count_anew is not False) and count_anew(tokens, others[0]):
         raise error(
             "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
             "to the index of the position ids among the inputs (outside of the engine: run the rows within "

@@ -240,6 +240,18 @@ def test_layers_of_others_with_dropout_wait_neither(kind: str) -> None:
     assert_none(rank_pool(2).run(job_other_layers, kind=kind))
 
 
+def job_with_position_ids() -> Waits:
+    """Give position ids of whole rows beside the tokens."""
+    data = [[((x, torch.arange(x.shape[1]).repeat(len(x), 1)), y) for x, y in each] for each in engines.batches(3)]
+    with engines.engine_of(engines.gpt_layers("float32"), engines.unchecked(), stages=2) as engine:
+        return counted(engine, data)
+
+
+def test_position_ids_are_read_on_the_host() -> None:
+    for waits in rank_pool(2).run(job_with_position_ids):
+        assert waits.actions > 100 and waits.device == waits.reads == waits.unpinned == []
+
+
 def job_profiled() -> list[str]:
     """Return the names that torch's profiler shows of a step."""
     with engines.engine_of(engines.gpt_layers("float32"), engines.unchecked(), stages=2) as engine:

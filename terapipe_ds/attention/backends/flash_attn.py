@@ -18,6 +18,7 @@ from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Querie
 from terapipe_ds.attention.backends.blocks import as_wide
 from terapipe_ds.attention.backends.first_use import wrong_kernel
 from terapipe_ds.attention.backends.fused import NO_DROPOUT, cuda_capability, cuda_refusal
+from terapipe_ds.attention.documents import to_device
 
 _Lengths = tuple[Any, ...] | None
 """Of packed documents: cumulative lengths of queries and of keys, and the longest of each."""
@@ -199,7 +200,7 @@ def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
         first, stop, device = spans[0].first_key, spans[-1].stop, queries.q.device
         queries_at = [*(span.start - spans[0].start for span in spans), stop - spans[0].start]
         keys_at = [*(span.first_key - first for span in spans), stop - first]
-        cumulative = [torch.tensor(x, dtype=torch.int32).to(device, non_blocking=True) for x in (queries_at, keys_at)]
+        cumulative = [to_device(torch.tensor(x, dtype=torch.int32), device) for x in (queries_at, keys_at)]
         longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (queries_at, keys_at)]
         for row in range(*rows):
             inputs = queries.q[row], queries.keys[row, :, first:stop], queries.values[row, :, first:stop]

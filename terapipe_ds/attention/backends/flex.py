@@ -21,6 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.fused import cuda_capability
+from terapipe_ds.attention.documents import to_device
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 SpanKey = tuple[int, int, int, int, int]
@@ -76,7 +77,7 @@ def _tensors(queries: Queries) -> tuple[Any, ...]:
     softcap = None
     if queries.softcap is not None:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        softcap = torch.tensor(queries.softcap, dtype=dtype).to(q.device, non_blocking=True)
+        softcap = to_device(torch.tensor(queries.softcap, dtype=dtype), q.device)
     spans = tuple((s.rows.start, s.rows.stop, s.first_key, s.start, s.stop) for s in queries.spans)
     return q, k, v, block_mask(q.shape[0], q.shape[2], queries.start, queries.window, spans, q.device), softcap
 
@@ -104,8 +105,11 @@ def block_mask(
     blocks = [_listed(kind.unsqueeze(1)) for kind in (seen & ~full, full)]
     mask = flex.BlockMask.from_kv_blocks(
         *blocks[0], *blocks[1], BLOCK_SIZE=_BLOCK, mask_mod=None, seq_lengths=(tokens, num_keys)
-    ).to(device)
-    mask.mask_mod = mask_of(torch.tensor(start).to(device), first.to(device))
+    )
+    for name, value in vars(mask).items():
+        if torch.is_tensor(value):  # its own method would wait for the device with each
+            setattr(mask, name, to_device(value, device))
+    mask.mask_mod = mask_of(to_device(torch.tensor(start), device), to_device(first, device))
     return mask
 
 

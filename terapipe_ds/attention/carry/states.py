@@ -146,8 +146,8 @@ class CarriedEntry:
         # Not an inference tensor, whatever the caller does; and no view, which would keep its base alive.
         with torch.inference_mode(False), torch.no_grad():
             kept = state.detach().clone()
-            if begun:
-                kept[list(begun)] = 0
+            for row in begun:  # a list as an index would go to the device, and the host would wait
+                kept[row].zero_()
         differentiable = kept.is_floating_point() or kept.is_complex()
         # Without gradients in training, this is the first forward of a reentrant checkpoint, which reveals nothing.
         needs_grad = differentiable and (state.requires_grad or not torch.is_grad_enabled())
@@ -195,7 +195,8 @@ class CarriedEntry:
             gradient = kept.state.grad
             if gradient is not None and kept.begun:
                 gradient = gradient.clone()
-                gradient[list(kept.begun)] = 0
+                for row in kept.begun:
+                    gradient[row].zero_()
             return gradient
         raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
 

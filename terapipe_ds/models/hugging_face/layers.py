@@ -297,8 +297,8 @@ def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
 def places(of: Tensor) -> Tensor:
     """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
     # positions count from each document's start, as on the document alone
-    in_documents = places_in_documents()
+    in_documents = places_in_documents(of.device)
     if in_documents is not None:
-        return in_documents.to(of.device)
+        return in_documents
     start = first_position()
     return torch.arange(start, start + of.shape[1], device=of.device).expand(len(of), -1)

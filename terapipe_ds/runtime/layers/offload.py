@@ -47,16 +47,25 @@ class HostBuffers:
     """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
 
     For a CPU a file is the memory outside its own, so that tests measure how much would leave a device. Buffers go back
-    to a pool by their size, because pinning memory takes long.
+    to a pool by their size, because pinning memory takes long. Sizes that a batch did not need leave the pool, or
+    lengths that change from batch to batch would pile up memory.
     """
 
     def __init__(self, is_pinned: bool) -> None:
         self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._needed: set[int] = set()  # sizes, since the batch began
+
+    def begin_batch(self) -> None:
+        """Drop free buffers of the sizes that nobody took since the batch before began."""
+        for num_bytes in self._free.keys() - self._needed:
+            self.reserved_bytes -= num_bytes * len(self._free.pop(num_bytes))
+        self._needed.clear()
 
     def take(self, num_bytes: int) -> Tensor:
         """Return a buffer of exactly `num_bytes` bytes."""
+        self._needed.add(num_bytes)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if free := self._free[num_bytes]:
@@ -94,11 +103,12 @@ class Offloaded:
             self._leaves = self.lane.copy(self._buffer, flat)
 
     def leave(self) -> None:
-        """Free the memory of the device, once the copy is done."""
+        """Free the memory of the device: work that is issued from now on begins when the copy is done."""
         # a backward that came early has given the buffer back, and the memory stays
         if self._buffer is not None:
+            # the device waits, not the host: the memory goes to the next work in its own stream
             if self._leaves is not None:
-                self._leaves.synchronize()
+                torch.cuda.current_stream().wait_event(self._leaves)
             self._on_device = None
 
     def come_back(self) -> None:
@@ -169,6 +179,7 @@ class ActivationOffload:
         self._fixed: frozenset[int] = frozenset()
         if batch is None or not batch.training:
             return
+        self.buffers.begin_batch()
         # the order of the stage says when each slice is needed again, before anything runs
         order = batch.schedule.orders[batch.stage_id]
         for (part_id, unit), until in offloaded_until(order).items():

@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.layers.offload import (
     ActivationOffload,
     HostBuffers,
+    Lane,
+    Offloaded,
     SavedTensorChangedError,
     explain_refusal,
 )
@@ -84,6 +87,43 @@ def test_the_same_bits_in_less_memory() -> None:
     before = buffers.reserved_bytes
     run(block, offload, Batch())
     assert buffers.reserved_bytes == before  # the next batch takes the same buffers
+
+
+def test_the_device_waits_for_copies_and_the_host_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for a device: each copy returns an event, and memory leaves after a wait of the stream for it."""
+    offload, waited = ActivationOffload(Block(), torch.device("cpu")), list[object]()
+    copy, leave = Lane.copy, Offloaded.leave
+    events: list[object] = []
+
+    def copied(lane: Lane, target: Tensor, source: Tensor) -> object:
+        copy(lane, target, source)
+        events.append(object())  # it has no method that the host could wait in
+        return events[-1]
+
+    def left(memory: Offloaded) -> None:
+        leave(memory)
+        assert memory._on_device is not None or memory._leaves in waited
+
+    monkeypatch.setattr(Lane, "copy", copied)
+    monkeypatch.setattr(Offloaded, "leave", left)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(wait_event=waited.append))
+    plain, _ = run(Block(), None, Batch())
+    ours, _ = run(offload._module, offload, Batch())
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert len(events) > 10 and set(map(id, waited)) == set(map(id, events))
+
+
+def test_lengths_that_change_pile_up_no_memory_of_the_host() -> None:
+    buffers, needed = HostBuffers(is_pinned=False), []
+    for batch in range(8):
+        buffers.begin_batch()
+        lent = [buffers.take(4096 * size) for size in (1 + batch, 1 + batch, 20)]
+        needed.append(buffers.live_bytes)
+        for buffer in lent:
+            buffers.give(buffer)
+    assert buffers.reserved_bytes == needed[-1] + needed[-2] - 4096 * 20  # of the last two batches
+    buffers.begin_batch()
+    assert buffers.reserved_bytes == needed[-1]
 
 
 def max_total(changes: list[int]) -> int:

@@ -544,3 +544,33 @@ def test_the_layer_of_ones_own_in_the_documents_leaves_its_products_to_w(watched
     assert run.deferred() == dict(model.named_parameters()).keys()
     assert run.weights() == [2, 2]
     run.assert_same()
+
+
+class _OnCuda(Tensor):
+    """Numbers that say they are on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_gpu_adds_a_product_of_half_precision_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The product has fp32 results: elsewhere it is rounded to the dtype of its factors before it is added."""
+    layer, passes = nn.Linear(64, 8, bias=False, dtype=torch.bfloat16), list[Tensor]()
+
+    def addmm(total: Tensor, one: Tensor, other: Tensor, *, out_dtype: torch.dtype, out: Tensor) -> Tensor:
+        assert out is total and out_dtype == total.dtype == torch.float32
+        passes.append(total)
+        return total.addmm_(*(each.as_subclass(Tensor).float() for each in (one, other)))
+
+    monkeypatch.setattr(torch, "addmm", addmm)
+    rows, inputs = torch.randn(512, 8).bfloat16(), torch.randn(512, 64).bfloat16()
+    exact = 2 * rows.double().t() @ inputs.double()
+    off = []
+    for kind in (_OnCuda, Tensor):
+        sums = OwnSums(layer)
+        for _ in range(2):
+            sums.add(layer.weight, rows.as_subclass(kind), inputs)
+        found = sums.so_far(layer.weight)
+        assert found is not None
+        off.append(float((found.double() - exact).norm() / exact.norm()))
+        layer.weight.grad_accum = None  # type: ignore[attr-defined]
+    assert len(passes) == 2 and off[0] < 1e-5 < 1e-4 < off[1]

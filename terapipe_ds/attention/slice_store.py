@@ -10,7 +10,7 @@ Memory per layer (B batch, L sequence, H_kv key heads, D head dim):
   keys and values   2 * B * L * H_kv * D * itemsize           from the first forward of a micro-batch to `release`
   their gradients   2 * B * L * H_kv * D * max(4, itemsize)   from its last slice's backward to its first slice's
 With a window, or documents, tokens out of reach are dropped: gradients take window - 1 + T tokens instead of L, where T
-is the largest slice. So do keys and values in evaluation, because no backward comes back to them.
+is the largest slice. In evaluation keys and values take no more either, because no backward comes back to them.
 All come from a pool and return to it: a batch after the first one allocates nothing.
 """
 
@@ -48,8 +48,8 @@ class SliceEntry:
 
     Evaluation goes from filling to closed. Modes "recompute" and "weight" come back to slices below `filled` and move
     nothing; "probe" moves both frontiers to wherever it runs. `grads` hold what the slices after the frontier have
-    added to the tokens from `touched` on; those before have got nothing yet. `recorded` says that a node waits for its
-    backward, `kv_needs_grad` that it needs `grads`.
+    added to the tokens from `touched` on; tokens before have no gradients yet. `recorded` says that a node waits for
+    its backward, `kv_needs_grad` that it needs `grads`.
     """
 
     def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, store: SliceStore) -> None:
@@ -87,8 +87,8 @@ class SliceEntry:
         """Add the running backward's gradients to the gradients of the keys and values from token `offset` on.
 
         dk, dv: [B, H_kv, n, D], or of some `rows` of the micro-batch. A backward covers [0, stop) in pieces of any
-        size; `again` says that it has added to these tokens before. The pieces of the first backward are copied, so
-        that nothing has to be zeroed. With a limited reach the pieces cover the tokens in reach, and all are added.
+        size; `again` says that it has added to these tokens before. If all tokens are in reach,
+        the first backward copies its pieces, so that nothing has to be zeroed. Otherwise all pieces are added.
         """
         if not self.grads.is_taken:  # keys and values need no gradients
             return

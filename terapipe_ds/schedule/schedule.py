@@ -3,10 +3,10 @@
 It is a plain value: frozen, compared by content. The object that is printed and validated is therefore the very object
 that the engine runs.
 
-Lowering makes of a stage's computations every action of its engine in a batch:
+Lowering makes of a stage's computations every action of its engine in a batch, here on the middle stage of three:
 
-    order     F0.0               F0.1                    B0.1         B0.0
-    lowered   RA RA RA L0 F SA   RA F SA           ...   RG B SG      B SG   RT RD ST
+    order     F0.0            F0.1         B0.1    B0.0
+    lowered   RA RA RG F SA   RG F SA      B SG    B SG   RT RD ST
 
 Receives are posted a few computations ahead and sends do not block (but for the budget of `proofs.budget_of_sends`), so
 a tensor travels while its neighbours compute.

@@ -146,7 +146,7 @@ class IncomingBatches:
     def _scales(self, drawn: Sequence[DrawnMicroBatch]) -> list[float]:
         """Return the factor of each micro-batch's mean loss: 1.0, unless the labels of a step weigh alike.
 
-        DeepSpeed takes the mean over micro-batches and replicas, so its divisor is in the factor. A collective over the
+        DeepSpeed divides by micro-batches and replicas, so the factor multiplies by both. A collective over the
         replicas of a stage with labels.
         """
         engine, replicas = self._engine, self._engine.grid.get_data_parallel_world_size()
@@ -176,7 +176,7 @@ class IncomingBatches:
                 "has no value; stock loss functions give NaN here)"
             )
         weights = tuple(weight * scale for weight in weights) if scale != 1.0 else weights
-        own = tuple(weight * size for weight in weights[rank::size])  # a mean over ranks must be a sum
+        own = tuple(weight * size for weight in weights[rank::size])  # DeepSpeed then divides by the sequence ranks
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
 
 

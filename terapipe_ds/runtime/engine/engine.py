@@ -4,24 +4,31 @@ DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, tied gradi
 This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
 micro-batch of gradient accumulation. Reduction and step come once per batch.
 
-DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods here, in this order:
+DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in this order:
 
 1. `_train_schedule` draws the micro-batches (`batches`). All ranks agree on their shapes, so that every stage computes
-   the same slices and the same schedule. The schedule lowers its order for this stage to actions: computations,
-   messages, and at the end the sums of tied and replicated gradients and the optimizer's step.
+   the same slices and the same schedule. Slices of a length are those that a program has set, else those planned from
+   measured costs, else those of the config; the longest micro-batch decides the schedule (`planning.plans`). The
+   schedule lowers its order for this stage to actions: computations, messages, and at the end the sums of tied and
+   replicated gradients and the optimizer's step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
    The last stage weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
    are products of their own, outside of autograd (`weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
 
-Eight more files show a batch from its data to the step. The others check, report, measure or serve an option.
+An error on which the ranks agree (`agreement`) is raised on all of them; training can go on with the next batch. After
+any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
+(`failures.watchdog`).
 
-- `schedule/schedule.py`: the order of each stage, and how it becomes the actions of that stage (`lower_stage`).
+Eight more files show a batch from its data to the step. You need the others for details, checks and options.
+
+- `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
 - `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
 - `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
 - `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
 - `runtime/engine/batch_results.py`: the weights and sums of the losses of slices.
-- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients.
+- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. The autograd
+  node of attention (`attention.sliced`) calls it.
 - `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
 - `runtime/links/stage_links.py`: messages between stages.
 """

@@ -106,7 +106,7 @@ class GradientSums:
     def collect(self, clear_lp_grads: bool = False) -> None:
         """Add all gradients that are in `.grad`, and empty it. This replaces `BF16_Optimizer.update_hp_grads`."""
         totals, gradients = [], []
-        # one call for all: a kernel per parameter would wait for the host
+        # one call for all: on CUDA torch still launches a kernel for each (two dtypes), but Python would take longer
         for parameter, place in self._parameters:
             if parameter.grad is not None:
                 totals.append(self._sum(self._mark(parameter, place)).view_as(parameter))

@@ -18,6 +18,7 @@ def variables(environment: Mapping[str, str], on_cuda: bool) -> Iterator[Line]:
         yield _allocator(next((environment[name] for name in _ALLOCATOR if name in environment), ""))
         yield from _nccl(environment)
         yield _loading(environment.get(_LOADING, ""))
+        yield from _bound_device(environment)
 
 
 def _queues(value: str) -> Line:
@@ -52,6 +53,15 @@ def _loading(value: str) -> Line:
         return Line("ok", _LOADING, "EAGER: no batch goes by way of the host")
     text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
     return Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares that")
+
+
+def _bound_device(environment: Mapping[str, str]) -> Iterator[Line]:
+    """Report the device that DeepSpeed's `init_distributed` binds the rank's process group to (`comm/torch.py`)."""
+    if (local_rank := environment.get("LOCAL_RANK", "")) != "":
+        yield Line("ok", "LOCAL_RANK", f"{local_rank}: DeepSpeed binds this rank to cuda:{local_rank}")
+    elif any(environment.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS")):
+        text = "not set: DeepSpeed binds every rank to cuda:0, the first device that it sees"
+        yield Line("warning", "LOCAL_RANK", text, "set LOCAL_RANK=$SLURM_LOCALID, unless each rank sees one device only")
 
 
 def checks() -> tuple[Check, ...]:

@@ -45,6 +45,15 @@ def test_one_of_them_is_not(name: str, value: str, verdict: str) -> None:
     assert line.fix and (value in line.found or name == "CUDA_MODULE_LOADING")
 
 
+@pytest.mark.parametrize("ranks", [{"WORLD_SIZE": "2"}, {"SLURM_NTASKS": "16"}])
+def test_ranks_that_are_all_bound_to_the_first_device(ranks: dict[str, str]) -> None:
+    """DeepSpeed takes 0 where LOCAL_RANK is not set: so do jobs of `srun`."""
+    assert verdicts({**BEST, **ranks}) == {"LOCAL_RANK": "warning"}
+    bound = {**BEST, **ranks, "LOCAL_RANK": "1"}
+    assert verdicts(bound) == {} and any("cuda:1" in line.found for line in variables(bound, on_cuda=True))
+    assert verdicts({**BEST, **dict.fromkeys(ranks, "1")}) == {}
+
+
 def test_the_allocators_new_name_is_read() -> None:
     environment = {**BEST, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     del environment["PYTORCH_CUDA_ALLOC_CONF"]

@@ -61,7 +61,7 @@ def _bound_device(environment: Mapping[str, str]) -> Iterator[Line]:
         yield Line("ok", "LOCAL_RANK", f"{local_rank}: DeepSpeed binds this rank to cuda:{local_rank}")
     elif any(environment.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS")):
         text = "not set: DeepSpeed binds every rank to cuda:0, the first device that it sees"
-        yield Line("warning", "LOCAL_RANK", text, "set LOCAL_RANK=$SLURM_LOCALID, unless each rank sees one device only")
+        yield Line("warning", "LOCAL_RANK", text, "set LOCAL_RANK=$SLURM_LOCALID, unless each rank sees one device")
 
 
 def checks() -> tuple[Check, ...]:

@@ -54,7 +54,7 @@ class Documents:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a small tensor of the host on `device`. The host goes on meanwhile, even if the device is far behind."""
+    """Copy a small tensor of the host to `device`. The host does not wait, even if the device is far behind."""
     # CUDA takes up to 64 KB at once from any memory of the host. Pinned memory is not asked for here: its allocation
     # may wait for all work of the device, even for receives that wait for this very rank.
     return x.to(device, non_blocking=True)

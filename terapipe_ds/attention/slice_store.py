@@ -87,8 +87,8 @@ class SliceEntry:
         """Add the running backward's gradients to the gradients of the keys and values from token `offset` on.
 
         dk, dv: [B, H_kv, n, D], or of some `rows` of the micro-batch. A backward covers [0, stop) in pieces of any
-        size; `again` says that it has added to these tokens before. If all tokens are in reach,
-        the first backward copies its pieces, so that nothing has to be zeroed. Otherwise all pieces are added.
+        size; `again` says that it has added to these tokens before. If all tokens are in reach, the first backward
+        copies its pieces, so that nothing has to be zeroed. Otherwise all pieces are added.
         """
         if not self.grads.is_taken:  # keys and values need no gradients
             return

@@ -340,7 +340,7 @@ class Search:
         # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
         while self.scores and not (best := self._ranked()[0]).is_final:
             costs, key = priced[best.candidate], (best.candidate, best.shape)
-            # an interrupt in this long replay leaves the score as it is
+            # the earlier score stays until this long replay ends, which an interrupt may cut short
             whole = costs.score(best.bounds, best.shape, best.plan, self.space.limit_bytes, MOST_WHOLE, math.inf)
             if whole is None:
                 del self.scores[key]

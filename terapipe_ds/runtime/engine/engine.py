@@ -12,7 +12,7 @@ DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in thi
    schedule lowers its order for this stage to actions: computations, messages, and at the end the sums of tied and
    replicated gradients and the optimizer's step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
-   The last stage weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
+   The last part weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
    are products of their own, outside of autograd (`weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
 

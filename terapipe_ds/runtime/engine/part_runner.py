@@ -298,7 +298,7 @@ class PartRunner:
         gradients: Tensors = ()
         if not self.place.is_last:
             _, gradients = self._received(action, PIPE_RECV_GRAD_TIMER)
-        # layers keep the factors of weight gradients: for W, or for one product with those of other slices
+        # layers keep the factors of weight gradients: for W, or for one product with other slices
         is_split = stage.weights.splits(key)
         with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):
             if self.place.is_last:

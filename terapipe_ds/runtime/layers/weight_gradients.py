@@ -4,8 +4,8 @@ Autograd makes a gradient for each backward and then adds it to `.grad`: once pe
 keep in B the factors of their weight gradients (input and output gradient). The factors of several slices are joined
 (`plan.weight_groups`), and their product adds to the sum in one pass, as the fused accumulation of Megatron-LM does:
 after the B of the last of these slices or, if the schedule splits backwards, in its W (zero bubble, Qi et al., arXiv
-2401.10241). If backwards are not split, the product of a slice is in its own B where
-the slice is alone in its group, or where slices do not join (`joins_unsplit`).
+2401.10241). If backwards are not split, the product of a slice is in its own B where the slice is alone in its group,
+or where slices do not join (`joins_unsplit`).
 
 This holds for `nn.Linear` itself, and any module that has `defer_weight_gradients(gradients)`, which gets the
 `WeightGradients` of its stage once (`docs/how-it-works.md`). Biases, norms, embeddings and every other layer have all

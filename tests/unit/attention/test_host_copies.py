@@ -23,7 +23,7 @@ SPANS = Span(slice(0, 1), 0, 4, 8), Span(slice(1, 2), 0, 4, 8)
 
 
 class Copies(TorchDispatchMode):
-    """Record for each copy from the host to the device whether the host goes on meanwhile."""
+    """Record for each copy from the host to the device whether the host goes on without a wait."""
 
     def __init__(self) -> None:
         super().__init__()

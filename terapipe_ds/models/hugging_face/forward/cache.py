@@ -134,7 +134,7 @@ class _Layer(CacheLayerMixin, _States):
         return first_position() + tokens, 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Add the keys and values [B, H, T, D] of the slice to the store; return those of all tokens so far."""
+        """Add the keys and values [B, H, T, D] of the slice to the store; return the whole prefix with them."""
         active = active_slice()
         _refuse_documents("attention by code of its own")
         if active is None or active.is_whole:

@@ -49,7 +49,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-USUAL = ("evaluated and saved", "resumed")
+USUAL = ("evaluated and saved", "resumed", "stream")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:

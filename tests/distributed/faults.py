@@ -7,6 +7,7 @@ then, so that it breaks the same thing in the new place. No torch at import, so 
 import contextlib
 import functools
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -86,8 +87,18 @@ def replaced(function: Callable[..., Any], *targets: str) -> Iterator[None]:
             *owners, name = path.split(".")
             for each in owners:
                 owner = getattr(owner, each)
-            patches.enter_context(mock.patch.object(owner, name, _calling(function, getattr(owner, name))))
+            original = getattr(owner, name)
+            _check_arguments(function, original)
+            patches.enter_context(mock.patch.object(owner, name, _calling(function, original)))
         yield
+
+
+def _check_arguments(function: Callable[..., Any], original: Any) -> None:
+    """Raise TypeError if `function` cannot take every argument of the original: it would break nothing but the call."""
+    parameters = inspect.signature(original).parameters.values()
+    in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_name = {each.name: each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+    inspect.signature(function).bind(original, *in_order, **by_name)
 
 
 def _calling(function: Callable[..., Any], original: Any) -> Callable[..., Any]:
@@ -409,11 +420,7 @@ fault(
     replace(UNEVEN, data_seed=3),
     "a slice without a label is 0 * NaN",
     "runtime.engine.batch_results:weighted_loss",
-)(
-    empty_slices_not_left_out=lambda share, outputs, labels, weight, loss_fn: (
-        share(outputs, labels, 1.0, loss_fn) * weight
-    )
-)
+)(empty_slices_not_left_out=lambda share, outputs, labels, weight, *rest: share(outputs, labels, 1.0, *rest) * weight)
 fault("loss", EQUAL, "the evaluation loss is that of the last slice", "runtime.engine.batch_results:sum_of_slices")(
     evaluation_of_the_last_slice=lambda _, losses: losses[-1]
 )
@@ -762,7 +769,7 @@ def attention_not_sliced() -> Iterator[None]:
 
 
 @fault("layer", UNEVEN, "attention computed by hand, to the slice alone", ATTENTION, in_layers=True)
-def attention_by_hand(_: Any, q: Any, k: Any, v: Any, **options: Any) -> Any:
+def attention_by_hand(_: Any, q: Any, k: Any, v: Any, *rest: Any, **options: Any) -> Any:
     import torch
 
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))

@@ -295,9 +295,12 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     """Return the function from parts to memory."""
     from terapipe_ds.planner import MemoryModel
+    from terapipe_ds.planner.cluster import Cluster
     from terapipe_ds.planner.strategy import size_of
+    from terapipe_ds.strategy import Grid
 
-    size = size_of(options.model)
+    size, grid = size_of(options.model), Grid(options.stages, options.data_parallel, options.tensor_parallel)
+    process_bytes = Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -309,6 +312,7 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
             data_parallel=options.data_parallel,
             zero_stage=options.zero_stage,
             sequence_parallel=options.sequence_parallel,
+            process_bytes=process_bytes,
             **options.shape,
         )
 

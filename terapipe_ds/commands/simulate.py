@@ -317,7 +317,9 @@ def _costs(
     from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.planner import MemoryModel
+    from terapipe_ds.planner.cluster import Cluster
     from terapipe_ds.planner.strategy import size_of
+    from terapipe_ds.strategy import Grid
 
     device = str(options.device)
     shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
@@ -326,4 +328,5 @@ def _costs(
         size_of(options.model), device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
     )
     dtype = device_card(device).resolve_dtype(options.dtype)
+    shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_parts, 1, options.tensor_parallel))
     return costs, MemoryModel.of_model(size_of(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

@@ -82,7 +82,7 @@ class Cluster:
     def num_devices(self) -> int:
         return self.nodes * self.devices_per_node
 
-    def context_bytes(self, grid: Grid) -> int:
+    def process_bytes(self, grid: Grid) -> int:
         """Return the bytes of a process outside of torch's allocator: CUDA's context and the buffers of NCCL.
 
         The context is the card's: for NVIDIA's cards 1,343 MiB, the measured bytes of a process with one small tensor

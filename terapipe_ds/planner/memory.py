@@ -32,9 +32,9 @@ MEMORY_KINDS = {
         "carried_bytes_per_slice",
     ),
     "messages": ("working_sent_bytes_per_token",),
-    "context_and_nccl": ("context_bytes",),
+    "context_and_nccl": ("process_bytes",),
 }
-"""Kinds of bytes that stay beyond a computation -> the fields of `PartMemory` that count them."""
+"""Kinds of bytes that stay beyond a computation -> the fields of `PartMemory`, or `MemoryModel`, that count them."""
 
 __all__ = ["MEMORY_KINDS", "MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
 
@@ -46,6 +46,7 @@ class MemoryModel:
     parts: tuple[PartMemory, ...]
     offloads: bool = False  # the tensors that slices keep wait on the host (`simulator.offload`)
     host_bytes_per_s: float | None = None  # of a device's link to the host, one way; None: copies take no time
+    process_bytes: int = 0  # of each stage, outside of torch's allocator: CUDA's context and NCCL's buffers
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(self.parts))
@@ -54,10 +55,18 @@ class MemoryModel:
 
     @classmethod
     def of_model(
-        cls, model_size: ModelSize, *, num_stages: int, dtype: str, micro_batch: int, **training: Any
+        cls,
+        model_size: ModelSize,
+        *,
+        num_stages: int,
+        dtype: str,
+        micro_batch: int,
+        process_bytes: int = 0,
+        **training: Any,
     ) -> MemoryModel:
         """Count from model sizes; `training` has more fields of `model_memory.Setup`, by name."""
-        return cls(Setup(model_size, num_stages, dtype, micro_batch, **training).count_parts())
+        parts = Setup(model_size, num_stages, dtype, micro_batch, **training).count_parts()
+        return cls(parts, process_bytes=process_bytes)
 
     @classmethod
     def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
@@ -68,7 +77,7 @@ class MemoryModel:
         """Return what decides the bytes of a stage with these parts, and of gradients that it receives."""
         last = len(self.parts) - 1
         near = sorted({near for part in part_ids for near in (part, min(part + 1, last))})
-        return self.offloads, *((part, self.parts[part]) for part in near)
+        return self.offloads, self.process_bytes, *((part, self.parts[part]) for part in near)
 
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""
@@ -81,14 +90,15 @@ class MemoryModel:
             "loss_bytes_per_token",
         }
         parts = [
-            dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name) is not None})
+            dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name, None) is not None})
             for part in self.parts
         ]
-        return dataclasses.replace(self, parts=tuple(parts))
+        process_bytes = 0 if "process_bytes" in others else self.process_bytes
+        return dataclasses.replace(self, parts=tuple(parts), process_bytes=process_bytes)
 
     def static_bytes(self, part_id: int) -> int:
-        """Return parameters, optimizer states, gradients that the optimizer keeps between batches, and the context."""
-        return math.ceil(self.parts[part_id].static_bytes + self.parts[part_id].context_bytes)
+        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
+        return math.ceil(self.parts[part_id].static_bytes)
 
     def gradient_bytes(self, part_id: int) -> int:
         """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
@@ -217,5 +227,6 @@ def fill_drain_peak_bytes(
         live[-1] = max(sum(slices), live[-1])
         working = (memory.working_bytes(part_id, *span, plan.num_slices == 1) for span in spans)
         running = max(total + more for total, more in zip(live, working, strict=True))
-        peaks.append(memory.static_bytes(part_id) + stores + (num_micro_batches - 1) * sum(slices) + running)
+        lasting = memory.process_bytes + memory.static_bytes(part_id)
+        peaks.append(lasting + stores + (num_micro_batches - 1) * sum(slices) + running)
     return tuple(peaks)

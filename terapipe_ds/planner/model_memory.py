@@ -94,7 +94,6 @@ class PartMemory:
     loss_bytes_per_token: float = 0  # logits of a loss that keeps none, while a chunk of tokens runs
     loss_chunk_tokens: float = 0  # the most that run at once
     working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
-    context_bytes: float = 0  # of the process, outside of torch's allocator: CUDA's context and NCCL's buffers
     working_whole_bytes: float = 0  # on top of `working_bytes`, if the slice is its whole sequence
 
     def __post_init__(self) -> None:

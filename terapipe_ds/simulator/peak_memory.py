@@ -25,6 +25,8 @@ _Held = tuple[str, int, int, int]
 class Memory(Protocol):
     """Define the simulator's interface of memory; `planner.memory.MemoryModel` describes each share."""
 
+    @property
+    def process_bytes(self) -> int: ...
     def static_bytes(self, part_id: int) -> int: ...
     def gradient_bytes(self, part_id: int) -> int: ...
     def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
@@ -69,7 +71,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     if getattr(memory, "offloads", False):
         _offload(order, spans, memory, gained, after)
     # a walk over the order adds up the bytes that come and go
-    now = sum(map(memory.static_bytes, parts))
+    now = memory.process_bytes + sum(map(memory.static_bytes, parts))
     numbers = [now]
     for index, action in enumerate(order):
         start, stop = spans[action.micro_batch_id][action.slice_id]

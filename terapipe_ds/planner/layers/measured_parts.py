@@ -36,6 +36,7 @@ class MeasuredParts:
     weights: Sequence[float] | None = None  # of layers; another cut evens them out; None: their trained parameters
     has_other_cuts: bool = True  # False: the number of parts cannot change
     offloads: bool = False  # the tensors that slices keep go to the host
+    process_bytes: int = 0  # of each stage, outside of torch's allocator
     _made: dict[Any, PartCosts] = field(default_factory=dict, compare=False)
 
     @classmethod
@@ -46,12 +47,18 @@ class MeasuredParts:
         return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
 
     def running(
-        self, bounds: Sequence[int], sequence_length: int, *, has_other_cuts: bool, offloads: bool
+        self,
+        bounds: Sequence[int],
+        sequence_length: int,
+        *,
+        has_other_cuts: bool,
+        offloads: bool,
+        process_bytes: int = 0,
     ) -> MeasuredParts:
         """Return the same layers in the cut of a running module. Other cuts even out the times of whole sequences."""
         # parts that nothing can divide stay as measured
         if not self.has_layers:
-            return dataclasses.replace(self, has_other_cuts=False, offloads=offloads)
+            return dataclasses.replace(self, has_other_cuts=False, offloads=offloads, process_bytes=process_bytes)
         whole = sequence_length, 0
         return dataclasses.replace(
             self,
@@ -59,6 +66,7 @@ class MeasuredParts:
             weights=[float(one.costs.forward_s(*whole) + one.costs.backward_s(*whole)) for one in self.layers],
             has_other_cuts=has_other_cuts,
             offloads=offloads,
+            process_bytes=process_bytes,
         )
 
     @property
@@ -103,7 +111,7 @@ class MeasuredParts:
             # shares of whole bytes may add up to slightly more than the whole
             lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
             parts.append(PartMemory(**numbers | lasting))
-        return MemoryModel(tuple(parts), offloads=self.offloads)
+        return MemoryModel(tuple(parts), offloads=self.offloads, process_bytes=self.process_bytes)
 
     def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
         """Return the seconds of a bidirectional pipeline of these parts on top of its makespan; None: not known."""

@@ -97,7 +97,7 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
             gain[node], after[node] = gained[index], changed[index]
             working[node] = memory.working_bytes(part, stop - start, start, is_whole) + late[index]
     # parameters, and the messages of each link to another stage
-    base = [0.0] * nodes.num_stages
+    base = [float(memory.process_bytes)] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
         base[stage_id] += memory.static_bytes(part)
         if part > 0 and nodes.stage_of_part[part - 1] != stage_id:

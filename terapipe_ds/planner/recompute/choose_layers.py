@@ -98,7 +98,11 @@ def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[Part
             f'recompute "auto": {lacks}; measure in the running job (planner.profile "measure", without a profiler), '
             'or name the stages that recompute, "recompute": [0, 1]'
         )
-    of_parts = zip(costs, memory.parts, parts.between(bounds), strict=True)
+    # a stage has one part here, which may stand for its process
+    with_process = [
+        dataclasses.replace(one, static_bytes=one.static_bytes + memory.process_bytes) for one in memory.parts
+    ]
+    of_parts = zip(costs, with_process, parts.between(bounds), strict=True)
     return [
         PartLayers(cost, one, tuple(layer for layer in layers if layer.parameters)) for cost, one, layers in of_parts
     ]

@@ -207,16 +207,17 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
     gradient_bytes = getattr(memory, "gradient_bytes", lambda part_id: 0)
-    static = sum(memory.static_bytes(part_id) + gradient_bytes(part_id) for part_id in parts)
+    static = memory.process_bytes + sum(memory.static_bytes(part) + gradient_bytes(part) for part in parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
     schedule = "" if judge.schedule == "seq1f1b" else "schedule 'seq1f1b', which keeps fewer slices live, "
     advice = f"try {schedule}activation checkpointing, a smaller micro-batch, {smaller_model}"
+    states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     if static > limit:
         advice = f"these alone are too much: try {smaller_model}, or devices with more memory"
     message = (
         f"no plan fits in {limit / 1e9:.4g} GB: with schedule {judge.schedule!r} the least need found is "
         f"{need / 1e9:.4g} GB on stage {stage_id} ({count} slice{'s' * (count > 1)}), of which {static / 1e9:.4g} GB "
-        f"are parameters, gradients and optimizer states; {advice}"
+        f"are parameters, gradients{states}; {advice}"
     )
     return MemoryLimitError(message, need, stage_id)
 

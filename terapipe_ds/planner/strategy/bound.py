@@ -123,7 +123,7 @@ class Bounded:
     def _least_peaks(self, recompute: int) -> Floats:
         """Return a lower bound on a stage's bytes, per span: parameters, states, and one micro-batch's kept bytes."""
         rates = self._rates[recompute]
-        lasting = rates["lasting"] + self._context_bytes
+        lasting = rates["lasting"] + self._process_bytes
         if self.candidate.levers.offload_activations:  # a sequence in one slice is whole while its F runs
             return lasting + np.minimum(rates["whole"] + rates["slice"], rates["store"])
         return lasting + rates["slice"] + np.minimum(rates["whole"], rates["store"])
@@ -142,8 +142,8 @@ class Bounded:
         return [(s, (self.cluster.all_reduce_s(grid, large, k) - s) / large) for k, s in enumerate(starts)]
 
     @functools.cached_property
-    def _context_bytes(self) -> int:
-        return self.cluster.context_bytes(self.candidate.grid)
+    def _process_bytes(self) -> int:
+        return self.cluster.process_bytes(self.candidate.grid)
 
     @property
     def _reachable(self) -> float:

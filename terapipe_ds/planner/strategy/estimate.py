@@ -144,7 +144,7 @@ class Estimated(Bounded):
         )
         largest = np.zeros(self.num_stages)
         np.maximum.at(largest, stages, running)
-        return self._context_bytes + np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
+        return self._process_bytes + np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
 
     def _kinds(self, schedule: str) -> Sequence[Again]:
         """Return what stages may recompute; the seconds of W may be unknown where backwards are split."""
@@ -187,7 +187,7 @@ class Estimated(Bounded):
             held, running = self._bytes(shape, num_slices, self._rates[recompute])
             held[0] += running  # of all that a stage has once
             peaks = np.einsum("kn,njl->kjl", shares, held)  # a matrix product would wake threads, which takes longer
-        peaks += (away + self._context_bytes)[:, None, None]
+        peaks += (away + self._process_bytes)[:, None, None]
         return np.where(np.isnan(peaks), np.inf, peaks)
 
     def _shares(self, shape: Shape, num_slices: int) -> tuple[Floats, Floats]:

@@ -56,16 +56,10 @@ class Priced(Estimated):
         """Return the memory of the parts."""
         again = [recompute[stage_id] for stage_id in owners]
         parts = self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again))
-        # the first part of each stage stands for the process
-        bytes_of = dict.fromkeys(owners, self._context_bytes)
-        contexts = [bytes_of.pop(stage_id, 0) for stage_id in owners]
-        parts = tuple(
-            dataclasses.replace(part, context_bytes=more) if more else part
-            for part, more in zip(parts, contexts, strict=True)
-        )
+        memory = MemoryModel(parts, process_bytes=self._process_bytes)
         if not self.candidate.levers.offload_activations:
-            return MemoryModel(parts)
-        return MemoryModel(parts, offloads=True, host_bytes_per_s=self.cluster.host_link.bandwidth_bytes_per_s)
+            return memory
+        return dataclasses.replace(memory, offloads=True, host_bytes_per_s=self.cluster.host_link.bandwidth_bytes_per_s)
 
     def score(
         self,

@@ -111,7 +111,7 @@ class Space:
         working = [part.working_bytes for part in self.layers.memory_of_spans(candidate.setting, spans)]
         running = max(working) - min(working)
         mean = (whole.static_bytes + self.sequence_length * kept + running) / candidate.grid.pipe
-        return mean + min(working) + self.cluster.context_bytes(candidate.grid)
+        return mean + min(working) + self.cluster.process_bytes(candidate.grid)
 
     def check_need(self) -> None:
         """Raise MemoryLimitError where no strategy can fit, with the number of devices that would do."""

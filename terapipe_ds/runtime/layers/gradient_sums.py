@@ -41,6 +41,25 @@ def _reduces_at_the_end(optimizer: Any) -> bool:
     return type(optimizer) is DeepSpeedZeroOptimizer and not (optimizer.cpu_offload or optimizer.overlap_comm)
 
 
+_SMALL = 2**20  # numbers of a gradient: more fill a kernel of their own, and a copy of them would take memory
+
+
+def _add_all(totals: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Add each gradient to its total.
+
+    For two dtypes `_foreach_add_` launches a kernel per gradient on CUDA; `_foreach_copy_` converts all of them in one.
+    """
+    each = range(len(totals))
+    small = [i for i in each if totals[i].is_cuda and gradients[i].dtype != totals[i].dtype]
+    small = [i for i in small if gradients[i].numel() <= _SMALL]
+    if small:
+        converted = [torch.empty_like(totals[i]) for i in small]
+        torch._foreach_copy_(converted, [gradients[i] for i in small])
+        torch._foreach_add_([totals[i] for i in small], converted)
+    if rest := sorted({*each} - {*small}):
+        torch._foreach_add_([totals[i] for i in rest], [gradients[i] for i in rest])
+
+
 class GradientSums:
     """Add to the sums of one optimizer, by parameter."""
 
@@ -106,14 +125,12 @@ class GradientSums:
     def collect(self, clear_lp_grads: bool = False) -> None:
         """Add all gradients that are in `.grad`, and empty it. This replaces `BF16_Optimizer.update_hp_grads`."""
         totals, gradients = [], []
-        # one call for all: on CUDA torch still launches a kernel for each (two dtypes), but Python would take longer
         for parameter, place in self._parameters:
             if parameter.grad is not None:
                 totals.append(self._sum(self._mark(parameter, place)).view_as(parameter))
                 gradients.append(parameter.grad)
                 parameter.grad = None
-        if totals:
-            torch._foreach_add_(totals, gradients)
+        _add_all(totals, gradients)
 
     @contextmanager
     def lent(self, stand_ins: Mapping[int, Tensor]) -> Iterator[None]:

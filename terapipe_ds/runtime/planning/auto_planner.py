@@ -19,6 +19,7 @@ from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.planning.choose_plan import WORTH_CHANGING, best_with_recompute, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.profiling.memory_peak import bytes_outside_allocator
 from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
@@ -77,8 +78,11 @@ class AutoPlanner:
                 "batch, or remove the limit"
             )
         is_free = layout.bounds is None  # a partition in the config stays
-        offloads = config.offload_activations
-        cuts = parts.running(engine.module.parts, length, has_other_cuts=is_free, offloads=offloads)
+        # all stages have about as much: rank 0 plans for them
+        outside, offloads = bytes_outside_allocator(), config.offload_activations
+        cuts = parts.running(
+            engine.module.parts, length, has_other_cuts=is_free, offloads=offloads, process_bytes=outside
+        )
         limit_bytes = None if limit_gb is None else limit_gb * 1e9
         costs, more = cuts.cut(layout.num_parts), list[str]()
         if config.recompute == "auto":

@@ -15,6 +15,14 @@ from deepspeed.accelerator import get_accelerator
 from torch.autograd import ProfilerConfig, ProfilerState
 
 
+def bytes_outside_allocator() -> int:
+    """Return the bytes of this rank's GPU that torch cannot get: CUDA's context, NCCL's buffers, other processes."""
+    if get_accelerator().device_name() != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 class MemoryPeak:
     """Record `grown_bytes`, the largest total inside the block, and `left_bytes`, the total at its end.
 

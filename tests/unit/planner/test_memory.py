@@ -322,9 +322,18 @@ PARTS = st.builds(PartMemory, *[RATES] * 7, st.integers(0, 300), st.none() | RAT
 def test_the_closed_form_of_all_forwards_before_all_backwards(
     name: str, parts: list[PartMemory], num_micro_batches: int, lengths: list[int]
 ) -> None:
-    model, plan = MemoryModel.measured(parts), SlicePlan(tuple(lengths))
+    model, plan = MemoryModel(tuple(parts), process_bytes=1000), SlicePlan(tuple(lengths))
     walked = Replay(build(name, len(parts), num_micro_batches, len(lengths))).peak_bytes(plan, model)
     assert fill_drain_peak_bytes(plan, model, len(parts), num_micro_batches) == walked
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "zbv", "chimera"])
+def test_each_stage_counts_its_process_once(schedule: str) -> None:
+    order, plan = build(schedule, 2, 2, 2, chunks_per_stage=1 + (schedule != "seq1f1b")), SlicePlan((3, 2))
+    memory = MemoryModel.measured([PartMemory(7, 10, 100, 1000)] * 4)
+    peaks = [Replay(order).peak_bytes(plan, dataclasses.replace(memory, process_bytes=more)) for more in (0, 500)]
+    assert peaks[1] == tuple(peak + 500 for peak in peaks[0])
+    assert dataclasses.replace(memory, process_bytes=500).only("context_and_nccl").process_bytes == 500
 
 
 def test_a_slice_counts_the_states_that_it_has_read() -> None:

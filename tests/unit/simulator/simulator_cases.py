@@ -41,6 +41,7 @@ class Table:
 FEWEST_JOINED = 5  # tokens of slices whose weight gradients are one product
 
 MEMORY: Any = SimpleNamespace(
+    process_bytes=30_000_000,
     static_bytes=lambda part_id: 1_000_000 + part_id,
     gradient_bytes=lambda part_id: 200_000 + part_id,
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
@@ -183,7 +184,7 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
 
     def held(now: float) -> int:
         """While a computation runs `now` is its index, and half more once it has run."""
-        total = sum(map(memory.static_bytes, parts))
+        total = memory.process_bytes + sum(map(memory.static_bytes, parts))
         for i, action in enumerate(order):
             if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
                 start, stop = case.plans[action.micro_batch_id].span(action.slice_id)

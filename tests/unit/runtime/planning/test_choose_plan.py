@@ -66,10 +66,19 @@ def halves(costs: Any, bytes_per_s: float | None) -> MeasuredParts:
     return MeasuredParts([Layer(costs, 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
 
 
-def best_of(stage: StageToPlan, parts: MeasuredParts, limit_bytes: float | None = None) -> tuple[PlanResult, list[str]]:
-    is_free = stage.layout.bounds is None
-    cuts = parts.running(stage.engine.module.parts, LENGTH, has_other_cuts=is_free, offloads=False)
+def best_of(
+    stage: StageToPlan, parts: MeasuredParts, limit_bytes: float | None = None, process_bytes: int = 0
+) -> tuple[PlanResult, list[str]]:
+    options: Any = {"has_other_cuts": stage.layout.bounds is None, "offloads": False, "process_bytes": process_bytes}
+    cuts = parts.running(stage.engine.module.parts, LENGTH, **options)
     return best_without_moving(stage, cuts, LENGTH, limit_bytes)
+
+
+def test_the_bytes_of_the_process_count_under_the_limit() -> None:
+    stage, parts = stage_on("seq1f1b", 1, layers=6, bounds=(0, 3, 6)), uneven(UNEVEN, [10] * 6)
+    assert best_of(stage, parts, 45.0, 15)[0].peak_bytes == (45, 45)
+    with pytest.raises(MemoryLimitError, match="CUDA and NCCL"):
+        best_of(stage, parts, 45.0, 16)
 
 
 @pytest.mark.parametrize("slices", ["auto", (4, 4)])

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
 from terapipe_ds.runtime.profiling.all_parts import _line
-from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak, bytes_outside_allocator
 
 MIB = 2**20
 BYTES = st.integers(0, 10**9)
@@ -58,3 +59,11 @@ def test_the_line_reaches_what_was_measured(small: int, late: int, whole: int, s
     assert fixed + per_token * length >= whole - slack
     if more:
         assert fixed + per_token * smallest + per_prefix * more >= late - slack
+
+
+def test_bytes_outside_the_allocator_are_those_that_it_cannot_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bytes_outside_allocator() == 0  # a CPU
+    monkeypatch.setattr(get_accelerator(), "device_name", lambda index=None: "cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25)
+    assert bytes_outside_allocator() == 15

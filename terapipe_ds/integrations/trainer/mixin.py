@@ -239,9 +239,9 @@ class PipelineTrainerMixin(Trainer):
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
         inputs = self._prepare_inputs(inputs)
         labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
-        count = None if labels is None else self._labels_of(inputs)
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
-        loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
+        evaluated = self._stages.evaluate(inputs, self._labels_of(inputs), wanted)
+        loss, logits = send_to_device(evaluated, self.args.device)
         self._note_metrics("eval", [inputs])
         state = self.accelerator.gradient_state
         if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0:
@@ -251,7 +251,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
         """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
-        if not self.model_accepts_loss_kwargs:
+        if inputs.get("labels") is None or not self.model_accepts_loss_kwargs:
             return None
         counts_of_all = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
         if counts_of_all and not is_sft(type(self)):

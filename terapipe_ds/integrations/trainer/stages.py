@@ -40,9 +40,7 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     """Return a copy of DeepSpeed's config that `args` name; None unless it has an enabled `terapipe` section."""
     of_launcher = getattr(args, "deepspeed_plugin", None)  # `accelerate launch` names a config in its environment
     source = getattr(args, "deepspeed", None) or getattr(of_launcher, "deepspeed_config", None)
-    if source is None:
-        return None
-    raw = HfDeepSpeedConfig(source).config
+    raw = {} if source is None else HfDeepSpeedConfig(source).config
     refuse_misspelt_section(raw)
     # null means an absent section, and DeepSpeed and Trainer would look into it
     present = {key: each for key, each in raw.items() if each is not None or key not in ("pipeline", "tensor_parallel")}
@@ -167,8 +165,7 @@ class Stages:
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
         engine.step_label_counts = label_counts
-        loss = engine.train_batch(map(_checked, batches))
-        return loss.detach().float().reshape(())
+        return engine.train_batch(map(_checked, batches)).detach().float().reshape(())
 
     def evaluate(
         self, batch: Mapping[str, Any], label_count: float | None, reduce_logits: Callable[[Tensor], Any] | None
@@ -179,13 +176,12 @@ class Stages:
         """
         engine, with_loss = self.engine, batch.get("labels") is not None
         engine.step_label_counts = None if label_count is None else [label_count]
-        reduction = "avg" if engine.monitor.enabled and with_loss else None
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
         result: Any = engine.eval_batch(
             map(_checked, [batch]),
             return_logits=wants_logits,
             compute_loss=with_loss,
-            reduce_output=reduction,
+            reduce_output="avg" if engine.monitor.enabled and with_loss else None,
             bcast_loss=False,
             num_micro_batches=1,
         )

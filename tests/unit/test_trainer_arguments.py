@@ -75,7 +75,9 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
     loss._sums[0].append(torch.ones(3))
     monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
-    fields = {"_stages": without_start(Stages, _loss=loss), "_waiting": [(1, 2)], "_renew_config": lambda: None}
+    grid = types.SimpleNamespace(get_pipe_parallel_world_size=lambda: 1)
+    stages = without_start(Stages, _loss=loss, module=types.SimpleNamespace(mpu=lambda: grid))
+    fields = {"_stages": stages, "_waiting": [(1, 2)], "_renew_config": lambda: None, "accelerator": grid}
     without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
     assert loss.take_sums() == {} and not fields["_waiting"]
 
@@ -207,6 +209,7 @@ def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.Mo
     module.checkpoint_names = dict  # type: ignore[assignment]
     stages = without_start(Stages, module=module, _loss=None)
     fields = {"_stages": stages, "model": model, "_waiting": [], "_renew_config": lambda: None}
+    fields["accelerator"] = types.SimpleNamespace()
     trainer = without_start(OtherOrder, **fields)
     assert trainer._inner_training_loop() == "trained"
     model.bias.requires_grad_(False)

@@ -11,8 +11,9 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,11 +29,11 @@ from transformers import AutoTokenizer, Trainer
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
-from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
+from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
-from terapipe_ds.runtime.agreement import everywhere
+from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -115,7 +116,10 @@ class PipelineTrainerMixin(Trainer):
         self.args.distributed_state.num_processes = stages.replicas
         self._renew_config()
         super().create_accelerator_and_postprocess()
-        PipelineAccelerator.adopt(self.accelerator, stages, self._start_engine)
+        self.accelerator.__class__ = PipelineAccelerator
+        self.accelerator.stages, self.accelerator.start = stages, self._start_engine
+        if self.accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
+            self.accelerator.dataloader_config.dispatch_batches = False
 
     def _renew_config(self) -> None:
         """Give DeepSpeed's config its open values again: each training run fills them anew."""
@@ -127,7 +131,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _start_engine(self) -> None:
         """Build the engine if there is none yet, with the optimizer of the JSON or the one that the arguments name."""
-        if self._stages.has_engine:
+        if hasattr(self._stages, "engine"):
             return
         accepts_counts = self.model_accepts_loss_kwargs
         self._stages.section.setdefault("loss_reduction", "mean_of_step" if accepts_counts else "mean_valid")
@@ -140,7 +144,9 @@ class PipelineTrainerMixin(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._renew_config()
         self._waiting.clear()
-        self._stages.own_sums()  # of a step that raised
+        self._stages.sums()  # of a step that raised
+        # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
+        self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
         trained = {name: each.requires_grad for name, each in self.model.named_parameters()}
         with refused_on_all_ranks():
             for name, each in self._own_parameters():
@@ -152,14 +158,9 @@ class PipelineTrainerMixin(Trainer):
         return super()._inner_training_loop(*args, **kwargs)
 
     @over_stages
-    def _wrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Return the model itself: the accelerator then prepares it, which gives the engine."""
-        return self.model
-
-    @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         """Make the optimizer that the arguments name, for the parameters of this stage by their names in the model."""
-        if self._stages.has_engine:  # another training run goes on with its state
+        if hasattr(self._stages, "engine"):  # another training run goes on with its state
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
         # the layers come to their stages before the optimizer lists their parameters
@@ -202,25 +203,25 @@ class PipelineTrainerMixin(Trainer):
         self._waiting.clear()
         self.model.train()
         label_counts = None if counts[0] is None else [float(count) for count in counts]
-        loss, sums = self._stages.train(batches, label_counts)
-        for index, batch in enumerate(batches):
-            self._note_metrics("train", batch, sums, index)
+        loss = self._stages.train(batches, label_counts)
+        self._note_metrics("train", batches)
         return loss.to(self.args.device)
 
-    def _note_metrics(self, mode: str, batch: Mapping[str, Any], sums: Sums, index: int) -> None:
-        """Add what TRL logs of a micro-batch, from the sums of the stage that computed its loss."""
+    def _note_metrics(self, mode: str, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Add what TRL logs of each micro-batch, from the sums of the stage that computed its loss."""
         if not is_sft(type(self)):
             return
-        own = torch.tensor(sums.get(index, [0.0, 0.0, 0.0]), dtype=torch.float64, device=self.args.device)
-        entropy, correct, valid = self.accelerator.gather(own[None]).sum(0).tolist()
-        self._metrics[mode]["entropy"].append(entropy / valid if valid else 0.0)
-        self._metrics[mode]["mean_token_accuracy"].append(correct / valid if valid else 0.0)
-        if mode == "train":
-            mask = batch.get("attention_mask")
-            tokens = batch["position_ids"].size(1) if mask is None else int(mask.sum())
-            tokens = torch.tensor([tokens], device=self.args.device)
-            self._total_train_tokens += int(self.accelerator.gather(tokens).sum())
-        self._metrics[mode]["num_tokens"] = [self._total_train_tokens]
+        sums, metrics = self._stages.sums(), self._metrics[mode]
+        for index, batch in enumerate(batches):
+            mask, tokens = batch.get("attention_mask"), 0
+            if mode == "train":
+                tokens = batch["position_ids"].size(1) if mask is None else int(mask.sum())
+            own = torch.tensor([[*sums.get(index, [0.0] * 3), tokens]], dtype=torch.float64, device=self.args.device)
+            entropy, correct, valid, tokens_of_all = self.accelerator.gather(own).sum(0).tolist()
+            metrics["entropy"].append(entropy / valid if valid else 0.0)
+            metrics["mean_token_accuracy"].append(correct / valid if valid else 0.0)
+            self._total_train_tokens += int(tokens_of_all)
+            metrics["num_tokens"] = [self._total_train_tokens]
 
     @over_stages
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -238,22 +239,19 @@ class PipelineTrainerMixin(Trainer):
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
         inputs = self._prepare_inputs(inputs)
         labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
-        count = None if labels is None else self._labels_of(inputs)
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
-        loss, logits, sums = self._stages.evaluate(inputs, count, wanted)
-        self._note_metrics("eval", inputs, sums, 0)
-        loss = None if loss is None else loss.to(self.args.device)
+        evaluated = self._stages.evaluate(inputs, self._labels_of(inputs), wanted)
+        loss, logits = send_to_device(evaluated, self.args.device)
+        self._note_metrics("eval", [inputs])
         state = self.accelerator.gradient_state
         if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0:
             # a stream's length is unknown; Trainer then repeats the loss of a short last batch for a whole one
             state.active_dataloader.remainder = find_batch_size(inputs)
-        if prediction_loss_only:
-            return loss, None, None
-        return loss, send_to_device(logits, self.args.device), labels
+        return loss, logits, None if prediction_loss_only else labels
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
         """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
-        if not self.model_accepts_loss_kwargs:
+        if inputs.get("labels") is None or not self.model_accepts_loss_kwargs:
             return None
         counts_of_all = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
         if counts_of_all and not is_sft(type(self)):
@@ -274,15 +272,10 @@ class PipelineTrainerMixin(Trainer):
         module.blueprint.outline.model.generation_config = model.generation_config
         folder = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(self._stages.engine, folder)
-
-        def save_others() -> None:
-            # Trainer adds its files beside the weights, and its own state of processes
-            if self.args.should_save:
-                card = getattr(self.model, "create_or_update_model_card", None)  # peft writes one beside adapters
-                with replaced(self.model, "save_pretrained", lambda *_, **__: card and card(folder)), self._as_rank():
-                    self._save(folder, state_dict={})
-
-        everywhere(save_others)  # a full disk must reach all ranks
+        card = getattr(self.model, "create_or_update_model_card", None)  # peft writes one beside adapters
+        # Trainer adds its files beside the weights, and its own state of processes
+        with replaced(self.model, "save_pretrained", lambda *_, **__: card and card(folder)), self._as_rank():
+            from_rank_0(lambda: self._save(folder, state_dict={}))  # a full disk must reach all ranks
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -308,30 +301,10 @@ class PipelineAccelerator(Accelerator):
     """
 
     stages: Stages
-    start: Callable[[], None]
+    start: Callable[[], None]  # builds the engine
 
-    @classmethod
-    def adopt(cls, accelerator: Accelerator, stages: Stages, start: Callable[[], None]) -> None:
-        """Turn Trainer's accelerator into one of a pipeline. `start` builds the engine."""
-        accelerator.__class__ = cls
-        accelerator.stages, accelerator.start = stages, start
-        if accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
-            accelerator.dataloader_config.dispatch_batches = False
-
-    def free_memory(self, *objects: Any) -> Any:
-        """Forget what was prepared, but keep the engine, which another training run goes on with."""
-        self.deepspeed_engine_wrapped = None
-        return super().free_memory(*objects)
-
-    @property
-    def num_processes(self) -> int:
-        """Return the number of replicas."""
-        return self.stages.replicas
-
-    @property
-    def process_index(self) -> int:
-        """Return the replica that this rank is a stage of."""
-        return self.stages.replica
+    num_processes = property(attrgetter("stages.replicas"))
+    process_index = property(attrgetter("stages.replica"))
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all replicas, concatenated."""

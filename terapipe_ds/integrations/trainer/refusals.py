@@ -48,8 +48,9 @@ _REFUSED_GIVEN = {
     "compute_loss_func": "stages compute the loss of the Trainer's class in slices: pass a loss_fn to "
     "terapipe_ds.from_pretrained and train without Trainer",
     "model_init": "stages are cut once: pass model=",
+    "optimizers": "they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an optimizer in "
+    "DeepSpeed's config",
 }
-_WHOLE_SEQUENCES = ("DPO", "KTO", "GRPO", "RLOO", "Reward", "CPO", "ORPO")
 # The mixin replaces these methods: a class below it may only call its parent's method.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
 
@@ -84,7 +85,8 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config
 
 def _of_class(kind: type, mixin: type) -> Iterator[str]:
     for base in kind.__mro__:
-        if base.__name__.removesuffix("Trainer") in _WHOLE_SEQUENCES or _is_of_trl(base):
+        is_of_trl = base.__module__.startswith("trl.") and base.__name__.endswith("Trainer")
+        if is_of_trl and not base.__name__.startswith("_") and not is_sft_itself(base):
             yield (
                 f"{base.__name__}: its loss compares whole sequences, or needs texts that the model generates; of "
                 "TRL's trainers stages serve SFTTrainer alone"
@@ -99,12 +101,6 @@ def _of_class(kind: type, mixin: type) -> Iterator[str]:
     wrapped = [name for name, value in vars(mixin).items() if hasattr(value, "__wrapped__")]
     if missing := [name for name in wrapped if not hasattr(Trainer, name)]:
         yield f"the installed transformers has no {', '.join(missing)} in Trainer: install the tested version"
-
-
-def _is_of_trl(kind: type) -> bool:
-    """Return whether the class is a trainer of TRL other than SFTTrainer."""
-    is_trainer = kind.__module__.startswith("trl.") and kind.__name__.endswith("Trainer")
-    return is_trainer and not kind.__name__.startswith("_") and not is_sft_itself(kind)
 
 
 def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[str]:
@@ -135,7 +131,8 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
 
 
 def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
-    yield from (f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) is not None)
+    absent = (None, (None, None))
+    yield from (f"{name}: {why}" for name, why in _REFUSED_GIVEN.items() if given.get(name) not in absent)
     model, template = given.get("model"), getattr(given["args"], "chat_template_path", None)
     is_named = isinstance(model, str | os.PathLike)
     if given.get("quantization_config") is not None and not is_named:
@@ -148,11 +145,6 @@ def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"chat_template_path={template}: TRL would resize an embedding without values; give a .jinja file, or a "
             "model in memory"
-        )
-    if any(each is not None for each in given.get("optimizers") or ()):
-        yield (
-            "optimizers: they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an "
-            "optimizer in DeepSpeed's config"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import deepspeed
 import torch
@@ -32,16 +32,15 @@ from terapipe_ds.runtime.layout.topology import topology_of
 from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+# What the JSON leaves out comes from the arguments, not from DeepSpeed's defaults.
+_DEFAULTS: dict[str, Any] = dict.fromkeys(_SIZES, "auto") | {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
 
 
 def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     """Return a copy of DeepSpeed's config that `args` name; None unless it has an enabled `terapipe` section."""
-    source = getattr(args, "deepspeed", None)
-    if source is None:  # `accelerate launch` names a config in its environment
-        source = getattr(getattr(args, "deepspeed_plugin", None), "deepspeed_config", None)
-    if source is None:
-        return None
-    raw = HfDeepSpeedConfig(source).config
+    of_launcher = getattr(args, "deepspeed_plugin", None)  # `accelerate launch` names a config in its environment
+    source = getattr(args, "deepspeed", None) or getattr(of_launcher, "deepspeed_config", None)
+    raw = {} if source is None else HfDeepSpeedConfig(source).config
     refuse_misspelt_section(raw)
     # null means an absent section, and DeepSpeed and Trainer would look into it
     present = {key: each for key, each in raw.items() if each is not None or key not in ("pipeline", "tensor_parallel")}
@@ -55,7 +54,7 @@ class Stages:
     call all methods.
     """
 
-    engine: TeraPipeEngine  # from `start` on
+    engine: TeraPipeEngine  # absent before `start_engine`
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         register()
@@ -123,21 +122,13 @@ class Stages:
 
         `args` count data-parallel ranks as their processes.
         """
-        raw = dict(self._raw)
+        raw = {**_DEFAULTS, "zero_optimization": {"stage": 0}, **self._raw}
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
-        # a size that the JSON leaves out comes from the arguments, not from DeepSpeed's default
-        for name in _SIZES:
-            raw.setdefault(name, "auto")
-        for name in ("bf16", "fp16"):
-            raw.setdefault(name, {"enabled": "auto"})
         filled = HfTrainerDeepSpeedConfig(raw)
         filled.trainer_config_process(args)
-        config = filled.config
-        if config["gradient_clipping"] == 0:  # no clipping, and the norm is still computed
-            config["gradient_clipping"] = math.inf
-        config["terapipe"] = self.section
-        config["steps_per_print"] = math.inf
-        config.setdefault("zero_optimization", {"stage": 0})
+        if filled.config["gradient_clipping"] == 0:  # no clipping, and the norm is still computed
+            filled.config["gradient_clipping"] = math.inf
+        filled.config |= {"terapipe": self.section, "steps_per_print": math.inf}
         return filled
 
     def start_engine(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
@@ -157,11 +148,6 @@ class Stages:
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
 
-    @property
-    def has_engine(self) -> bool:
-        """Return whether `start_engine` has run."""
-        return hasattr(self, "engine")
-
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
         name, options = config["scheduler"]["type"], config["scheduler"].get("params", {})
@@ -171,7 +157,7 @@ class Stages:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None) -> tuple[Tensor, Sums]:
+    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None) -> Tensor:
         """Take one optimizer step on the micro-batches of this replica; return the loss, the same on all ranks.
 
         `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels.
@@ -179,31 +165,27 @@ class Stages:
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
         engine.step_label_counts = label_counts
-        loss = engine.train_batch(map(_checked, batches))
-        return loss.detach().float().reshape(()), self._sums()
+        return engine.train_batch(map(_checked, batches)).detach().float().reshape(())
 
     def evaluate(
         self, batch: Mapping[str, Any], label_count: float | None, reduce_logits: Callable[[Tensor], Any] | None
-    ) -> tuple[Tensor | None, Any, Sums]:
+    ) -> tuple[Tensor | None, Any]:
         """Evaluate a batch of this replica; return its loss, and what `reduce_logits` makes of its logits.
 
         The last stage reduces the logits before they travel to the other stages.
         """
         engine, with_loss = self.engine, batch.get("labels") is not None
         engine.step_label_counts = None if label_count is None else [label_count]
-        reduction = "avg" if engine.monitor.enabled and with_loss else None
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
         result: Any = engine.eval_batch(
             map(_checked, [batch]),
             return_logits=wants_logits,
             compute_loss=with_loss,
-            reduce_output=reduction,
+            reduce_output="avg" if engine.monitor.enabled and with_loss else None,
             bcast_loss=False,
             num_micro_batches=1,
         )
-        logits: Any = None
-        if wants_logits:
-            result, logits = result
+        result, logits = cast(tuple[Any, Any], result if wants_logits else (result, None))
 
         def of_last_stage() -> tuple[Tensor | None, Any]:
             loss = result[0] if isinstance(result, list) else result
@@ -215,15 +197,11 @@ class Stages:
         # an error of the user's function must reach all ranks
         own = everywhere(lambda: of_last_stage() if engine.is_last_stage() else None, torch_dist.group.WORLD)
         of_stages = gather(own, self.module.mpu().get_pipe_parallel_group())
-        loss, reduced = next(each for each in of_stages if each is not None)
-        return loss, reduced, self._sums()
+        return next(each for each in of_stages if each is not None)
 
-    def _sums(self) -> Sums:
-        return {} if self._loss is None else of_all_stages(self.own_sums(), self.module.mpu())  # parts have copies
-
-    def own_sums(self) -> Sums:
-        """Return the sums of this stage since the last call."""
-        return {} if self._loss is None else self._loss.take_sums()
+    def sums(self) -> Sums:
+        """Return the sums of all micro-batches since the last call, whichever stage computed their loss."""
+        return {} if self._loss is None else of_all_stages(self._loss.take_sums(), self.module.mpu())
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, one after the other."""

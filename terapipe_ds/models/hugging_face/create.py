@@ -332,25 +332,17 @@ def _problem_of_version() -> str:
 def model_without_weights(config: PretrainedConfig, dtype: torch.dtype | None) -> Any:
     """Return the model with real buffers, and with parameters on the device "meta"."""
     options = {} if dtype is None else {"dtype": dtype}
-    with _parameters_on_meta():
+    # each parameter becomes one without memory as the model's own code registers it
+    with register_module_parameter_registration_hook(_to_meta):  # type: ignore[arg-type]
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     quantize(model)
     return model
 
 
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    def to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
-        if parameter.is_meta:
-            return None
-        without = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-        if parameter.numel() <= SMALL:  # some families set a few numbers as they build the module, and never again
-            without.initial = parameter.detach()  # type: ignore[attr-defined]
-        return without
-
-    # each parameter becomes one without memory as the model's own code registers it
-    hook = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
-    try:
-        yield
-    finally:
-        hook.remove()
+def _to_meta(_: nn.Module, __: str, parameter: nn.Parameter) -> nn.Parameter | None:
+    if parameter.is_meta:
+        return None
+    without = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+    if parameter.numel() <= SMALL:  # some families set a few numbers as they build the module, and never again
+        without.initial = parameter.detach()  # type: ignore[attr-defined]
+    return without

@@ -162,10 +162,13 @@ def _write_model(module: HuggingFaceModule, pieces: dict[str, nn.Module], saving
     sizes, absent = dict[str, int](), list[str]()
     with _on_all_ranks(saving):
         tensors: dict[str, Tensor] = {}
+        adapters = module.blueprint.adapters if merge else None
         for name, held in pieces.items():  # one by one: each is whole for this moment, on all tensor-parallel ranks
             held = gathered_copy(held)
             if writers[name] == me:
-                tensors |= _as_stored(module.blueprint.outline.model, _state_of(held, f"{name}.", merge))
+                prefix = f"{name}."
+                state = adapters.merged(held, prefix) if adapters else held.state_dict(prefix=prefix)
+                tensors |= _as_stored(module.blueprint.outline.model, state)
         if me in shards:
             saving.mkdir(parents=True, exist_ok=True)
             save_file(tensors, saving / shards[me], metadata={"format": "pt"})
@@ -203,15 +206,6 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
             if torch_dist.get_rank() == 0:
                 finish_saving(saving.parent)
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
-
-
-def _state_of(held: nn.Module, prefix: str, merge: bool) -> dict[str, Tensor]:
-    """Return the weights and saved buffers of a module, with the adapters added to them if `merge`."""
-    if not merge:
-        return held.state_dict(prefix=prefix)
-    from terapipe_ds.models.hugging_face.weights.adapters import merged  # peft takes seconds to import
-
-    return merged(held, prefix)
 
 
 def _as_stored(model: PreTrainedModel, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -107,8 +107,6 @@ class _Layer(CacheLayerMixin, _States):
     """Show one decoder layer its part of the cache: keys, values, and states of any number and kind."""
 
     is_sliding = False
-    is_compileable = False
-    record_past = False
     number_of_states = 8
 
     def __init__(self, index: int, cache: SliceCache) -> None:

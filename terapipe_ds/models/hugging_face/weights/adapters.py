@@ -136,6 +136,15 @@ class Adapters:
         }
         return {key: value for stage in gathered(here) for key, value in stage.items()}
 
+    @staticmethod
+    def merged(module: nn.Module, prefix: str) -> dict[str, Tensor]:
+        """Return the weights of a module with its adapters added, under `prefix` and the names without adapters."""
+        module = copy.deepcopy(module)
+        for layer in module.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.merge()
+        return _plain(module.state_dict(prefix=prefix), f"modules_to_save.{_NAME}.", "original_module.")
+
     def save(self, tensors: dict[str, Tensor], base: str | None, folder: Path) -> None:
         """Write adapters and their config, as `PeftModel.save_pretrained` does; `base` names the model."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -209,15 +218,6 @@ def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor
 def without_adapters(model: PeftModel) -> dict[str, Tensor]:
     """Return the state dict of the model without the adapters that were put on it."""
     return _plain(model.get_base_model().state_dict(), "original_module.", "modules_to_save.")
-
-
-def merged(module: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Return the weights of a module with its adapters added, under `prefix` and the names without adapters."""
-    module = copy.deepcopy(module)
-    for layer in module.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-    return _plain(module.state_dict(prefix=prefix), f"modules_to_save.{_NAME}.", "original_module.")
 
 
 def _plain(state: Mapping[str, Tensor], kept: str, dropped: str) -> dict[str, Tensor]:

@@ -139,17 +139,14 @@ def _form(value: object) -> object:
     return type(value), value if is_plain else _form(vars(value))
 
 
+def _bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
+
+
 _FORMS: tuple[tuple[type, Callable[..., object]], ...] = (
     (nn.Module, type),  # its contents are compared where it is a child
     (torch.device, type),
-    (
-        Tensor,
-        lambda x: (
-            x.dtype,
-            x.shape,
-            x.is_meta or x.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes(),
-        ),
-    ),
+    (Tensor, lambda x: (x.dtype, x.shape, x.is_meta or _bytes(x))),
     (PretrainedConfig, lambda x: _form(x.to_dict())),
     (types.MethodType, lambda x: x.__func__),
     (functools.partial, lambda x: [_form(x.func), _form(x.args), _form(x.keywords)]),

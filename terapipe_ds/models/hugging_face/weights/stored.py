@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as torch_dist
@@ -83,13 +83,14 @@ class StoredWeights:
         # headers alone: a wrong folder is refused before gigabytes are read
         state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
         filled, without_place = set[str](), list[str]()
-        for key, header in stored.items():
+        for key, (dtype, shape) in stored.items():
             targets, is_converted = self._conversions.targets(key, state)
             owner = next((name for name in names if targets[0].startswith(f"{name}.")), None)
             if targets[0] not in state or owner is None:
                 without_place += [] if targets[0] in state else [key]
                 continue
-            header.check(key, state[targets[0]], is_converted or is_quantized(state[targets[0]]))
+            like = state[targets[0]]
+            _check(key, dtype, None if is_converted or is_quantized(like) else shape, like)
             self._keys_of[owner].append(key)
             filled.update(targets)
         # buffers may be missing: they have real values in the model
@@ -175,29 +176,23 @@ Weights: TypeAlias = DrawnWeights | StoredWeights | HeldWeights
 """Where a stage's weights come from."""
 
 
-class _Header(NamedTuple):
-    """Hold what a file says of a tensor: its dtype as safetensors names it, and its shape."""
-
-    dtype: str
-    shape: list[int]
-
-    def check(self, key: str, like: torch.Tensor, is_converted: bool) -> None:
-        """Raise ModelRefusedError if it cannot be the values of `like`."""
-        if like.is_floating_point() and self.dtype not in _FLOATS:
-            raise ModelRefusedError(
-                f"{key} is stored as {self.dtype}, and the model computes with it in floating point: quantized weights "
-                "are not trained. Give those of the original"
-            )
-        if not is_converted and self.shape != list(like.shape):
-            raise ModelRefusedError(
-                f"{key} is stored with the shape {self.shape}, and the config asks for {list(like.shape)}: give a "
-                "folder whose config and weights are of one model"
-            )
+def _check(key: str, dtype: str, shape: list[int] | None, like: torch.Tensor) -> None:
+    """Raise ModelRefusedError if `like` cannot have what is stored; no shape for values that change their form."""
+    if like.is_floating_point() and dtype not in _FLOATS:
+        raise ModelRefusedError(
+            f"{key} is stored as {dtype}, and the model computes with it in floating point: quantized weights are not "
+            "trained. Give those of the original"
+        )
+    if shape is not None and shape != list(like.shape):
+        raise ModelRefusedError(
+            f"{key} is stored with the shape {shape}, and the config asks for {list(like.shape)}: give a folder whose "
+            "config and weights are of one model"
+        )
 
 
-def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
-    """Return the header of each key in the files of a folder. Raises ModelRefusedError if the index disagrees."""
-    headers: dict[str, _Header] = {}
+def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, tuple[str, list[int]]]:
+    """Return the dtype (as safetensors names it) and shape of each key. Raises ModelRefusedError for a wrong index."""
+    headers: dict[str, tuple[str, list[int]]] = {}
     for name in sorted(set(file_of.values())):
         if not (folder / name).is_file():
             raise ModelRefusedError(f"{folder / INDEX} names {name}, which is not there: download or copy it again")
@@ -208,7 +203,7 @@ def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, _Header]:
                 raise ModelRefusedError(f"{folder / name} lacks {named(absent)}, which {INDEX} says it has")
             for key in keys:
                 entry = file.get_slice(key)
-                headers[key] = _Header(entry.get_dtype(), entry.get_shape())
+                headers[key] = entry.get_dtype(), entry.get_shape()
     return headers
 
 

@@ -233,7 +233,7 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
     assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
-    assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text
+    assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text and "GiB (12.6 GB), " in text
 
 
 def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

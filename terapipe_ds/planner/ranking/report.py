@@ -19,12 +19,12 @@ def describe(
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     bound = f"lower bound {_time(result.lower_bound_s)}, gap {result.gap:.2%}"
     proof = "optimal: proven" if result.optimal else bound
-    extra = f"          {_time(result.extra_s or 0)} more to sum and step what stands at two places"
+    extra = "an unknown time" if result.extra_s is None else _time(result.extra_s)
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         *_plan_lines(result),
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        *([extra] if result.extra_s else []),
+        *([] if result.extra_s == 0 else [f"          {extra} more to sum and step what stands at two places"]),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),

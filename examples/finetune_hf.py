@@ -285,7 +285,7 @@ def run(args: argparse.Namespace) -> MetricsFile:
     except (OSError, ValueError) as error:
         end_with(str(error))
     if is_first:
-        print(f"{type(engine).__name__}, {args.stages} stages x {engine.dp_world_size} replicas; {data.remark}")
+        print(f"{type(engine).__name__}, {args.stages} stages, data parallel {engine.dp_world_size}; {data.remark}")
         print(f"{data.size} documents in {len(data.training)} rows to train on, {len(data.held_out)} rows held out")
 
     metrics = MetricsFile(args.metrics if is_first else None)

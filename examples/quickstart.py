@@ -38,7 +38,7 @@ def batches(length: int):
 def main() -> None:
     get_accelerator().set_device(int(os.environ["LOCAL_RANK"]))
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", 1)))
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # on a CPU it would be compiled now
+    terapipe_ds.register()  # first, or DeepSpeed compiles an operator on CPUs, for minutes
     deepspeed.init_distributed()
 
     layers = gpt_layers(GPTConfig.from_name("tiny"))

@@ -57,7 +57,7 @@ def shown(one: Row) -> str:
         f"{one.tokens:,}",
         f"{found['predicted_s']:.4g}",
         f"{max(found['memory_bytes']) / 2**30:.1f}",
-        f"{found['host_memory_bytes'] / 1e9:,.0f}",
+        f"{found['host_memory_bytes'] / 2**30:,.0f}",
         degrees,
         found["schedule"] + parts,
         str(len(found["slices"])),

@@ -55,17 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, OSError, CompatError) as error:
         label = colored("error:", "red", sys.stderr)
-        print(f"terapipe {arguments.command}: {label} {_one_line(error)}", file=sys.stderr)
+        print(f"terapipe {arguments.command}: {label} {_one_line(error, arguments)}", file=sys.stderr)
         return 2
     return 0
 
 
-def _one_line(error: Exception) -> str:
+def _one_line(error: Exception, arguments: argparse.Namespace) -> str:
+    from terapipe_ds.planner import PlannerError
     from terapipe_ds.schedule import ScheduleError
 
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}; {_REMEDIES.get(type(error), 'give another path')}"
-    return " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
+    text = " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
+    return arguments.in_options(text) if isinstance(error, PlannerError | ScheduleError) else text
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

@@ -40,6 +40,16 @@ def colored(text: str, color: str, stream: TextIO) -> str:
     return f"\x1b[{ {'red': 31, 'green': 32, 'yellow': 33, 'cyan': 36}[color] }m{text}\x1b[0m"
 
 
+def gib(size_bytes: float) -> str:
+    """Return a size as results print it, in GiB."""
+    return f"{size_bytes / 2**30:.4g} GiB"
+
+
+def limit_text(size_bytes: float) -> str:
+    """Return a limit in GiB, and in the 10^9 bytes of the key and the option `memory_limit_gb`."""
+    return f"{gib(size_bytes)} ({size_bytes / 1e9:.4g} GB)"
+
+
 def closest(name: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
     """Return the known name that is most like `name`; None if none is by the share `cutoff`."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)), None)

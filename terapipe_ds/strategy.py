@@ -27,6 +27,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.schedule.show import many
 
 _Count = Annotated[int, Field(ge=1)]
 _Lengths = Annotated[list[_Count], Field(min_length=1)]
@@ -256,7 +257,8 @@ class Strategy(BaseModel):
         slices = f"{' to '.join(map(str, dict.fromkeys((counts[0], counts[-1]))))} slice{'s' * (counts[-1] > 1)}"
         return (
             f"{self.predicted_s:.4g} s per step (proven: none below {self.lower_bound_s:.4g} s): "
-            f"{sizes['pipe']} stages, {sizes['data']} replicas, {self.dims[2]} {self.inner_axis} ranks, micro-batches "
-            f"of {self.micro_batch_size} x {self.accumulation}, {self.schedule} with {slices}, "
+            f"{many(sizes['pipe'], 'stage')}, {many(sizes['data'], 'replica')}, "
+            f"{many(self.dims[2], f'{self.inner_axis} rank')}, {many(self.accumulation, 'micro-batch')} of "
+            f"{many(self.micro_batch_size, 'sequence')}, {self.schedule} with {slices}, "
             f"ZeRO {self.zero_stage}, recompute {self.recompute}{', attention kept' * self.keep_attention}{stopped}"
         )

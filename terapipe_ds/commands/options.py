@@ -7,6 +7,7 @@ describe a schedule, for all commands that take one.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections import ChainMap
@@ -146,6 +147,7 @@ class Options(BaseModel):
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser; its result omits those that the user does not set."""
+        parser.set_defaults(in_options=cls.in_options)
         groups: dict[str, Any] = {"": parser}
         for name, field in cls.model_fields.items():
             declared: Any = field.json_schema_extra
@@ -206,6 +208,16 @@ class Options(BaseModel):
         spelling = str((declared["flags"] or (flag(name),))[0])
         return spelling if spelling.startswith("-") else spelling.upper()
 
+    @classmethod
+    def in_options(cls, text: str) -> str:
+        """Return a refusal of the library with options of the command in the place of the library's arguments."""
+
+        def option_of(found: re.Match[str]) -> str:
+            name = _ARGUMENTS.get(found[1], found[1])
+            return f"{cls.name_of(name)}{' ' * bool(found[2])}" if name in cls.model_fields else found[0]
+
+        return re.sub(r"(?:planner\.)?\b([a-z]+(?:_[a-z]+)+|[a-z]+(?= = ))( = )?", option_of, text)
+
     @property
     def given(self) -> dict[str, Any]:
         """Return the options that the user set, in field order."""
@@ -224,6 +236,14 @@ class Options(BaseModel):
                 with_it = self.name_of(needed)
                 raise CommandError(f"{self.name_of(name)} goes with {with_it} only: give {with_it}, or leave it out")
 
+
+_ARGUMENTS = {
+    "global_batch_size": "global_batch",
+    "granularity_tokens": "granularity",
+    "num_micro_batches": "micro_batches",
+    "num_stages": "stages",
+}
+"""The fields of options for arguments of the library with another name."""
 
 _ALLOWED = {
     "bool_parsing": "yes or no",
@@ -337,7 +357,7 @@ class Progress:
         if not self._is_terminal:
             if time.monotonic() >= self._line_at:
                 self._line_at = time.monotonic() + _LINE_EVERY_S
-                print(f"terapipe: {what}, {share:.0%} of this step{self._hint}", file=sys.stderr, flush=True)
+                print(f"terapipe: {what}, {share:.0%} of this phase{self._hint}", file=sys.stderr, flush=True)
             return
         text = f"{'#' * round(20 * share):20} {share:4.0%} {what}{self._hint}"
         if text != self._shown:

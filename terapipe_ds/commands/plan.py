@@ -68,7 +68,9 @@ def run(arguments: argparse.Namespace) -> None:
         return
     card = device_card(options.device) if options.device else None
     card_bytes = None if card is None else card.memory_bytes
-    lines = describe(result, schedule_chosen=ranking is not None, card_bytes=card_bytes)
+    lines = describe(
+        result, schedule_chosen=ranking is not None, card_bytes=card_bytes, limit_gb=options.memory_limit_gb
+    )
     if rates is not None and card is not None:
         rows = zip(("rate", "", ""), rates.lines(card), strict=False)
         lines += [f"{name:<9} {text}" for name, text in rows]

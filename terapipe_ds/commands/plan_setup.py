@@ -165,7 +165,7 @@ class PlanSetup:
     def title(self) -> str:
         """Return the printed heading."""
         options, micro_batches = self.options, many(self.options.micro_batches, "micro-batch")
-        parallel = f"{options.stages} stages, tensor parallel {options.tensor_parallel}"
+        parallel = f"{many(options.stages, 'stage')}, tensor parallel {options.tensor_parallel}"
         parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
         shape = f"{micro_batches} of {options.micro_batch_size} x {options.sequence_length}"
         return f"{self.subject}\n{parallel}, {shape} tokens{self.notes}"

@@ -19,7 +19,7 @@ from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Prog
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
-from terapipe_ds.messages import in_runs
+from terapipe_ds.messages import gib, in_runs, limit_text
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -286,7 +286,7 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
     parts = [stop - start for start, stop in itertools.pairwise(best.partition)]
     offloads = (("activations", best.offload_activations), ("optimizer", best.offload_optimizer))
     offloaded = " and ".join(name for name, is_on in offloads if is_on)
-    offloaded += f", {best.host_memory_bytes / 1e9:,.0f} GB on a node's host" if offloaded else ""
+    offloaded += f", {best.host_memory_bytes / 2**30:,.0f} GiB on a node's host" if offloaded else ""
     experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
@@ -326,12 +326,13 @@ def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) ->
     shown = [f"{number / 2**30:.2f}" for number in best.memory_bytes]
     many_stages = len(set(shown)) > _STAGES_SHOWN
     peaks = f"{min(shown, key=float)} to {max(shown, key=float)}" if many_stages else in_runs(shown)
+    shown_limit = gib(limit) if options.memory_limit_gb is None else limit_text(limit)
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
     parts = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
     return [
-        f"{peaks} GiB by stage; limit {limit / 2**30:.4g} GiB, {share}",
+        f"{peaks} GiB by stage; limit {shown_limit}, {share}",
         *([f"stage {fullest}: {parts}"] if parts else []),
     ]
 

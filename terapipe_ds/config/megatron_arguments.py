@@ -124,7 +124,7 @@ def convert(text: str) -> Conversion:
     # each argument to its place
     result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
     result.lost.update({name: LOST[name] for name in values if name in LOST})
-    problems += [f"unknown argument {name}{nearest(name, known())}" for name in values if name not in known()]
+    problems += [f"unknown argument {n}{nearest(n, known()) or '; leave it out'}" for n in values if n not in known()]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
         try:

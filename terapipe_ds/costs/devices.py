@@ -98,7 +98,7 @@ def device_card(name: str) -> DeviceCard:
         return _card_of_file(name)
     cards = device_cards()
     by_name = {alias: card for card in cards.values() for alias in (card.name, *card.aliases)}
-    return look_up(name, by_name, "device", cards, DeviceError)
+    return look_up(name, by_name, "device", [*cards, "or the .json of your own"], DeviceError)
 
 
 def _card_of_file(path: str) -> DeviceCard:

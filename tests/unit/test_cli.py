@@ -41,7 +41,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def without_progress(error: str) -> str:
     """Return stderr without the line per 10 s of a search on a busy machine."""
-    return "".join(line for line in error.splitlines(keepends=True) if "% of this step" not in line)
+    return "".join(line for line in error.splitlines(keepends=True) if "% of this phase" not in line)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -160,7 +160,7 @@ ERRORS = {
     "show no/such.csv": "no/such.csv: No such file",
     f"show x.csv {' '.join(SEQ1F1B)}": "not allowed with argument",
     "show x.csv --chunks-per-stage 2": "--chunks-per-stage does not go with --from-csv",
-    f"{SHOW} --chunks-per-stage 2": "chunks_per_stage is 2: schedule 'seq1f1b' has one part",
+    f"{SHOW} --chunks-per-stage 2": "--chunks-per-stage is 2: schedule 'seq1f1b' has one part",
     "show --from-csv x.csv --forward-only": "--forward-only does not go with --from-csv",
     f"{OF_TWO} --option policy=B": "takes no option 'policy'",
     "show --stages 2 --schedule dapple --option policy=C": "give 'A'",

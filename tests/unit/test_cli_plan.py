@@ -111,7 +111,8 @@ def test_a_granularity_that_nobody_set_gives_way_to_short_sequences(
         assert as_json(capsys, *options, *more, "--sequence-length", "48")["plan"] == [48]
     path.write_text('{"terapipe": {"enabled": true, "granularity_tokens": 64}}')
     for more in (("--granularity", "64"), ("--config", str(path))):
-        assert "= 64 is larger than the sequence of 48" in refused(capsys, *options, *more, "--sequence-length", "48")
+        text = refused(capsys, *options, *more, "--sequence-length", "48")
+        assert "--granularity 64 is larger than the sequence of 48" in text
 
 
 def profile_of(num_parts: int) -> Profile:
@@ -161,7 +162,7 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
     found = as_json(capsys, *options)
     assert "layers were not timed: only the parts that were measured can be planned" in found["setup"]
     assert {one["chunks_per_stage"] for one in found["ranking"]} == {1}
-    assert "chunks_per_stage = 2" in refused(capsys, *options, "--chunks-per-stage", "2")
+    assert "--chunks-per-stage 2: " in refused(capsys, *options, "--chunks-per-stage", "2")
     for one in (profile_of(1), whole):
         parts = len(one.parts)
         kind = LayerProfile(one.parts[0].samples, 1, 1, 8.0)
@@ -170,7 +171,7 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         found = as_json(capsys, *options, "--stages", "3")
         assert "not timed" not in found["setup"]
         assert {one["chunks_per_stage"] for one in found["ranking"]} == {1, 2}
-        assert "chunks_per_stage = 3" in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
+        assert "--chunks-per-stage 3: " in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
 def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, *few)
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
     assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
-    assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text
+    assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text and "GiB (12.6 GB), " in text
 
 
 def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -311,18 +312,19 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
 @pytest.mark.parametrize(
     ("words", "message"),
     {
-        OF_LLAMA: "granularity_tokens = 1 cuts 100000000 tokens in 100000000 granules",
+        OF_LLAMA: "--granularity 1 cuts 100000000 tokens in 100000000 granules",
         "": "give --model and --device, or --profile",
         "--model gpt3-1b --device v100": "--stages is missing",
         "--model gpt3-2b --device v100 --stages 4": "did you mean",
         "--model gpt3-1b --device v10 --stages 4": "unknown device",
         "SMALL --out no-such-folder/plan.json": "no-such-folder/plan.json: there is no such folder; give a",
         "SMALL --dtype bf16": "no such arithmetic",
-        "SMALL --schedule zigzag": "the planner knows",
+        "SMALL --schedule zigzag": "--schedule 'zigzag': the planner knows",
+        "SMALL --schedule seq1f": "; did you mean seq1f1b?",
         "SMALL --granularity 4096": "larger than the sequence",
         "SMALL --sequence-length 4096": "learned positions for 2048 tokens",
         "SMALL --stages 25": "24",
-        "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.5 GB",
+        "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.4657 GiB (0.5 GB)",
         "SMALL --config no-such-file.json": "no-such-file.json: No such file",
         "SMALL --profile no-such-file.json": "no-such-file.json",
         "SMALL --picture step.bmp": ".png, .svg or .pdf",

@@ -206,7 +206,7 @@ def test_progress_on_a_pipe_is_a_line_now_and_then(
     monkeypatch.setattr("terapipe_ds.commands.options._LINE_EVERY_S", 0.0)
     with Progress() as progress:
         progress.callback("cuts", 1, 4)
-    assert capsys.readouterr().err == "terapipe: cuts, 25% of this step\n"
+    assert capsys.readouterr().err == "terapipe: cuts, 25% of this phase\n"
 
 
 def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
         (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
         (("--stages", "3"), "give 2, the nearest that works"),
         (("--tensor-parallel", "3"), "the nearest that works here"),
-        (("--memory-limit-gb", "0.001"), "give memory_limit_gb >="),
-        (("--schedule", "chimera"), "strategies have"),
+        (("--memory-limit-gb", "0.001"), "give --memory-limit-gb >="),
+        (("--schedule", "chimera"), "--schedule 'chimera': strategies have"),
     ],
 )
 def test_refusals_name_what_works(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from terapipe_ds.costs.interface import know_weights
+from terapipe_ds.messages import limit_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
@@ -174,8 +175,8 @@ def _limit_error(
     stage_id = peaks.index(need_bytes)
     lists = ", ".join(str(list(plan.lengths)) for plan in dict.fromkeys(plans))
     message = (
-        f"no schedule fits in the memory limit of {limit_bytes:.4g} bytes with the slices {lists}: the "
-        f"least, {schedule}, needs {need_bytes:.4g} bytes on stage {stage_id}; raise the limit, give shorter slices, "
+        f"no schedule fits in {limit_text(limit_bytes)} with the slices {lists}: the least, {schedule}, needs "
+        f"{limit_text(need_bytes)} on stage {stage_id}; raise the limit, give shorter slices, "
         "more stages or activation checkpointing"
     )
     return MemoryLimitError(message, need_bytes, stage_id)

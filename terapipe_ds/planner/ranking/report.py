@@ -8,27 +8,29 @@ from collections.abc import Sequence
 from terapipe_ds.planner.result import PlanResult, Ranking
 
 
-def describe(result: PlanResult, *, schedule_chosen: bool = False, card_bytes: float | None = None) -> list[str]:
+def describe(
+    result: PlanResult, *, schedule_chosen: bool = False, card_bytes: float | None = None, limit_gb: float | None = None
+) -> list[str]:
     """Return one line each: schedule, plan, step times against unsliced and equal slices, proof, bubble, memory.
 
-    `card_bytes` is the memory of a device, if it is known: it stands beside the limit.
+    Beside the limit stand `limit_gb`, as the user gave it, and `card_bytes`, the memory of a device if it is known.
     """
     equal = result.equal_plan.num_slices
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     bound = f"lower bound {_time(result.lower_bound_s)}, gap {result.gap:.2%}"
     proof = "optimal: proven" if result.optimal else bound
-    extra = f"          {_time(result.extra_s or 0)} more to sum and step what stands at two places"
+    extra = "an unknown time" if result.extra_s is None else _time(result.extra_s)
     return [
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         *_plan_lines(result),
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        *([extra] if result.extra_s else []),
+        *([] if result.extra_s == 0 else [f"          {extra} more to sum and step what stands at two places"]),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),
         *_order_lines(result),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",
-        *_memory_lines(result, card_bytes),
+        *_memory_lines(result, card_bytes, limit_gb),
         *_recompute_lines(result),
     ]
 
@@ -89,14 +91,15 @@ def _order_lines(result: PlanResult) -> list[str]:
     return [f"order     found by search; {above} {_time(result.order_bound_s)}, which no order of these slices beats"]
 
 
-def _memory_lines(result: PlanResult, card_bytes: float | None) -> list[str]:
+def _memory_lines(result: PlanResult, card_bytes: float | None, limit_gb: float | None) -> list[str]:
     peaks, limit = result.peak_bytes, result.memory_limit_bytes
     if peaks is None:
         return []
     most, least = max(peaks), min(peaks)
     text = f"memory    {_bytes(most)} on stage {peaks.index(most)}"
     text += f", {_bytes(least)} on stage {peaks.index(least)}" if least < most else ""
-    text += "" if limit is None else f"; limit {_bytes(limit)}"
+    shown = "" if limit is None else f"; limit {_bytes(limit)}"
+    text += shown if limit_gb is None else f"{shown} ({limit_gb:g} GB)"
     share = f", {limit / card_bytes:.2g} of the card's {card_bytes / 2**30:.4g}" if limit and card_bytes else ""
     return [text + share]
 

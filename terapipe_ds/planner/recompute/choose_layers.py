@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from terapipe_ds.costs.interface import Costs, method_of
+from terapipe_ds.messages import limit_text
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.layer import Layer
@@ -23,6 +24,7 @@ from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.planner.recompute.frontier import Subset, frontier
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.proofs import budget_of_sends
+from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator.peak_memory import bytes_of_stage
 
 
@@ -191,10 +193,9 @@ def check_plain(schedule: Schedule, num_parts: int) -> None:
 def _does_not_fit(
     schedule: Schedule, plan: SlicePlan, stage_id: int, need: int, limit_bytes: float
 ) -> MemoryLimitError:
-    count = plan.num_slices
     message = (
-        f"no plan fits in {limit_bytes / 1e9:.4g} GB: with schedule {schedule.name!r} and {count} "
-        f"slice{'s' * (count > 1)} stage {stage_id} needs {need / 1e9:.4g} GB with all its layers recomputed; raise "
-        "planner.memory_limit_gb where devices have more, or take more stages, a smaller micro-batch, or ZeRO-1"
+        f"no plan fits in {limit_text(limit_bytes)}: with schedule {schedule.name!r} and "
+        f"{many(plan.num_slices, 'slice')} stage {stage_id} needs {limit_text(need)} with all its layers recomputed; "
+        "raise planner.memory_limit_gb where devices have more, or take more stages, a smaller micro-batch, or ZeRO-1"
     )
     return MemoryLimitError(message, need, stage_id)

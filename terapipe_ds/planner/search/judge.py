@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.messages import gib, limit_text
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
 from terapipe_ds.schedule.placement import Placement
+from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
 from terapipe_ds.simulator.few import FILL_DRAIN
 
@@ -215,9 +217,8 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     if static > limit:
         advice = f"these alone are too much: try {smaller_model}, or devices with more memory"
     message = (
-        f"no plan fits in {limit / 1e9:.4g} GB: with schedule {judge.schedule!r} the least need found is "
-        f"{need / 1e9:.4g} GB on stage {stage_id} ({count} slice{'s' * (count > 1)}), of which {static / 1e9:.4g} GB "
-        f"are parameters, gradients{states}; {advice}"
+        f"no plan fits in {limit_text(limit)}: with schedule {judge.schedule!r} the least need found is {gib(need)} "
+        f"on stage {stage_id} ({many(count, 'slice')}), of which {gib(static)} are parameters, gradients{states}; {advice}"
     )
     return MemoryLimitError(message, need, stage_id)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import nearest, show_value
 from terapipe_ds.planner.comparable import num_parts_of
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult
@@ -61,8 +61,9 @@ def plan_slices(
         PlannerError: an impossible argument, or costs that are negative or not finite.
     """
     if schedule not in (*SCHEDULE_NAMES, SEARCH, "auto"):
-        known = ", ".join((*SCHEDULE_NAMES, SEARCH, "auto"))
-        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {known}; give one of them")
+        known = (*SCHEDULE_NAMES, SEARCH, "auto")
+        advice = nearest(str(schedule), known) or "; give one of them"
+        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {', '.join(known)}{advice}")
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
     if options and schedule == "auto":

@@ -11,7 +11,7 @@ from typing import Any
 from terapipe_ds.costs.model_sizes import ModelSize, ModelSizeError, model_size
 from terapipe_ds.costs.profile import Profile, ProfileError, is_profile
 from terapipe_ds.costs.utilisation import Utilisation
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import nearest, show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.layers.chain import LayerChain
@@ -217,7 +217,8 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
     """Return the schedule. Raise PlannerError where strategies lack it, or lack it with these parts per stage."""
     known = NAMES if layers.is_sliceable else NAMES_UNSLICED
     if schedule is not None and schedule not in known:
-        raise PlannerError(f"schedule = {show_value(schedule)}: strategies have {', '.join(known)}; give one of them")
+        advice = nearest(str(schedule), known) or "; give one of them"
+        raise PlannerError(f"schedule = {show_value(schedule)}: strategies have {', '.join(known)}{advice}")
     if not layers.is_sliceable and chunks not in (None, 1):
         raise PlannerError(
             f"chunks_per_stage = {chunks}: layers without costs of slices have one part per stage; give 1"

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import gib, limit_text, show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers, Span
 from terapipe_ds.planner.strategy.candidate import USABLE, Candidate, Levers
 from terapipe_ds.planner.strategy.shapes import usual_chunks
+from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
 _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model", "sequence_parallel": "sequence"}
@@ -183,19 +184,19 @@ class Space:
         """Return the error where devices have room, and their hosts lack it."""
         host_bytes = self.cluster.card.host_memory_bytes or math.inf
         return PlannerError(
-            f"no strategy fits in the memory of a node's host ({USABLE * host_bytes / 1e9:.4g} GB, {USABLE:g} of "
+            f"no strategy fits in the memory of a node's host ({gib(USABLE * host_bytes)}, {USABLE:g} of "
             "host_memory_bytes in the device's file): leave out offload_activations and offload_optimizer, or give "
             "more host memory"
         )
 
     def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:
         """Return the error where nothing fits: the least need, and its candidate."""
-        grid = candidate.grid
+        grid, inner = candidate.grid, "sequence rank" if candidate.grid.sequence > 1 else "tensor rank"
         return MemoryLimitError(
-            f"no strategy fits in {self.limit_bytes / 1e9:.4g} GB per device: the least need found is "
-            f"{need / 1e9:.4g} GB, with {grid.pipe} stages, {grid.data} replicas, {grid.dims[2]} "
-            f"{'sequence' if grid.sequence > 1 else 'tensor'} ranks, ZeRO {candidate.zero_stage}, "
-            f"{candidate.accumulation} micro-batches of {candidate.micro_batch} and all that can be recomputed; give "
+            f"no strategy fits in {limit_text(self.limit_bytes)} per device: the least need found is {gib(need)}, with "
+            f"{many(grid.pipe, 'stage')}, {many(grid.data, 'replica')}, {many(grid.dims[2], inner)}, ZeRO "
+            f"{candidate.zero_stage}, {many(candidate.accumulation, 'micro-batch')} of "
+            f"{many(candidate.micro_batch, 'sequence')} and all that can be recomputed; give "
             f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or more devices",
             need,
         )

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
-from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, optimizer_states
+from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
@@ -204,7 +204,7 @@ def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_opt
         return None
     saved_tensor, saved_stages = (dimensions.get(key) for key in (_TP_DEGREE, _PP_DEGREE))
     tensor, stages = engine.grid.get_slice_parallel_world_size(), engine.grid.get_pipe_parallel_world_size()
-    alone = "Load the parameters alone, with load_module_only=True. To keep the states: "
+    alone = f"{PARAMETERS_ALONE}. Another way keeps the states. "
     # the ranks that ZeRO divides states over, which include the ranks of each slice
     replicas, saved_replicas = engine.seq_dp_world_size, saved.get("dp_world_size")
     splits, why = with_optimizer and engine.zero_optimization(), f"ZeRO splits optimizer states over them. {alone}"

@@ -42,7 +42,11 @@ from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 LISTED = "terapipe_parameters"  # in the states of a rank: names of parameters by group of the optimizer
 ENVELOPE = "terapipe_states_of_this_layout"  # around optimizer states that DeepSpeed's own engine would mistake
 _UNLIKE = (KeyError, IndexError, TypeError, AttributeError, ValueError)  # a state is not of its form
-_MODULE_ONLY = "Load the parameters alone, with load_module_only=True; moments begin anew"
+PARAMETERS_ALONE = (
+    "Load the parameters alone, with load_module_only=True (in a Trainer: give the checkpoint's folder as its model, "
+    "and do not resume)"
+)
+_MODULE_ONLY = f"{PARAMETERS_ALONE}; moments begin anew"
 
 
 Orders = tuple[Groups, ...]

@@ -22,6 +22,7 @@ from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule.show import many
 from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s
 
@@ -155,9 +156,9 @@ class StepReport:
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
     """Return the log line about the first training step."""
     schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
-    slices = " to ".join(map(str, dict.fromkeys((counts[0], counts[-1])))) + " slice" + "s" * (counts[-1] > 1)
-    micro_batches = f"{num_micro_batches} micro-batch{'' if num_micro_batches == 1 else 'es'}"
-    what = f"{schedule.name} on {schedule.num_stages} stages, {micro_batches} of {slices}"
+    slices = f"{counts[0]} to " * (counts[0] < counts[-1]) + many(counts[-1], "slice")
+    micro_batches = many(num_micro_batches, "micro-batch")
+    what = f"{schedule.name} on {many(schedule.num_stages, 'stage')}, {micro_batches} of {slices}"
     what += f", {num_replicas} replicas" if num_replicas > 1 else ""
     return f"training runs {what}; {_expected(ran.predicted)}"
 

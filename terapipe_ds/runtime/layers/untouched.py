@@ -58,7 +58,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
     before = KeptState({"": module, **others})
     before.renew()
     if before.stuck:
-        logger.info(
+        logger.debug(
             "trial runs use these attributes without a copy, since they are large or cannot be copied: %s",
             ", ".join(before.stuck),
         )

@@ -23,6 +23,7 @@ from terapipe_ds.runtime.profiling.memory_peak import bytes_outside_allocator
 from terapipe_ds.runtime.profiling.profiles import Profiles
 from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
+from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
 
 
@@ -89,8 +90,9 @@ class AutoPlanner:
             result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
         else:
             result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
-        head = f"planned {length} tokens for {engine.num_stages} stages and {engine.micro_batches} micro-batches:"
-        lines = [head, *describe(result, schedule_chosen=config.schedule == "auto"), *more]
+        of_what = f"{many(engine.num_stages, 'stage')} and {many(engine.micro_batches, 'micro-batch')}"
+        lines = [f"planned {length} tokens for {of_what}:"]
+        lines += [*describe(result, schedule_chosen=config.schedule == "auto", limit_gb=limit_gb), *more]
         choice = Choice.of(result)
         if config.trace_dir is not None:
             self._write_prediction(choice, costs, Path(config.trace_dir))

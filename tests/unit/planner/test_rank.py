@@ -150,7 +150,9 @@ def test_what_comes_on_top_counts(given: bool) -> None:
         assert float(ratios["chimera"]) == pytest.approx((chimera_s + extra_s) / ranking.best.total_s, abs=1e-3)
     text = planner.describe(next(one for one in ranked(0.5).results if one.schedule == "chimera"))
     assert any("500.00 ms more to sum and step" in line for line in text)
-    assert ranked(None).best.extra_s is None and ranked(None).best.total_s == chimera_s
+    unknown = ranked(None).best
+    assert unknown.extra_s is None and unknown.total_s == chimera_s
+    assert any("an unknown time more to sum and step" in line for line in planner.describe(unknown))
 
 
 def test_in_words() -> None:

@@ -175,7 +175,7 @@ def test_a_host_without_room_limits_what_goes_there() -> None:
     words = SHORTER | {"stages": 4, "offload_activations": True, "offload_optimizer": False}
     strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words)
     assert (strategy.host_memory_bytes, len(strategy.slices)) == (0, 1), "one slice at a time stays on the device"
-    with pytest.raises(PlannerError, match=r"the memory of a node's host \(0\.9 GB"):
+    with pytest.raises(PlannerError, match=r"the memory of a node's host \(0\.8382 GiB"):
         plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words, schedule="seq1f1b")
 
 

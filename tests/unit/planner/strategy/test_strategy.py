@@ -265,7 +265,7 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert free.recompute == "off" != tight.recompute
     assert max(tight.memory_bytes) <= 9e9
     assert tight.predicted_s > free.predicted_s
-    with pytest.raises(MemoryLimitError, match=r"no strategy fits in 3 GB.*memory_limit_gb >= ") as refusal:
+    with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
 

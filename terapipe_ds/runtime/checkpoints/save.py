@@ -98,7 +98,8 @@ class CheckpointPaths:
             saved = _readable(saving)
             if saved is not None and saved.problem(saving) is None:
                 self.commit(saving)
-            _remove(saving)
+            else:
+                shutil.rmtree(saving)
         if self.replaced.exists():
             self.replaced.rename(self.final)
 
@@ -120,7 +121,7 @@ class CheckpointPaths:
             moved = self.final / entry.name
             if entry.name not in listed and not moved.exists():
                 entry.rename(moved)
-        _remove(self.replaced)
+        shutil.rmtree(self.replaced)
 
 
 def _readable(folder: Path) -> Manifest | None:
@@ -128,13 +129,6 @@ def _readable(folder: Path) -> Manifest | None:
         return Manifest.read(folder)
     except CheckpointError:
         return None
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
 
 
 # -- the three steps, which all ranks take together --------------------------------------------------------------------

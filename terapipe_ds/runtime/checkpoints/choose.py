@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from terapipe_ds.runtime.checkpoints.disks import require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
-from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.log import first_line
 
 Damaged = Mapping[str, str]  # damage in the contents of checkpoints, by `read_as`
@@ -237,19 +236,11 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
 # -- a failure of one rank ---------------------------------------------------------------------------------------------
 
 
-def _loaders(engine: PipelineEngine) -> list[Any]:
-    """Return the optimizer, the scheduler of learning rates and the layers of this rank that load a state."""
-    owners = [engine.optimizer, engine.lr_scheduler]
-    for _ in each_part(engine.module):
-        owners += engine.module.forward_funcs
-    different = {id(owner): owner for owner in owners if hasattr(owner, "__dict__")}
-    return [owner for owner in different.values() if callable(getattr(owner, "load_state_dict", None))]
-
-
 def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any]) -> Any:
     """Return the result of DeepSpeed's method `load` on this rank; all ranks raise an error of one rank.
 
-    The ranks agree before tied weights are sent, or otherwise at the end. A collective over all ranks.
+    The ranks agree before tied weights are sent, or otherwise at the end: a rank whose load has failed before agrees at
+    the end while the others agree there. A collective over all ranks.
     """
     first, is_told, send_tied_weights = FirstError(), False, engine.module._synchronize_tied_weights
 
@@ -263,11 +254,7 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         agree()
         send_tied_weights()
 
-    # Ranks whose load failed also enter the collective of tied weights, and leave it together with the others
-    with ExitStack() as stack:
-        stack.enter_context(replaced(engine.module, "_synchronize_tied_weights", agree_then_send))
-        for owner in _loaders(engine):
-            stack.enter_context(replaced(owner, "load_state_dict", first.keeping(owner.load_state_dict)))
+    with replaced(engine.module, "_synchronize_tied_weights", agree_then_send):
         loaded = first.keeping(load)()
     if is_told:
         first.raise_first()

@@ -62,12 +62,9 @@ class CheckpointPaths:
 
     def all_saving(self) -> list[Path]:
         """Return the folders of saves of this tag, running or killed: by steps, most first; incomplete ones last."""
-        name = glob.escape(self.final.name)
-        patterns = f".{name}.{'[0-9a-f]' * 8}.saving", f".{name}.saving"  # older versions wrote the latter
-        left = {path: _readable(path) for pattern in patterns for path in self.final.parent.glob(pattern)}
-        steps = {path: saved.global_steps if saved else -1 for path, saved in left.items()}
-        of_tag = [path for path, saved in left.items() if saved is None or saved.tag == self.tag]
-        return sorted(of_tag, key=steps.__getitem__, reverse=True)
+        left = self.final.parent.glob(f".{glob.escape(self.final.name)}.{'[0-9a-f]' * 8}.saving")
+        steps = {path: saved.global_steps if (saved := _readable(path)) else -1 for path in left}
+        return sorted(steps, key=steps.__getitem__, reverse=True)
 
     def tag_of(self, path: Path) -> str:
         """Return the tag by which DeepSpeed finds `path`."""
@@ -101,7 +98,8 @@ class CheckpointPaths:
             saved = _readable(saving)
             if saved is not None and saved.problem(saving) is None:
                 self.commit(saving)
-            _remove(saving)
+            else:
+                shutil.rmtree(saving)
         if self.replaced.exists():
             self.replaced.rename(self.final)
 
@@ -123,7 +121,7 @@ class CheckpointPaths:
             moved = self.final / entry.name
             if entry.name not in listed and not moved.exists():
                 entry.rename(moved)
-        _remove(self.replaced)
+        shutil.rmtree(self.replaced)
 
 
 def _readable(folder: Path) -> Manifest | None:
@@ -131,13 +129,6 @@ def _readable(folder: Path) -> Manifest | None:
         return Manifest.read(folder)
     except CheckpointError:
         return None
-
-
-def _remove(folder: Path) -> None:
-    if folder.is_symlink():
-        folder.unlink()
-    elif folder.exists():
-        shutil.rmtree(folder)
 
 
 # -- the three steps, which all ranks take together --------------------------------------------------------------------

@@ -162,7 +162,7 @@ def _outside(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return [(name, each) for name, each in named if layer_of_parameter(name) is None]
 
 
-_HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class ModelChanges:
@@ -190,9 +190,9 @@ class ModelChanges:
         for module in self._module.modules():
             own = vars(module)
             yield type(module)
-            yield type(module).forward
+            yield getattr(type(module), "forward", None)  # the class of a TorchScript module has none
             yield from map(_code_of, [own["forward"]] if "forward" in own else ())
-            for name in _HOOKS_OF_MODULES:
+            for name in HOOKS_OF_MODULES:
                 yield from map(_code_of, own[name].values() if own[name] else ())
             for parameter in own["_parameters"].values():
                 if parameter is not None:

@@ -124,13 +124,6 @@ def compare_results(
     return list(filter(None, differences))
 
 
-def largest_of(gradients: Mapping[str, Tensor]) -> float:
-    """Return the largest number in these gradients, without gradients that are not finite."""
-    numbers = [_numbers(each) for each in gradients.values() if each.numel() and is_real(each)]
-    sizes = [max(map(abs, map(float, each.aminmax()))) for each in numbers]  # without a copy of a large weight's
-    return max(filter(math.isfinite, sizes), default=0.0)
-
-
 def compare_output(
     whole: Tensor, parts: list[Tensor], tolerance: Tolerance, slicing: Slicing, unable: list[str]
 ) -> tuple[TensorLayout, Difference | None]:

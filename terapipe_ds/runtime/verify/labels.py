@@ -133,7 +133,7 @@ class LabelProbe:
             f"; loss_fn {does} label {values}, which {which} the section (ignore_index {config.ignore_index}): "
             "set terapipe.ignore_index to the label that loss_fn ignores, if it is one"
             for does, values, which in (("ignores", ignored, "counts by"), ("trains on", trained, "is ignored by"))
-            if values and "set terapipe.ignore_index" not in problem
+            if values
         )
 
     def _compare(self, special: SliceableTensors) -> str | None:

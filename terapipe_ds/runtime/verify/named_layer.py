@@ -19,6 +19,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import (
     kept_calls,
 )
 from terapipe_ds.runtime.layers.finite import layer_title
+from terapipe_ds.runtime.layers.sliceable import HOOKS_OF_MODULES
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part
 
@@ -118,7 +119,6 @@ def layers_of(module: Any) -> list[NamedLayer]:
 _PACKAGE = "terapipe_ds"
 _BUILDING_BLOCKS = (_PACKAGE, "torch", "megatron")  # packages that the package's layers are made of
 _WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def all_own(module: Any) -> bool:
@@ -131,7 +131,7 @@ def all_own(module: Any) -> bool:
 
 def _has_own_forward(module: Any) -> bool:
     """Return whether the user's code runs around the layers: a forward of the `PipelineModule`, or a hook of it."""
-    hooks = [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+    hooks = [hook for name in HOOKS_OF_MODULES for hook in vars(module).get(name, {}).values()]
     forwards = [kind.forward for kind in (module, *type(module).__mro__) if "forward" in vars(kind)]
     return any(_root(each) not in (*_BUILDING_BLOCKS, "deepspeed") for each in (*hooks, *forwards))
 
@@ -149,7 +149,7 @@ def _is_as_built(module: nn.Module) -> bool:
     # functions in attributes are activations, for example
     own = vars(module)
     functions = [value for value in own.values() if callable(value)]
-    hooks = [hook for name in _HOOKS for hook in own.get(name, {}).values()]
+    hooks = [hook for name in HOOKS_OF_MODULES for hook in own.get(name, {}).values()]
     hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
     is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
     return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)

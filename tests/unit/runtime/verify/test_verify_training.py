@@ -90,6 +90,10 @@ HEALTHY: dict[str, tuple[LayerSpec, tuple[int, int]]] = {
         keeping(lambda _, x: x, lambda it: it.inner.register_hook(lambda g: g * (torch.arange(WIDTH) % 2))),
         PLAIN,
     ),
+    "shift whose gradient is rounding": (
+        keeping(lambda it, x: (x + it.shift).softmax(-1), lambda it: setattr(it, "shift", nn.Parameter(ZERO.clone()))),
+        PLAIN,
+    ),
     "halved gradient": (keeping(then(lambda _, x: x.requires_grad and x.register_hook(lambda g: g / 2))), PLAIN),
 }
 

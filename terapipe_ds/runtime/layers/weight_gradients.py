@@ -101,7 +101,7 @@ class WeightGradients:
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
-        self.witness = torch.zeros((), requires_grad=True)
+        self.witness = torch.zeros((), requires_grad=True, device="cpu")
         self.is_closed = False
         self.open_batch()
 

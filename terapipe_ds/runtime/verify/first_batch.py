@@ -184,7 +184,7 @@ class FirstBatchCheck:
         labels = sliced[0].labels if sliced else None
         is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
-        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64)
+        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64, device="cpu")
         if self._groups.world is not None:
             torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
         if flags[2]:
@@ -341,7 +341,7 @@ class FirstBatchCheck:
         owner, follower = self._layout.owner(part_id), self._layout.owner(part_id + 1)
         if group is not None:  # so that no watch-dog sees a stall in a long check
             self._note(f"waiting for the check of part {part_id}")
-            torch_dist.broadcast(torch.zeros(1), src=ranks[owner], group=group)
+            torch_dist.broadcast(torch.zeros(1, device="cpu"), src=ranks[owner], group=group)
         if owner == follower or stage_id not in (owner, follower):
             return outputs
         message = [None if outputs is None else outputs.to(torch.device("cpu"))]

@@ -128,15 +128,16 @@ def trained(name: str) -> tuple[float, int]:
     return max(map(float, [*errors, *losses])), len(renewed)
 
 
-def refused(name: str) -> tuple[str, str, bool]:
-    """Return the error of the step after the change, and whether that step has changed nothing."""
+def refused(name: str, evaluates: bool) -> tuple[str, str, bool]:
+    """Return the error of the step or evaluation after the change, and whether that has changed nothing."""
     data, (loss_fn, later) = engines.batches(2), LOSSES.get(name, (cross_entropy, cross_entropy))
     with engines.engine_of(LAYERS, engines.section(), loss_fn=loss_fn) as engine:
         engines.train(engine, data[:1])
         before = [p.detach().clone() for p in engine.module.parameters()]
         engine.module.loss_fn = later
         hooks = [HOOKS[name](layer) for layer in layers_of(engine, Mlp) if name in HOOKS and engine.is_last_stage()]
-        error = engines.step_error(engine, data[1])
+        call = engine.eval_batch if evaluates else engine.train_batch
+        error = engines.raised_by(lambda: call(iter(data[1])))
         for hook in hooks:
             hook.remove()
         return *error, all(map(torch.equal, before, engine.module.parameters()))
@@ -166,9 +167,11 @@ class TestTwoRanks:
             assert error < engines.EXACT
             assert checks == CASES[name].checks
 
-    @pytest.mark.parametrize("name", [*HOOKS, *LOSSES])
-    def test_what_is_wrong_on_slices_is_refused_before_the_step(self, name: str) -> None:
-        kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name), strict=True)
+    @pytest.mark.parametrize(
+        ("name", "evaluates"), [*((name, False) for name in [*HOOKS, *LOSSES]), *((name, True) for name in LOSSES)]
+    )
+    def test_what_is_wrong_on_slices_is_refused_before_the_step(self, name: str, evaluates: bool) -> None:
+        kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name, evaluates=evaluates), strict=True)
         assert set(kinds) == {"VerifyError"} and all(stays)
         assert name in texts[0] and "the error of rank 0 names the layers" in texts[1]
 

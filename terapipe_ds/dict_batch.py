@@ -135,7 +135,7 @@ def _without_padding(labels: torch.Tensor, lengths: Sequence[int], ignore_index:
     labels = labels.to(torch.int64)
     if min(lengths) == labels.size(1):
         return labels
-    is_padding = torch.arange(labels.size(1)) >= torch.tensor(lengths)[:, None]
+    is_padding = torch.arange(labels.size(1), device="cpu") >= torch.tensor(lengths, device="cpu")[:, None]
     return labels.masked_fill(is_padding.to(labels.device), ignore_index)
 
 
@@ -204,7 +204,7 @@ def _cumulative(given: Mapping[Any, Any]) -> torch.Tensor | None:
     for key in _LONGEST:  # an upper bound for kernels, which may be loose
         if key in given and not _is_at_least(given[key], longest):
             _refuse(key, given[key], f"the longest document of {name} has {longest} tokens: give that, or leave it out")
-    begins = torch.zeros(rows * length + 1, dtype=torch.bool)
+    begins = torch.zeros(rows * length + 1, dtype=torch.bool, device="cpu")
     begins[edges] = True  # an empty document has one edge twice and does not count
     for row in (~begins[: rows * length : length]).nonzero().flatten().tolist():
         problem = f"no document starts at {row * length}, where row {row} does"

@@ -41,13 +41,15 @@ class Documents:
     def cu_seqlens(self, row: int) -> torch.Tensor:
         """Return the cumulative lengths of the parts of documents in the slice: int32, from 0 to T."""
         edges = [self.start, *self.edges(row), self.stop]
-        return torch.tensor([edge - self.start for edge in edges], dtype=torch.int32)
+        return torch.tensor([edge - self.start for edge in edges], dtype=torch.int32, device="cpu")
 
     def position_ids(self, device: torch.device | None = None) -> torch.Tensor:
         """Return each token's place in its document: int64 [B, T], on the CPU or on `device`."""
-        tokens = torch.arange(self.start, self.stop)
+        tokens = torch.arange(self.start, self.stop, device="cpu")
         # the documents of the slice alone: all of the row, for each slice, would take time quadratic in its length
-        starts = [torch.tensor([self.first_token(row), *self.edges(row)]) for row in range(len(self.starts))]
+        starts = [
+            torch.tensor([self.first_token(row), *self.edges(row)], device="cpu") for row in range(len(self.starts))
+        ]
         places = torch.stack([tokens - row[torch.searchsorted(row, tokens, right=True) - 1] for row in starts])
         # fewer bytes on their way
         return places if device is None else to_device(places.int(), device).long()

@@ -70,7 +70,7 @@ class KeptAttention:
             self._calls.num += 1
             # autograd saves them as it saves all tensors, so that they go to the host with the others of the slice
             with torch.enable_grad():
-                token = _Saved.apply(torch.zeros((), requires_grad=True), out.detach(), lse.detach())
+                token = _Saved.apply(torch.zeros((), requires_grad=True, device="cpu"), out.detach(), lse.detach())
             self._kept[layer] = token, states, _random(device).get_rng_state() if dropout_p else None
         return out, lse, states
 

@@ -116,7 +116,7 @@ def attend(
     with torch.set_grad_enabled(needs_grad):  # the store asks for this; no tensor here has a graph
         out, lse = call.forward(q.detach(), k.detach(), v.detach(), sinks)
     # the backward finds its call by this number, which the graph saves as it saves any tensor
-    number = torch.full((1,), -1, dtype=torch.int64)
+    number = torch.full((1,), -1, dtype=torch.int64, device="cpu")
     if needs_grad:
         call.record(kv_needs_grad)
         call.hold(k, v)
@@ -197,7 +197,7 @@ def position_ids(like: Tensor, table_size: int) -> Tensor:
         places = active.documents.position_ids().expand(batch, tokens)
     else:
         start = 0 if active is None else active.start
-        places = torch.arange(start, start + tokens).expand(batch, tokens)
+        places = torch.arange(start, start + tokens, device="cpu").expand(batch, tokens)
     if table_size and int(places.max()) >= table_size:
         problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {table_size}"
         raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")

@@ -148,7 +148,7 @@ def share(number: int, index: int, count: int) -> int:
 
 def on_any_rank(flag: bool, group: Any) -> bool:
     """Return whether `flag` is true on some rank of a group on the CPU."""
-    number = torch.tensor(int(flag))
+    number = torch.tensor(int(flag), device="cpu")
     torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=group)
     return bool(number)
 

@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
 from terapipe_ds.runtime.verify import FirstBatchCheck
@@ -41,6 +44,29 @@ def halve(parameter: Tensor) -> None:
     parameter.grad /= 2
 
 
+class Doubled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def double_at_1(engine: Any, step: int) -> None:
+    for layer in layers_of(engine, nn.Linear) if step == 1 else ():
+        layer.__class__ = Doubled
+
+
+class Loss(nn.CrossEntropyLoss):
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(logits.flatten(0, 1), labels.flatten())
+
+
+def keyword_loss(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+
+
+LOSSES = {  # at first, and from the second step on
+    "but a 'sum'": (Loss(), Loss(reduction="sum")),
+    "no 'mean_valid' but a 'sum'": (partial(keyword_loss), partial(keyword_loss, reduction="sum")),
+}
 HOOKS: dict[str, Callable[[nn.Module], Any]] = {
     "gradient of 2.up.weight differs": lambda layer: layer.up.weight.register_hook(lambda grad: grad / grad.norm()),
     "register_post_accumulate_grad_hook: 2.up.weight": lambda layer: layer.up.weight.register_post_accumulate_grad_hook(
@@ -50,17 +76,10 @@ HOOKS: dict[str, Callable[[nn.Module], Any]] = {
         lambda _, grads, of_outputs: (grads[0] / grads[0].norm(),)
     ),
     "early outputs change": lambda layer: layer.register_forward_hook(lambda _, inputs, x: x - x.mean(1, keepdim=True)),
+    "(Mlp): output of tokens 0..": lambda layer: register_module_forward_hook(
+        lambda module, _, x: x - x.mean(1, keepdim=True) if module is layer else None
+    ),
 }
-
-
-def hook_at_1(name: str) -> Callable[[Any, int], None]:
-    """Return a change that adds one of the hooks to the layers of the last stage at the second step."""
-
-    def change(engine: Any, step: int) -> None:
-        if step == 1 and engine.is_last_stage():
-            HOOKS[name](next(layers_of(engine, Mlp)))
-
-    return change
 
 
 def mask_at_1(engine: Any, step: int) -> None:
@@ -87,6 +106,7 @@ CASES = {
     "first stage, alternately": Changed(freeze_at(lambda step: step % 2 == 0, *BELOW_THE_HEAD), ATTENDING),
     "parts": Changed(freeze_at(lambda step: step < 2, *BELOW_THE_HEAD), ATTENDING, schedule="zbv"),
     "a mask of gradients": Changed(mask_at_1, LAYERS),
+    "a class": Changed(double_at_1, LAYERS),
 }
 
 
@@ -108,14 +128,18 @@ def trained(name: str) -> tuple[float, int]:
     return max(map(float, [*errors, *losses])), len(renewed)
 
 
-def refused(name: str) -> tuple[str, str, bool]:
-    """Return the error of the step after the hook, and whether that step has changed nothing."""
-    data, change = engines.batches(2), hook_at_1(name)
-    with engines.engine_of(LAYERS, engines.section(), loss_fn=cross_entropy) as engine:
-        engines.train(engine, data[:1], lambda step: change(engine, 0))
+def refused(name: str, evaluates: bool) -> tuple[str, str, bool]:
+    """Return the error of the step or evaluation after the change, and whether that has changed nothing."""
+    data, (loss_fn, later) = engines.batches(2), LOSSES.get(name, (cross_entropy, cross_entropy))
+    with engines.engine_of(LAYERS, engines.section(), loss_fn=loss_fn) as engine:
+        engines.train(engine, data[:1])
         before = [p.detach().clone() for p in engine.module.parameters()]
-        change(engine, 1)
-        error = engines.step_error(engine, data[1])
+        engine.module.loss_fn = later
+        hooks = [HOOKS[name](layer) for layer in layers_of(engine, Mlp) if name in HOOKS and engine.is_last_stage()]
+        call = engine.eval_batch if evaluates else engine.train_batch
+        error = engines.raised_by(lambda: call(iter(data[1])))
+        for hook in hooks:
+            hook.remove()
         return *error, all(map(torch.equal, before, engine.module.parameters()))
 
 
@@ -143,9 +167,11 @@ class TestTwoRanks:
             assert error < engines.EXACT
             assert checks == CASES[name].checks
 
-    @pytest.mark.parametrize("name", HOOKS)
-    def test_a_hook_that_is_wrong_on_slices_is_refused_before_the_step(self, name: str) -> None:
-        kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name), strict=True)
+    @pytest.mark.parametrize(
+        ("name", "evaluates"), [*((name, False) for name in [*HOOKS, *LOSSES]), *((name, True) for name in LOSSES)]
+    )
+    def test_what_is_wrong_on_slices_is_refused_before_the_step(self, name: str, evaluates: bool) -> None:
+        kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name, evaluates=evaluates), strict=True)
         assert set(kinds) == {"VerifyError"} and all(stays)
         assert name in texts[0] and "the error of rank 0 names the layers" in texts[1]
 

@@ -113,21 +113,28 @@ def test_a_micro_batch_of_no_rows_is_named() -> None:
             assert kind == "BatchError" and f"micro-batch {empty} has 0 rows (shapes [[0, 23], [0, 23]])" in text
 
 
-def job_default_dtype(dtype: torch.dtype) -> list[float]:
-    with engines.engine_of(engines.fp32_layers(), engines.unchecked()) as engine:
+def job_defaults(dtype: torch.dtype, device: str) -> list[float]:
+    data = engines.batches(2)
+    with engines.engine_of(engines.fp32_layers(), engines.section(verify="first_batch")) as engine:
         torch.set_default_dtype(dtype)
+        torch.set_default_device(device)
         try:
-            losses = [float(engine.train_batch(iter(batch))) for batch in engines.batches(2)]
-            losses.append(float(engine.eval_batch(iter(engines.batches(1)[0]))))
+            losses = [float(engine.train_batch(iter(batch))) for batch in data]
+            losses.append(float(engine.eval_batch(iter(data[0]))))
             assert torch.get_default_dtype() == dtype
             return losses
         finally:
             torch.set_default_dtype(torch.float32)
+            torch.set_default_device(None)
 
 
-def test_every_stage_returns_the_loss_whatever_the_default_dtype_is() -> None:
-    first, *others = (rank_pool(2).run(job_default_dtype, dtype=d) for d in (torch.float32, torch.float64))
-    assert first[0] == first[1] and min(first[0]) > 1.0 and others == [first]
+def test_every_stage_returns_the_loss_whatever_the_default_dtype_and_device_are() -> None:
+    """The device has no memory, so that an operation of the engine on it fails."""
+    first, *others = (
+        rank_pool(2).run(job_defaults, dtype=dtype, device=device)
+        for dtype, device in ((torch.float32, "cpu"), (torch.float64, "cpu"), (torch.float32, "meta"))
+    )
+    assert first[0] == first[1] and min(first[0]) > 1.0 and others == [first, first]
 
 
 # -- memory --------------------------------------------------------------------------------------------------

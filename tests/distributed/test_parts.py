@@ -18,6 +18,7 @@ import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
+from tests.small_models.parts import Embedding, Head, Mlp
 
 LOOP = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}
 LOOP_ZB = {"schedule": "seq1f1b-interleaved-zb", "chunks_per_stage": 2}
@@ -270,6 +271,24 @@ def test_layouts_that_cannot_be(
 ) -> None:
     for kind, text in rank_pool(2).run(job_refused, num_layers=num_layers, options=options, **changes):
         assert kind == "TeraPipeConfigError" and message in text
+
+
+def job_shared(as_argument: bool, schedule: str, second: int) -> tuple[str, str]:
+    """Build five layers of two to four parts. Layer 1 and the second layer are one object, or are made of one."""
+    shared, layers = Mlp(), [LayerSpec(Embedding), *[LayerSpec(Mlp)] * 3, LayerSpec(Head)]
+    layers[1] = layers[second] = LayerSpec(nn.Sequential, shared) if as_argument else shared
+    return engines.raised_by(lambda: engines.build(layers, engines.section(schedule=schedule)).destroy())
+
+
+@pytest.mark.parametrize(
+    ("as_argument", "schedule", "second", "where"),
+    [(False, "zbv", 2, "stage 0, layer 2 on stage 1"), (True, "1f1b", 3, "stage 0, layer 3 on stage 1"),
+     (False, "seq1f1b", 2, ""), (True, "chimera", 2, "")],
+)  # fmt: skip
+def test_an_object_that_two_stages_would_train(as_argument: bool, schedule: str, second: int, where: str) -> None:
+    job = {"as_argument": as_argument, "schedule": schedule, "second": second}
+    for kind, text in rank_pool(2).run(job_shared, **job):
+        assert kind == ("TeraPipeConfigError" if where else "") and where in text
 
 
 # -- each layout ---------------------------------------------------------------------------------------------

@@ -100,7 +100,8 @@ def random_queries(
     generator = torch.Generator().manual_seed(0)  # a generator of its own, which leaves all other random numbers alone
     q_shape, k_shape = (batch, heads, tokens, head_dim), (batch, kv_heads, start + tokens, head_dim)
     grad, q, k, v = (
-        torch.randn(size, generator=generator).to(device, dtype) for size in (q_shape, q_shape, k_shape, k_shape)
+        torch.randn(size, generator=generator, device="cpu").to(device, dtype)
+        for size in (q_shape, q_shape, k_shape, k_shape)
     )
     # two documents of each row: the second one begins in the slice, or just before it
     middle, stop = start + tokens // 2 - 10, start + tokens
@@ -172,7 +173,7 @@ def _error_with_dropout(forward: Forward, backward: Backward, grad: Tensor, quer
     # the same from all probabilities; autograd would record into the graph of a layer that is recomputed
     keeps, visible = torch.cat(kept, -1), _visible(queries)
     wide_q, wide_k, wide_v, wide_grad = (expand_heads(x.float(), q.shape[1]) for x in (q, keys, values, grad))
-    scores, slope = wide_q @ wide_k.mT * queries.scale, torch.ones(())
+    scores, slope = wide_q @ wide_k.mT * queries.scale, torch.ones((), device="cpu")
     if queries.softcap is not None:
         scores = queries.softcap * torch.tanh(scores / queries.softcap)
         slope = 1 - (scores / queries.softcap).square()

@@ -200,7 +200,9 @@ def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
         first, stop, device = spans[0].first_key, spans[-1].stop, queries.q.device
         queries_at = [*(span.start - spans[0].start for span in spans), stop - spans[0].start]
         keys_at = [*(span.first_key - first for span in spans), stop - first]
-        cumulative = [to_device(torch.tensor(x, dtype=torch.int32), device) for x in (queries_at, keys_at)]
+        cumulative = [
+            to_device(torch.tensor(x, dtype=torch.int32, device="cpu"), device) for x in (queries_at, keys_at)
+        ]
         longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (queries_at, keys_at)]
         for row in range(*rows):
             inputs = queries.q[row], queries.keys[row, :, first:stop], queries.values[row, :, first:stop]

@@ -77,7 +77,7 @@ def _tensors(queries: Queries) -> tuple[Any, ...]:
     softcap = None
     if queries.softcap is not None:
         dtype = torch.promote_types(q.dtype, torch.float32)
-        softcap = to_device(torch.tensor(queries.softcap, dtype=dtype), q.device)
+        softcap = to_device(torch.tensor(queries.softcap, dtype=dtype, device="cpu"), q.device)
     spans = tuple((s.rows.start, s.rows.stop, s.first_key, s.start, s.stop) for s in queries.spans)
     return q, k, v, block_mask(q.shape[0], q.shape[2], queries.start, queries.window, spans, q.device), softcap
 
@@ -94,7 +94,7 @@ def block_mask(
     # from here on a query sees one range of keys, whatever option limits it
     first = first_keys(batch, tokens, start, window, spans)
     num_keys = start + tokens
-    row, column = (torch.arange(0, n, _BLOCK) for n in (tokens, num_keys))
+    row, column = (torch.arange(0, n, _BLOCK, device="cpu") for n in (tokens, num_keys))
     row_last, column_last = (row + _BLOCK).clamp(max=tokens) - 1, (column + _BLOCK).clamp(max=num_keys) - 1
     # per block of queries: the first key that any of them sees, and the first key that all see; likewise the last
     seen_from, all_from = first[:, row, None], first[:, row_last, None]
@@ -109,17 +109,17 @@ def block_mask(
     for name, value in vars(mask).items():
         if torch.is_tensor(value):  # its own method would wait for the device with each
             setattr(mask, name, to_device(value, device))
-    mask.mask_mod = mask_of(to_device(torch.tensor(start), device), to_device(first, device))
+    mask.mask_mod = mask_of(to_device(torch.tensor(start, device="cpu"), device), to_device(first, device))
     return mask
 
 
 def first_keys(batch: int, tokens: int, start: int, window: int | None, spans: tuple[SpanKey, ...]) -> Tensor:
     """Return the first key that each query sees, [B, T]."""
-    first = torch.zeros(batch, tokens, dtype=torch.int64)
+    first = torch.zeros(batch, tokens, dtype=torch.int64, device="cpu")
     for row, row_stop, first_key, span_start, span_stop in spans:
         first[row:row_stop, span_start - start : span_stop - start] = first_key
     if window is not None:
-        own = torch.arange(start, start + tokens)
+        own = torch.arange(start, start + tokens, device="cpu")
         first = torch.maximum(first, own - (window - 1))
     return first
 

@@ -225,11 +225,11 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
         data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
-    numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64)
-    numbers[:_SHARED] = torch.tensor(
-        [report.error is not None, call, data, report.model_change > 0, report.model_change > 1]
-    )
-    numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = torch.tensor([int(n) for n in header])
+    numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64, device="cpu")
+    shared = [report.error is not None, call, data, report.model_change > 0, report.model_change > 1]
+    numbers[:_SHARED] = torch.tensor(shared, device="cpu")
+    own = torch.tensor([int(n) for n in header], device="cpu")
+    numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = own
     return numbers
 
 

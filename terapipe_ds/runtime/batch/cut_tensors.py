@@ -137,7 +137,7 @@ class SliceableTensors:
 
     def stretched(self, length: int) -> SliceableTensors:
         """Return a copy with `length` tokens, cut off or repeated from the start, for measurements."""
-        places, both = torch.arange(length) % self.length, zip(self.tensors, self.sliced, strict=True)
+        places, both = torch.arange(length, device="cpu") % self.length, zip(self.tensors, self.sliced, strict=True)
         tensors = tuple(t.index_select(self.dim, places.to(t.device)) if cut else t.clone() for t, cut in both)
         return replace(self, tensors=tensors)
 

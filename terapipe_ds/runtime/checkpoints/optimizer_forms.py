@@ -159,7 +159,9 @@ class Shard:
 
     def _filled(self, state: State, index: int, vector: _Vector, received: Received) -> dict[str, Any]:
         whole = self._content(state, index, 0) if self.form.is_flat else Content({}, {})
-        tensors = {key: torch.zeros(vector.size, dtype=tensor.dtype) for key, tensor in whole.vectors.items()}
+        tensors = {
+            key: torch.zeros(vector.size, dtype=tensor.dtype, device="cpu") for key, tensor in whole.vectors.items()
+        }
         others = dict(whole.others)
         # A piece may come in parts, from several partitions of another layout
         for target, offset in vector.offsets.items():
@@ -171,7 +173,7 @@ class Shard:
                 (start, stop), shift = common, offset - target.start
                 for key, tensor in content.vectors.items():
                     if key not in tensors:
-                        tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype)
+                        tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype, device="cpu")
                     tensors[key][start + shift : stop + shift] = tensor[start - source.start : stop - source.start]
         if self.form.strips:
             tensors[_MASTER] = tensors[_MASTER][: vector.size - vector.padding]

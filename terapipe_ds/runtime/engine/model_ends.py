@@ -55,7 +55,8 @@ class ModelEndsEngine(PipelineEngine):
             booked = self.total_loss, self.total_additional_losses
             self.total_loss, self.total_additional_losses = mean_over_ranks(booked, self._sequence)
         default = torch.get_default_dtype()
-        torch.set_default_dtype(torch.empty(0).float().dtype)  # as the loss is sent: DeepSpeed receives in the default
+        # as the loss is sent: DeepSpeed receives in the default
+        torch.set_default_dtype(torch.empty(0, device="cpu").float().dtype)
         try:
             return super()._aggregate_total_loss()
         finally:

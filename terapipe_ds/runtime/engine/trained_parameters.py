@@ -83,6 +83,6 @@ def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, An
 
 def _number(module: Any, name: str) -> torch.nn.Parameter:
     first = next((each for each in module.parameters() if each.is_floating_point()), None)  # not a quantized weight
-    number = torch.nn.Parameter(torch.zeros(1) if first is None else first.detach().new_zeros(1))
+    number = torch.nn.Parameter(torch.zeros(1, device="cpu") if first is None else first.detach().new_zeros(1))
     module.register_parameter(name, number)
     return number

@@ -80,7 +80,7 @@ class HostBuffers:
 
     def _new(self, num_bytes: int) -> Tensor:
         if self._is_pinned:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
         with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
             return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(num_bytes,)))
 

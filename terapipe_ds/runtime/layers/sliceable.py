@@ -168,8 +168,8 @@ HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks
 class ModelChanges:
     """Detect what a program changes in the layers of a stage between batches, because checks hold for what they saw.
 
-    It sees the classes of modules, their forwards and hooks, the hooks of parameters, which of them are trained, and
-    the loss. It does not see what a function reads when it runs.
+    It sees the classes of modules, their forwards and hooks, torch's hooks of all modules, the hooks of parameters,
+    which of them are trained, and the loss with its settings. It does not see what a function reads when it runs.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -187,10 +187,13 @@ class ModelChanges:
         return 1 + is_new
 
     def _all(self) -> Iterator[Any]:
+        for name in HOOKS_OF_MODULES:
+            yield from map(_code_of, getattr(nn.modules.module, f"_global{name}", {}).values())
         for module in self._module.modules():
             own = vars(module)
             yield type(module)
             yield getattr(type(module), "forward", None)  # the class of a TorchScript module has none
+            yield own.get("scale_grad_by_freq")  # of an embedding, which counts words per slice then
             yield from map(_code_of, [own["forward"]] if "forward" in own else ())
             for name in HOOKS_OF_MODULES:
                 yield from map(_code_of, own[name].values() if own[name] else ())
@@ -201,7 +204,9 @@ class ModelChanges:
                         yield from map(_code_of, hooks.values() if hooks else ())
         for part in getattr(self._module, "held_parts", (self._module,)):
             yield from map(_code_of, getattr(part, "forward_funcs", ()))
-        yield _code_of(getattr(self._module, "loss_fn", None))
+        loss_fn = getattr(self._module, "loss_fn", None)
+        yield _code_of(loss_fn)
+        yield from _settings_of(loss_fn)
 
 
 def _code_of(function: Any) -> Any:
@@ -214,6 +219,19 @@ def _code_of(function: Any) -> Any:
     if str(getattr(function, "__module__", "")).split(".")[0] in ("deepspeed", "terapipe_ds"):
         return None
     return getattr(getattr(function, "__func__", function), "__code__", type(function))
+
+
+def _settings_of(loss_fn: Any) -> list[tuple[str, Any]]:
+    """Return the settings by name that may tell how a loss reduces, and which labels it ignores.
+
+    Numbers of an object may count its calls, and a program may lower a float with each step.
+    """
+    keywords: dict[str, Any] = {}
+    while isinstance(loss_fn, partial):
+        keywords, loss_fn = {**loss_fn.keywords, **keywords}, loss_fn.func
+    own = getattr(loss_fn, "__dict__", {}).items()
+    settings = [(key, value) for key, value in own if isinstance(value, str) or key == "ignore_index"]
+    return sorted(settings + [(key, value) for key, value in keywords.items() if isinstance(value, (str, int))])
 
 
 def _warn_of_unchecked_hooks(module: nn.Module) -> None:

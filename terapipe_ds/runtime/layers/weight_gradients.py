@@ -40,7 +40,7 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         if defer is not None:
             defer(gradients)
         elif type(layer) is nn.Linear and not _is_replaced(layer):
-            layer.forward = gradients.product_of(layer, with_bias=True)  # type: ignore[assignment, method-assign]
+            layer.forward = partial(_linear_of, layer, gradients)  # type: ignore[assignment, method-assign]
         elif type(layer) is nn.Embedding and not _is_replaced(layer) and _is_plain(layer):
             layer.forward = partial(_looked_up, layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
@@ -101,7 +101,7 @@ class WeightGradients:
         self.running: list[_Product] | None = None
         self.waiting: dict[Key, list[_Product]] = {}
         # gets no gradient; autograd's engine passes it if parameters get theirs, and not for gradients of inputs alone
-        self.witness = torch.zeros((), requires_grad=True)
+        self.witness = torch.zeros((), requires_grad=True, device="cpu")
         self.is_closed = False
         self.open_batch()
 
@@ -408,7 +408,7 @@ def _in_autograd(by_weight: dict[_Sum, list[_Product]]) -> None:
 def _is_replaced(layer: nn.Module) -> bool:
     """Return whether the user has replaced the forward of a layer; an earlier engine's does not count."""
     forward = vars(layer).get("forward")
-    return forward is not None and getattr(forward, "func", None) not in (_multiplied, _looked_up)
+    return forward is not None and getattr(forward, "func", None) not in (_linear_of, _looked_up)
 
 
 def _is_plain(layer: nn.Embedding) -> bool:
@@ -420,14 +420,23 @@ def _is_plain(layer: nn.Embedding) -> bool:
 
 
 def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, input: Tensor) -> Tensor:
-    if type(layer) is nn.Linear and not _is_of_torch(nn.Linear.forward):
-        return nn.Linear.forward(layer, input)
     return gradients.linear(input, layer.weight, layer.bias if with_bias else None)
 
 
+# a program may give the layer another class or other options, or the class another forward, when the engine is built
+
+
+def _linear_of(layer: nn.Linear, gradients: WeightGradients, input: Tensor) -> Tensor:
+    forward = type(layer).forward
+    if forward is not nn.Linear.forward or not _is_of_torch(forward):
+        return forward(layer, input)
+    return gradients.linear(input, layer.weight, layer.bias)
+
+
 def _looked_up(layer: nn.Embedding, gradients: WeightGradients, input: Tensor) -> Tensor:
-    if not _is_of_torch(nn.Embedding.forward):
-        return nn.Embedding.forward(layer, input)
+    forward = type(layer).forward
+    if forward is not nn.Embedding.forward or not _is_of_torch(forward) or not _is_plain(layer):
+        return forward(layer, input)
     return gradients.lookup(input, layer.weight, layer.padding_idx)
 
 

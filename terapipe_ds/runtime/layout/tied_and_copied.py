@@ -13,13 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed import comm as dist
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 from torch._utils import _take_tensors
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from terapipe_ds.runtime.agreement import gather
-from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name
+from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
@@ -67,6 +68,30 @@ def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ..
 def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
     """Return the stage that saves each layer."""
     return {name: owner for name, (_, owner) in _holders(module, layout).items()}
+
+
+def problem_of_shared_layers(module: Any, layout: Layout) -> str | None:
+    """Return an error about a parameter that layers of several stages train without a tie; None if there is none.
+
+    A program may give one object as several layers, or as an argument of several `LayerSpec`s. Each process then has it
+    once, and no stage sums the gradients of another.
+    """
+    users: dict[int, dict[int, list[int]]] = {}  # layers with their stages, by the id of a parameter
+    for layer_id, spec in enumerate(module._layer_specs):
+        stages = sorted({stage for stage, _ in layout.homes(part_of(module.parts, layer_id))})
+        given = () if isinstance(spec, TiedLayerSpec) else (spec, *vars(spec).values())
+        for parameter in (p for each in tree_leaves(given) if isinstance(each, nn.Module) for p in each.parameters()):
+            if parameter.requires_grad:
+                users.setdefault(id(parameter), {})[layer_id] = stages
+    for layers in users.values():
+        if len({tuple(stages) for stages in layers.values()}) > 1:
+            places = ", ".join(f"layer {layer_id} on stage {stages[0]}" for layer_id, stages in layers.items())
+            return (
+                f"layers of several stages train one parameter: {places}. Each stage would train a copy of its own. "
+                "Give each of these layers as a TiedLayerSpec with one key, which builds it, or put them on one stage "
+                "(terapipe.partition)"
+            )
+    return None
 
 
 def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:

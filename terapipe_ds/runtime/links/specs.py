@@ -84,7 +84,7 @@ class MessageSpec:
     @staticmethod
     def blank() -> torch.Tensor:
         """Return a tensor to receive an announcement in."""
-        return torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8)
+        return torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8, device="cpu")
 
     @staticmethod
     def decode(announcement: torch.Tensor) -> MessageSpec:

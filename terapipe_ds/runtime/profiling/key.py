@@ -74,7 +74,7 @@ def profile_key(
             repeat other work, which their arguments need not show.
     """
     # a part may have functions alone
-    parameter = next(module.parameters(), torch.empty(0))
+    parameter = next(module.parameters(), torch.empty(0, device="cpu"))
     names = [kind for part in parts for kind, *_ in part.together[0]]
     # parts that recompute have other times than parts that do not
     intervals = [part.together[2] for part in parts]  # they differ between parts if some stages recompute

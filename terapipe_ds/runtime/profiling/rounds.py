@@ -49,7 +49,7 @@ class Peers:
         """Return the largest value that any rank has."""
         if self._group is None:
             return value
-        number = torch.tensor([value], dtype=torch.float64)
+        number = torch.tensor([value], dtype=torch.float64, device="cpu")
         torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._group)
         return float(number)
 

@@ -76,6 +76,7 @@ class FirstBatchCheck:
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._is_done = False
+        self._is_evaluated = False  # the loss agreed in an evaluation, before the first training batch
         self._longest = 0  # tokens of the longest sequence whose layers agreed
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
@@ -93,8 +94,8 @@ class FirstBatchCheck:
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
         micro_batches, training = batch.micro_batches, batch.training
-        # an evaluation before the first step only needs the weights of labels
-        if not training and (self._is_done or self._labels_agreed or not needs_loss):
+        # an evaluation before the first training batch, or with another loss, needs right weights of slices
+        if not training and (self._is_done or self._is_evaluated or not needs_loss):
             return
         sliced = self._that_show_more(micro_batches)
         if self._is_done and not sliced:
@@ -102,30 +103,28 @@ class FirstBatchCheck:
         longest, has_foreign_layers = max((one.plan.sequence_length for one in sliced), default=0), self._longest > 0
         if not self._is_done:
             self._labels_agreed, has_foreign_layers = self._agree(sliced)
-        if not training or not (self._labels_agreed or ends):
+        if not (self._labels_agreed or (ends and training)):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
-        setting, again = self._config.verify, self._loss_waits
+        setting, again, ends = self._config.verify, self._loss_waits or not training, ends and training
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         weights = self._engine.weight_gradients
         checkpoints = self._module.activation_checkpoint_interval > 0
         self._weights = weights if batch.split or weights.joins_unsplit(checkpoints) else None
-        begin_s, is_first_rank = time.monotonic(), torch_dist.get_rank() == 0
-        with layers_as_they_are():  # the check inspects each operation of a layer, and runs it in fp64
+        begin_s = time.monotonic()
+        # the check inspects each operation of a layer, runs it in fp64, and needs gradients in an evaluation as well
+        with layers_as_they_are(), torch.inference_mode(False), torch.enable_grad():
             result = self._check(sliced, micro_batches, with_layers, ends)
         text = result.text(time.monotonic() - begin_s, only_loss=again)
-        # the user wants only the check: its report is the result of the process
-        if ends:
-            if is_first_rank:
-                print(text, flush=True)
-            raise RaisedEverywhere(SystemExit(1 if result.findings else 0))
-        if result.findings:  # a caller who goes on gets the error again
-            raise self._error(text, result.findings[0])
+        self._raise(result.findings, text, ends, training)
+        if not training:
+            self._is_evaluated = not result.loss_waits
+            return
         self._longest = max(self._longest, longest) if with_layers else self._longest
         self._had_one_row = bool(sliced) and sliced[0].shape.rows == 1
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
-        if is_first_rank and not (again and result.loss_waits):
+        if torch_dist.get_rank() == 0 and not (again and result.loss_waits):
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", text)
 
     def _that_show_more(self, micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
@@ -138,7 +137,18 @@ class FirstBatchCheck:
 
     def renew(self) -> None:
         """Check the next training batch as the first one. Every rank must call this between the same batches."""
-        self._is_done, self._loss_waits, self._longest = False, False, 0
+        self._is_done = self._is_evaluated = self._loss_waits = False
+        self._longest = 0
+
+    def _raise(self, findings: Sequence[Finding], text: str, ends: bool, training: bool) -> None:
+        """Raise the error of this rank if there are findings, or SystemExit if the user wants only the check."""
+        if ends:  # its report is the result of the process
+            if torch_dist.get_rank() == 0:
+                print(text, flush=True)
+            raise RaisedEverywhere(SystemExit(1 if findings else 0))
+        # an evaluation may ask for several losses, and refuses other kinds by itself
+        if findings and (training or findings[0].raised != LossKindError.__name__):
+            raise self._error(text, findings[0])  # a caller who goes on gets the error again
 
     def _error(self, text: str, first: Finding) -> Exception:
         """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
@@ -184,7 +194,7 @@ class FirstBatchCheck:
         labels = sliced[0].labels if sliced else None
         is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
-        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64)
+        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64, device="cpu")
         if self._groups.world is not None:
             torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
         if flags[2]:

@@ -117,10 +117,10 @@ class LabelProbe:
         is_trained = (torch.stack(norms).sum(0)[:num_kinds] > 0.0).cpu()
         is_trained = torch.stack(ranks.exchange(is_trained)).any(0)
         # which kinds have a weight
-        is_counted = torch.ones(num_kinds, dtype=torch.bool)
+        is_counted = torch.ones(num_kinds, dtype=torch.bool, device="cpu")
         if hasattr(loss_fn, "slice_weight") or config.loss_reduction in ("mean_valid", "mean_of_step"):
             counts = slice_counts(labels, SlicePlan((1,) * num_kinds), config, loss_fn)
-            is_counted = torch.tensor(counts) > 0.0
+            is_counted = torch.tensor(counts, device="cpu") > 0.0
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
         if self._regular is None and regular.any():
             self._regular = _picked(labels, regular.nonzero().flatten().numpy()[:1])
@@ -254,7 +254,7 @@ def _tokens_first(tensor: Tensor, dim: int) -> Tensor:
 
 def _kinds(labels: SliceableTensors, are_joined: bool = False) -> np.ndarray:
     """Return a number for the kind of each label, flat over [tokens, rows]; `are_joined` makes common labels one."""
-    kinds = torch.zeros(labels.length, num_rows(labels), dtype=torch.int64)
+    kinds = torch.zeros(labels.length, num_rows(labels), dtype=torch.int64, device="cpu")
     for tensor in itertools.compress(labels.tensors, labels.sliced):
         tokens = _tokens_first(tensor.detach().cpu(), labels.dim)
         if tensor.is_floating_point() or tensor.dtype == torch.bool:  # a mask, weights, a distribution

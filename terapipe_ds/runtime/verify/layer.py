@@ -408,7 +408,8 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     if len(kinds) > 1 or before is None or getattr(before, "dtype", None) == torch.bool:
         return False
     is_float = isinstance(before, float) or (torch.is_tensor(before) and before.is_floating_point())
-    old, whole, sliced = (torch.as_tensor(each, dtype=torch.float64 if is_float else None) for each in values)
+    dtype = torch.float64 if is_float else None
+    old, whole, sliced = (torch.as_tensor(each, dtype=dtype, device="cpu") for each in values)
     is_other = compare.compare("", sliced, whole, tolerance) is not None
     is_kept = bool(((old == whole) | (old != old) & (whole != whole)).all())  # a constant that is not a number as well
     return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))

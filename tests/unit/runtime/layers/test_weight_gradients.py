@@ -495,6 +495,13 @@ def test_an_embedding_whose_class_has_another_forward() -> None:
         assert torch.equal(layer(torch.tensor([3])), 2 * layer.weight[[3]])
 
 
+def test_an_embedding_whose_options_change() -> None:
+    layer = nn.Embedding(5, 4)
+    accumulate_in_products(layer, None)
+    layer.max_norm = 0.5
+    assert layer(torch.tensor([3])).norm() <= 0.5
+
+
 def test_layers_take_their_input_by_keyword() -> None:
     layers = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
     accumulate_in_products(layers, None)

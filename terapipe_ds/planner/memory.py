@@ -1,7 +1,7 @@
 """Count the bytes that a stage needs: lasting bytes, the bytes of each live slice, and the bytes of a running one.
 
 Every share is linear in tokens, but carried states come per slice, and a window limits the kept keys and values. So a
-part is twenty numbers (`PartMemory`), counted from model sizes or measured on a real stage. `simulator/peak_memory.py`
+part is some numbers (`PartMemory`), counted from model sizes or measured on a real stage. `simulator/peak_memory.py`
 adds them up over the order of a stage and finds its peak (`Replay.peak_bytes`).
 """
 
@@ -87,6 +87,7 @@ class MemoryModel:
             "working_whole_bytes",
             "working_bytes_per_token",
             "working_bytes_per_prefix_token",
+            "working_copied_bytes_per_token",
             "loss_bytes_per_token",
         }
         parts = [
@@ -159,17 +160,20 @@ class MemoryModel:
         """Return the bytes that a slice whose backward is not split keeps from its B to the product of its group."""
         return math.ceil(self.parts[part_id].joined_bytes_per_token * tokens)
 
-    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int) -> int:
-        """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix).
+    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int, is_split: bool = False) -> int:
+        """Return the bytes by which products of a group exceed the B of its last slice, of (tokens, prefix), or its W.
 
-        The factors of all slices are copied, one weight at a time: as many numbers per token as a backward works on.
-        Nothing is copied if no factors wait.
+        The factors of all slices are copied, one weight at a time: where a B is not split, as many numbers per token as
+        it works on. Nothing is copied if no factors wait.
         """
-        if not self.parts[part_id].joined_bytes_per_token:
+        part, working = self.parts[part_id], self.working_bytes(part_id, *span, False)
+        if is_split:
+            copies = part.working_bytes + part.working_copied_bytes_per_token * group_tokens
+            return max(0, math.ceil(copies) - working)
+        if not part.joined_bytes_per_token:
             return 0
         own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
-        copies = self.working_bytes(part_id, group_tokens, 0, False) - self.working_bytes(part_id, *span, False)
-        return max(0, own + copies)
+        return max(0, own + self.working_bytes(part_id, group_tokens, 0, False) - working)
 
     def sent_bytes(self, part_id: int, tokens: int) -> int:
         """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""

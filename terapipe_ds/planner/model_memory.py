@@ -95,6 +95,7 @@ class PartMemory:
     loss_chunk_tokens: float = 0  # the most that run at once
     working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
     working_whole_bytes: float = 0  # on top of `working_bytes`, if the slice is its whole sequence
+    working_copied_bytes_per_token: float = 0  # of one weight's factors: a W of several slices copies those of all
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -201,6 +202,7 @@ class Setup:
             weight_bytes_per_token=waiting,
             joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
             joined_tokens=JOINED_ROWS / share,
+            working_copied_bytes_per_token=share * self._largest_factors(is_last, layers),
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
@@ -301,9 +303,18 @@ class Setup:
         size, degree = self.size, self.tensor_parallel
         divided = 2 * self._query + 2 * self._key_value + self._into_mlp + self._out_of_mlp
         layer = 4 * self._residual + self._routed + divided // degree
-        has_head = is_last and not size.tied_embedding and not self.fused_loss  # fused: all is done in B
-        head = self._residual + size.vocab_size // degree if has_head else 0
+        head = self._residual + size.vocab_size // degree if self._has_product_of_head(is_last) else 0
         return (layers * layer + head) * self._item
+
+    def _largest_factors(self, is_last: bool, layers: int) -> int:
+        """Return the most bytes that one of these linear layers leaves to W."""
+        widths = [self._into_mlp, self._query + 2 * self._key_value] if layers else []
+        widths += [self.size.vocab_size] if self._has_product_of_head(is_last) else []
+        return (self._residual + max(widths) // self.tensor_parallel) * self._item if widths else 0
+
+    def _has_product_of_head(self, is_last: bool) -> bool:
+        """Return whether W has a product for the output matrix; a fused loss does all in B."""
+        return is_last and not self.size.tied_embedding and not self.fused_loss
 
     @property
     def _keeps_input(self) -> bool:

@@ -39,7 +39,7 @@ class Memory(Protocol):
     def working_bytes(self, part_id: int, tokens: int, prefix: int, is_whole: bool) -> int: ...
     def weight_groups(self, part_id: int, lengths: Sequence[int]) -> Sequence[Sequence[int]]: ...
     def joined_bytes(self, part_id: int, tokens: int) -> int: ...
-    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int) -> int: ...
+    def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int, is_split: bool) -> int: ...
 
 
 def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
@@ -115,7 +115,7 @@ def _join(
 ) -> Counter[int]:
     """Add the bytes that wait after a W, or a whole B, until the slices whose products are one have all run.
 
-    Return the bytes by which their products exceed the B of the last one.
+    Return the bytes by which their products exceed the B or W of the last one.
     """
     late: Counter[int] = Counter()
     groups: dict[_Part, tuple[set[_Part], list[int], int]] = {}  # missing slices, bytes that wait, tokens of all
@@ -140,8 +140,8 @@ def _join(
             after[index] += size
         else:
             after[index] -= sum(waiting)
-            if waiting and key not in split:
-                late[index] = memory.product_bytes(part_id, (stop - start, start), tokens)
+            if waiting:
+                late[index] = memory.product_bytes(part_id, (stop - start, start), tokens, key in split)
     return late
 
 

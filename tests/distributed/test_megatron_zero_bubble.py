@@ -122,9 +122,10 @@ def job_measured(case: Case) -> dict[str, Any]:
         found["computed"] = seen["computed"]
         return found["weight_s"]
 
-    def watched_bytes(probe: SliceTimer, tokens: int) -> int:
-        found["bytes"].append((tokens, weight_bytes(probe, tokens)))
-        return int(found["bytes"][-1][1])
+    def watched_bytes(probe: SliceTimer, tokens: int) -> tuple[int, int]:
+        kept = weight_bytes(probe, tokens)
+        found["bytes"].append((tokens, kept[0]))
+        return kept
 
     with pytest.MonkeyPatch.context() as patch, engine_of(case, terapipe=auto) as engine:
         seen = count_products(engine)

@@ -183,10 +183,12 @@ class Space:
     def host_memory_error(self) -> PlannerError:
         """Return the error where devices have room, and their hosts lack it."""
         host_bytes = self.cluster.card.host_memory_bytes or math.inf
+        fixed = [name for name in ("offload_activations", "offload_optimizer") if getattr(self.choices, name)]
+        # where nobody asked to offload, nothing else fits in the devices
+        way_out = f"leave out {' and '.join(fixed)}" if fixed else "give more devices, a larger memory_limit_gb"
         return PlannerError(
             f"no strategy fits in the memory of a node's host ({gib(USABLE * host_bytes)}, {USABLE:g} of "
-            "host_memory_bytes in the device's file): leave out offload_activations and offload_optimizer, or give "
-            "more host memory"
+            f"host_memory_bytes in the device's file): {way_out}, or give more host memory"
         )
 
     def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:

@@ -101,9 +101,9 @@ class BatchInFlight:
         return groups
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return all that decides on the kernels, apart from lengths: mode, schedule, and whether rows are packed."""
+        """Return all that decides on the kernels, apart from lengths: mode, schedule, packed or not, cut or whole."""
         how = self.training, self.schedule.name
-        return frozenset((*how, micro_batch.shape.starts is not None) for micro_batch in self.micro_batches)
+        return frozenset((*how, each.shape.starts is not None, each.plan.num_slices > 1) for each in self.micro_batches)
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return the values that decide the shapes of activations: (mode, rows, sequence length, slice length)."""

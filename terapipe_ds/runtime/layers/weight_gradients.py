@@ -228,6 +228,10 @@ class WeightGradients:
         kept = [t.untyped_storage() for product in self.waiting.get(key, ()) for t in (product.rows, product.inputs)]
         return sum({storage.data_ptr(): storage.nbytes() for storage in kept}.values())
 
+    def factor_bytes(self, key: Key) -> int:
+        """Return the bytes of the largest of the products that wait for the W of a slice, its two factors together."""
+        return max((product.rows.nbytes + product.inputs.nbytes for product in self.waiting.get(key, ())), default=0)
+
     def drop(self, key: Key) -> None:
         """Forget the factors that the B of a slice has kept: for measurements."""
         self.waiting.pop(key, None)

@@ -298,7 +298,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
     # half precision is assumed to accumulate in fp32
     gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
-    waiting = timer.weight_bytes(tokens) / tokens
+    waiting, copied = (kept / tokens for kept in timer.weight_bytes(tokens))
     return PartMemory(
         static_bytes=_state_bytes(engine, parameters) + (0 if drops else gradients),
         slice_bytes_per_token=rate,
@@ -312,6 +312,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
         weight_bytes_per_token=waiting,
         joined_bytes_per_token=waiting if timer.joins_unsplit else 0,
         joined_tokens=timer.joined_tokens,
+        working_copied_bytes_per_token=copied,
         carried_bytes_per_slice=timer.store.carried.bytes_of(timer.part_id, 0),
         **of_store,
     )

@@ -243,10 +243,10 @@ class SliceTimer:
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
-    def weight_bytes(self, tokens: int) -> int:
-        """Return the bytes that a slice of `tokens` tokens keeps from its B to its W."""
+    def weight_bytes(self, tokens: int) -> tuple[int, int]:
+        """Return the bytes that a slice keeps from its B to its W, and the bytes of its largest product's factors."""
         with self._split_backward(tokens) as key:
-            kept = self.weights.kept_bytes(key)
+            kept = self.weights.kept_bytes(key), self.weights.factor_bytes(key)
             self.weights.compute(key, nullcontext)
             return kept
 

@@ -132,6 +132,17 @@ def test_checkpointing_keeps_the_input_and_recomputes_one_layer(family: dict[str
     assert (part.working_bytes_per_token - plain.working_bytes_per_token) * TOKENS == pytest.approx(whole, rel=0.05)
 
 
+@FAMILIES
+def test_products_of_several_w_copy_the_factors_of_one_weight(family: dict[str, Any]) -> None:
+    config, size = config_and_size(family, "float32")
+    memory = MemoryModel.of_model(size, num_stages=1, dtype="float32", micro_batch=ROWS)
+    layers = gpt.DecoderLayer(config, 0).modules()
+    copied = 4 * ROWS * max(sum(layer.weight.shape) for layer in layers if isinstance(layer, nn.Linear))
+    needed = memory.product_bytes(0, (1, 0), LENGTH, is_split=True) + memory.working_bytes(0, 1, 0, False)
+    assert needed == memory.parts[0].working_bytes + copied * LENGTH
+    assert memory.product_bytes(0, (1, 0), LENGTH) == 0, "in fp32 no other products join"
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_slice_store_holds_what_the_model_says(dtype: str) -> None:
     config, size = config_and_size(LLAMA, dtype, num_layers=2)

@@ -53,7 +53,9 @@ MEMORY: Any = SimpleNamespace(
     working_bytes=lambda part_id, tokens, prefix, is_whole: 70 * tokens + 11 * prefix + part_id + 5 * is_whole,
     sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
     joined_bytes=lambda part_id, tokens: 560 * tokens + part_id,
-    product_bytes=lambda part_id, span, group_tokens: 21 * span[0] + 5 * span[1] + 13 * group_tokens + part_id,
+    product_bytes=lambda part_id, span, group_tokens, is_split: (
+        21 * span[0] + 5 * span[1] + 13 * group_tokens + part_id + 9000 * is_split
+    ),
     weight_groups=lambda part_id, lengths: weight_groups(lengths, JOINED_ROWS / FEWEST_JOINED),
 )
 """Bytes that tell all kinds of things apart."""
@@ -216,14 +218,15 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
         return total
 
     def late(action: Action) -> int:
-        """By how much products of weight gradients exceed the backward of the last slice of a group."""
+        """By how much products of weight gradients exceed the backward, or the W, of the last slice of a group."""
         plan, s = case.plans[action.micro_batch_id], action.slice_id
         others, part = joined_with(plan.lengths, s), action.part_id
-        if action.kind is not Kind.BACKWARD or indices(part, "W", *action.unit) or len(others) == 1:
+        is_split = bool(indices(part, "W", *action.unit))
+        if action.kind is not (Kind.WEIGHT if is_split else Kind.BACKWARD) or len(others) == 1:
             return 0
-        last = max(others, key=lambda other: indices(part, "B", action.micro_batch_id, other))
+        last = max(others, key=lambda other: indices(part, action.kind.value, action.micro_batch_id, other))
         tokens = sum(plan.lengths[other] for other in others)
-        return memory.product_bytes(part, (plan.lengths[s], plan.starts[s]), tokens) if s == last else 0
+        return memory.product_bytes(part, (plan.lengths[s], plan.starts[s]), tokens, is_split) if s == last else 0
 
     for i, action in enumerate(order):
         if times[i][0] <= time_s < times[i][1]:

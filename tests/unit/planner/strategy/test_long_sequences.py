@@ -25,6 +25,7 @@ from terapipe_ds.planner.strategy import (
     rank_strategies,
     simulate_strategy,
 )
+from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.offload import offloaded_until
 from terapipe_ds.simulator.peak_memory import host_bytes
@@ -175,8 +176,10 @@ def test_a_host_without_room_limits_what_goes_there() -> None:
     words = SHORTER | {"stages": 4, "offload_activations": True, "offload_optimizer": False}
     strategy = plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words)
     assert (strategy.host_memory_bytes, len(strategy.slices)) == (0, 1), "one slice at a time stays on the device"
-    with pytest.raises(PlannerError, match=r"the memory of a node's host \(0\.8382 GiB"):
+    with pytest.raises(PlannerError, match=r"a node's host \(0\.8382 GiB.*leave out offload_activations, or"):
         plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words, schedule="seq1f1b")
+    nothing_fixed = Space(Any, Cluster(card, 1, 4), 1, 1, 1.0)
+    assert "give more devices, a larger memory_limit_gb, or" in str(nothing_fixed.host_memory_error())
 
 
 def test_a_strategy_is_priced_as_it_was_planned() -> None:

@@ -15,9 +15,11 @@ from terapipe_ds.runtime.links.stage_links import BATCHES_BY_HOST, StageLinks
 from terapipe_ds.schedule import build, placement_for
 
 
-def batch(lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None) -> BatchInFlight:
-    schedule = build(name, 1, len(lengths), 2, forward_only=not training)
-    plans = [SlicePlan((length // 2, length - length // 2)) for length in lengths]
+def batch(
+    lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None, slices: int = 2
+) -> BatchInFlight:
+    schedule = build(name, 1, len(lengths), slices, forward_only=not training)
+    plans = [SlicePlan.equal(length, slices, 1) for length in lengths]
     shapes = [MicroBatchShape(2, length, starts) for length in lengths]
     parts = [MicroBatchInFlight(plan, shape) for plan, shape in zip(plans, shapes, strict=True)]
     return BatchInFlight(schedule, 0, training, parts)
@@ -46,8 +48,10 @@ def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
     assert sum(went) / len(went) == links.host_share <= 0.01
 
 
-@pytest.mark.parametrize("other", [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}])
-def test_another_mode_schedule_or_packed_rows_are(links: StageLinks, other: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "other", [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}, {"slices": 1}]
+)
+def test_another_mode_schedule_packed_rows_or_whole_sequences_are(links: StageLinks, other: dict[str, Any]) -> None:
     assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1))[-1] is False
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 

@@ -124,9 +124,9 @@ def run_command(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch)
     raised: list[Exception] = []
     one_line = cli._one_line
 
-    def record(error: Exception) -> str:
+    def record(error: Exception, *rest: Any) -> str:
         raised.append(error)
-        return one_line(error)
+        return one_line(error, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(cli, "_one_line", record)

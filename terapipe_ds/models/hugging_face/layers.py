@@ -10,6 +10,7 @@ other modules that run before the decoder layers (learned positions) are then a 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterable
 from dataclasses import replace
@@ -45,9 +46,6 @@ class Blueprint:
         self.outline, self.weights, self.adapters = outline, weights, adapters
         self.ranks: TensorRanks | None = None  # over which modules are divided; None: one rank
         self._ways: dict[tuple[str, str], Way] = {}
-
-    def __deepcopy__(self, memo: object) -> Blueprint:
-        return self  # copies of a piece (a moving average) have weights of their own, but share the model's blueprint
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.
@@ -106,6 +104,19 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+
+    @property
+    def shared_by_copies(self) -> tuple[object, ...]:
+        """Return the objects that copies have too: the outline says in the model's config how a layer attends."""
+        outline = self.blueprint.outline
+        return self.blueprint, outline.config, outline.model.config
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Piece:
+        """Copy the weights, for a moving average, and no other piece of the model."""
+        memo |= {id(each): each for each in self.shared_by_copies}
+        memo[id(self)] = copied = self.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         take_scales(self, state_dict, prefix)

@@ -72,6 +72,7 @@ class KeptState:
         held = vars(module)
         stays = _OF_MODULES | OF_DEEPSPEED if isinstance(module, PipelineModule) else _OF_MODULES
         self._shared |= {id(value): value for key, value in held.items() if key in stays}
+        self._shared |= {id(each): each for each in getattr(module, "shared_by_copies", ())}
         for registry in (module._buffers, module._parameters, module._modules):
             self._scopes.append((name, registry, dict(registry)))  # type: ignore[arg-type]
         # a parameter that is trained or large is no statistic: only watch it

@@ -329,3 +329,5 @@ def test_a_copy_of_a_piece_has_its_own_weights() -> None:
     own = {parameter.data_ptr() for piece in pieces for parameter in piece.parameters()}
     others = {parameter.data_ptr() for piece in copied for parameter in piece.parameters()}
     assert len(own) == len(others) > 0 and not own & others
+    configs = {id(module.config) for piece in copied for module in piece.modules() if hasattr(module, "config")}
+    assert configs == {id(pieces[0].outline.config)}

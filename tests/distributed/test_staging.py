@@ -91,10 +91,13 @@ def _train_on_devices_over_gloo(
 
 
 def _same(runs: list[tuple[Run, Run, int]], tolerance: float) -> None:
-    for stock, ours, _ in runs:
-        assert ours.losses == pytest.approx(stock.losses, rel=tolerance)
-        for name, parameter in stock.parameters.items():
-            assert torch.allclose(ours.parameters[name], parameter, rtol=tolerance, atol=tolerance), name
+    """Compare losses and parameters of all stages together: a V has layers, and the loss, on other stages."""
+    stock, ours = ([run[index] for run in runs] for index in (0, 1))
+    losses = [next(run.losses for run in kind if run.losses) for kind in (stock, ours)]
+    assert losses[1] == pytest.approx(losses[0], rel=tolerance)
+    right, found = ({name: p for run in kind for name, p in run.parameters.items()} for kind in (stock, ours))
+    for name, parameter in right.items():
+        assert torch.allclose(found[name], parameter, rtol=tolerance, atol=tolerance), name
 
 
 @pytest.mark.parametrize(

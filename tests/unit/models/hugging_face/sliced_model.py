@@ -27,6 +27,8 @@ FLOOR = 1e-3  # of the largest gradient: what is below counts as rounding
 class _Wide(TorchFunctionMode):
     """Computes in fp64 what models compute in fp32 whatever their weights are."""
 
+    __module__ = "torch"  # the engine's own products must run under it, as in training; a user's mode rules them out
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def wide(each: Any) -> Any:
             return torch.float64 if each is torch.float32 or each is torch.bfloat16 else each

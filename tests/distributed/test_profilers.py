@@ -75,14 +75,14 @@ def figure(text: str, name: str) -> float:
 
 CASES: dict[str, dict[str, Any]] = {
     "slices": {"plan": PLAN},
-    "whole": {"plan": [engines.LENGTH]},
-    "weight gradients apart": {"plan": PLAN, "schedule": "seq1f1b-zb"},
     "recomputed": {"plan": PLAN, "module": RECOMPUTED},
+    "weight gradients apart": {"plan": PLAN, "schedule": "seq1f1b-zb"},
+    "whole": {"plan": [engines.LENGTH]},
 }
 
 
 class TestFlops:
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("name", CASES)
     def test_every_stage_prints_what_its_shapes_say(self, name: str) -> None:
         ranks = rank_pool(2).run(job_flops, **CASES[name], flops_profiler=FLOPS)

@@ -20,6 +20,7 @@ from deepspeed.profiling.flops_profiler.profiler import number_to_string
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.module_tracker import ModuleTracker
 
 from terapipe_ds.compat import has_flash_attn
 from terapipe_ds.config import TeraPipeConfigError
@@ -74,6 +75,18 @@ class _Undecomposed(dict[object, Callable[..., int]]):
         return lambda *args, **options: 0
 
 
+class _ForwardTracker(ModuleTracker):
+    """Track modules in forwards alone: torch's hooks on tensors fail on a layer that hands on its input in a
+    recomputed forward, such as the head of a loss without logits.
+    """
+
+    def _fw_pre_hook(self, mod: Any, input: Any) -> None:
+        self._get_append_fn(self._get_mod_name(mod), False)()
+
+    def _fw_post_hook(self, mod: Any, input: Any, output: Any) -> None:
+        self._get_pop_fn(self._get_mod_name(mod), False)()
+
+
 class StageFlops:
     """Count the first micro-batch of the profiled step, in place of `engine.flops_profiler`.
 
@@ -126,6 +139,7 @@ class StageFlops:
             return
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
         counter.flop_registry = _Undecomposed(counter.flop_registry)
+        counter.mod_tracker = _ForwardTracker()
         with counter:
             yield
         self.totals[action.kind] += counter.get_total_flops()

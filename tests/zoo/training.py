@@ -143,7 +143,7 @@ DRAWN = "draws from a generator of Python or NumPy once per call"
 COUNTED: dict[str, tuple[LayerSpec, str, str]] = {  # the name reported as lost after trials, and the check's text
     "attribute": (keeping(late(count), calls=0), "", "calls counts calls"),
     "table": (
-        keeping(late(lambda it: it.table.update(n=it.table["n"] + 2) or it.table["n"] / 2), table=lambda: {"n": 1}),
+        keeping(late(lambda it: it.table.update(n=it.table["n"] + 2) or it.table["n"] / 2), table=lambda: {"n": 0}),
         "",
         "table.n counts calls",
     ),

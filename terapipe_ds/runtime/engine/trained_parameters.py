@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,17 @@ def fill_empty_groups(module: Any, optimizer: Any) -> None:
     for index, group in enumerate(optimizer.param_groups if isinstance(optimizer, torch.optim.Optimizer) else ()):
         if not group["params"]:
             group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
+
+
+def pass_over_numbers(module: Any) -> None:
+    """Let the stage load a universal checkpoint, which lacks its numbers if all stages that wrote it trained some."""
+    for name, parameter in module.named_parameters():
+        if name.startswith(NOTHING_TRAINED):
+            parameter.load_hp_checkpoint_state = partial(_load_nothing, parameter)
+
+
+def _load_nothing(number: torch.nn.Parameter, *_: Any, **__: Any) -> None:
+    vars(number)["_hp_mapping"].optim_fragment = {}  # DeepSpeed asks it for the names of the loaded states
 
 
 def tensors_of(parameters: Iterable[Any]) -> list[torch.Tensor]:

@@ -95,7 +95,7 @@ class PartMemory:
     loss_chunk_tokens: float = 0  # the most that run at once
     working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
     working_whole_bytes: float = 0  # on top of `working_bytes`, if the slice is its whole sequence
-    working_copied_bytes_per_token: float = 0  # of one weight's factors: a W of several slices copies those of all
+    working_copied_bytes_per_token: float = 0  # of one weight's factors, which a W copies for all its slices
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):

@@ -32,7 +32,7 @@ from terapipe_ds.runtime.layout.topology import topology_of
 from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-# What the JSON leaves out comes from the arguments, not from DeepSpeed's defaults.
+# The arguments fill the keys that the JSON leaves out; DeepSpeed would take its own defaults
 _DEFAULTS: dict[str, Any] = dict.fromkeys(_SIZES, "auto") | {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
 
 

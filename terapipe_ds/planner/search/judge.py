@@ -218,7 +218,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
         advice = f"these alone are too much: try {smaller_model}, or devices with more memory"
     message = (
         f"no plan fits in {limit_text(limit)}: with schedule {judge.schedule!r} the least need found is {gib(need)} "
-        f"on stage {stage_id} ({many(count, 'slice')}), of which {gib(static)} are parameters, gradients{states}; "
+        f"on stage {stage_id} ({many(count, 'slice')}); {gib(static)} of it are parameters, gradients{states}; "
         f"{advice}"
     )
     return MemoryLimitError(message, need, stage_id)

@@ -60,10 +60,10 @@ def plan_slices(
         MemoryLimitError: no plan fits `memory_limit_bytes`; it names the least need and how to lower it.
         PlannerError: an impossible argument, or costs that are negative or not finite.
     """
-    if schedule not in (*SCHEDULE_NAMES, SEARCH, "auto"):
-        known = (*SCHEDULE_NAMES, SEARCH, "auto")
-        advice = nearest(str(schedule), known) or "; give one of them"
-        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {', '.join(known)}{advice}")
+    names = (*SCHEDULE_NAMES, SEARCH, "auto")
+    if schedule not in names:
+        advice = nearest(str(schedule), names) or "; give one of them"
+        raise PlannerError(f"schedule = {show_value(schedule)}: the planner knows {', '.join(names)}{advice}")
     num_stages = check_count("num_stages", num_stages)
     options = schedule_options or {}
     if options and schedule == "auto":

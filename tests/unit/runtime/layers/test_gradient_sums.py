@@ -29,7 +29,7 @@ def test_small_gradients_are_converted_in_one_kernel_on_cuda(monkeypatch: Any) -
     with FakeTensorMode(), Calls() as calls:
         totals = [torch.empty(size, device="cuda") for size in (*SIZES, 6)]
         _add_all(totals, [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in SIZES] + [totals[-1] * 2])
-    # the large one and the one of its sum's dtype need no conversion
+    # nothing converts the large one, and the last, which has the dtype of its sum
     copied, added = "_foreach_copy_.default torch.bfloat16", "_foreach_add_.List torch.float32"
     assert calls.tensors == {copied: 3, added: 3, "_foreach_add_.List torch.bfloat16": 2}
 

@@ -29,7 +29,7 @@ def test_the_limit_counts_all_chunks_of_a_stage() -> None:
     options = {"memory": memory, "chunks_per_stage": 2}
     free = plan_slices(costs, *shape, **options)
     assert free.peak_bytes is not None and 4000 < free.peak_bytes[0] < 6000 < free.peak_bytes[1]  # parts 0, 2 and 1, 3
-    with pytest.raises(MemoryLimitError, match="'seq1f1b-interleaved' the least need .* stage 1.* 5.588e-06 GiB are "):
+    with pytest.raises(MemoryLimitError, match="'seq1f1b-interleaved' the least .* stage 1.* 5.588e-06 GiB of it are "):
         plan_slices(costs, *shape, memory_limit_bytes=6000, **options)
     fitting = best_schedule(costs, SlicePlan((4, 4)), 2, 2, memory_limit_bytes=6000, with_order=False, **options)
     assert fitting.schedule == "zbv"  # parts 0 and 3 on stage 0, 1 and 2 on stage 1: 5000 each

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Protocol
 
@@ -20,6 +20,8 @@ ByteSteps = tuple[tuple[float, int], ...]
 _Part = tuple[int, tuple[int, int]]  # a slice on a part
 _Held = tuple[str, int, int, int]
 """(method that says its bytes, part, micro-batch, slice; -1 for what the slices of a micro-batch share)."""
+_POOLED = "store_bytes", "store_grad_bytes", "evaluation_bytes"
+"""Methods whose bytes the slice store lends (`attention.buffers.BufferPool`): it keeps the most of each kind."""
 
 
 class Memory(Protocol):
@@ -49,14 +51,15 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     A slice counts from its F to the end of its B; then the bytes for its weight gradients count, until the W or B of
     the last slice that shares their products. The store of a micro-batch counts from its first F to its last B on the
     part, the gradients of the store from its first B to its last. For a micro-batch of one slice `whole_bytes` takes
-    the place of both. Without backward a slice counts while its F runs, and the store until the F of the last slice: an
-    evaluation keeps nothing else. The gradients of a part's parameters come while its first B runs, as the slice's kept
-    bytes go, and stay. Messages count while the stage cannot know of their arrival: at most `outstanding` of them on
-    each link, its budget. In training the output of F is among the kept bytes of the slice.
+    the place of both. The memory of stores, and of their gradients, is lent again and again: the stage keeps the most
+    that they take at a time. Without backward a slice counts while its F runs, and the store until the F of the last
+    slice: an evaluation keeps nothing else. The gradients of a part's parameters come while its first B runs, as the
+    slice's kept bytes go, and stay. Messages count while the stage cannot know of their arrival: at most `outstanding`
+    of them on each link, its budget. In training the output of F is among the kept bytes of the slice.
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    gained, after, late = changes_of(order, schedule.forward_only, spans, memory)
+    gained, after, late = changes_of(order, schedule.forward_only, spans, memory, left_out=_POOLED)
     # the gradients of a part's parameters come with its first B, and stay
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
@@ -71,7 +74,8 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     if getattr(memory, "offloads", False):
         _offload(order, spans, memory, gained, after)
     # a walk over the order adds up the bytes that come and go
-    now = memory.process_bytes + sum(map(memory.static_bytes, parts))
+    pooled = _pooled_bytes(_needed(order, schedule.forward_only, spans), spans, memory)
+    now = memory.process_bytes + sum(map(memory.static_bytes, parts)) + pooled
     numbers = [now]
     for index, action in enumerate(order):
         start, stop = spans[action.micro_batch_id][action.slice_id]
@@ -84,29 +88,51 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     return numbers
 
 
+def _needed(order: Sequence[Action], is_evaluation: bool, spans: Spans) -> dict[_Held, tuple[int, int]]:
+    """Return the indices of the first and the last computation that need a share."""
+    needed: dict[_Held, tuple[int, int]] = {}
+    for index, action in enumerate(order):
+        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1, is_evaluation):
+            needed[held] = needed.get(held, (index,))[0], index
+    return needed
+
+
+def _pooled_bytes(needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory: Memory) -> int:
+    """Return the most bytes at a time of each kind of share that is lent, all kinds together."""
+    total = 0
+    for method in _POOLED:
+        changes: Counter[int] = Counter()
+        for held, (first, last) in needed.items():
+            if held[0] == method:
+                size = _size(held, spans, memory)
+                changes[first] += size
+                changes[last + 1] -= size
+        total += max(accumulate((changes[index] for index in sorted(changes)), initial=0))
+    return total
+
+
 def changes_of(
-    order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory
+    order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory, *, left_out: Collection[str] = ()
 ) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
 
-    The third result has the bytes that come before the end of a computation, and go at its end.
+    The third result has the bytes that come before the end of a computation, and go at its end. `left_out` names
+    methods of the memory whose bytes do not count.
     """
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
-    last: dict[_Held, int] = {}
     gained: Counter[int] = Counter()
     after: Counter[int] = Counter()
+    needed = {held: ends for held, ends in _needed(order, is_evaluation, spans).items() if held[0] not in left_out}
+    for held, (first, _) in needed.items():
+        gained[first] += _size(held, spans, memory)
     for index, action in enumerate(order):
-        for held in _held_for(action, len(spans[action.micro_batch_id]) == 1, is_evaluation):
-            if held not in last:
-                gained[index] += _size(held, spans, memory)
-            last[held] = index
         # the bytes for W stay from B to W
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
     late = _join(order, split, spans, memory, after)
-    for held, index in last.items():
-        after[index] -= _size(held, spans, memory)
+    for held, (_, last) in needed.items():
+        after[last] -= _size(held, spans, memory)
     return gained, after, late
 
 

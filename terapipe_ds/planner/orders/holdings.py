@@ -1,7 +1,8 @@
 """Count the holdings of a stage's computations under a limit: live slices, live tokens, or bytes.
 
 A node gains an amount when it starts, needs an amount while it runs, and gives an amount back once it has run. So one
-walk over an order yields its peak, as in `simulator.peak_memory`; with a memory model the bytes are the same.
+walk over an order yields its peak, as in `simulator.peak_memory`; with a memory model the bytes are the same, except
+for keys and values, whose memory the simulator keeps when a micro-batch is done.
 """
 
 from __future__ import annotations

@@ -52,9 +52,17 @@ def strict_loading() -> Iterator[None]:
         is_other = threading.get_ident() in others
         return load(*args, **(options if is_other else {**options, "weights_only": True}))
 
-    safe = torch.serialization.safe_globals([kind for kind in _ALLOWED if kind not in allowed])
+    named = (_member, "builtins.getattr")
+    safe = torch.serialization.safe_globals([kind for kind in (*_ALLOWED, named) if kind not in allowed])
     with replaced(torch, "load", load_strictly), safe:
         yield
+
+
+def _member(of: object, name: str) -> object:
+    """Stand for `getattr`, by which early versions of Python 3.11 pickle members of an enumeration."""
+    if of is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {of!r}: not a stage of ZeRO")
+    return ZeroStageEnum[name]
 
 
 def read_strictly(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -184,9 +185,25 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
         later = [k for k, a in enumerate(order) if now > k > i and (a.kind, a.part_id, other_end(a, 1)[0]) == link]
         return not any(now > j for j in heard) and len(later) < 8
 
+    def lent(now: int) -> tuple[int, int]:
+        """Keys and values, and their gradients, of the sliced micro-batches that need them while `now` runs."""
+        stores = grads = 0
+        for part, (m, plan) in itertools.product(parts, enumerate(case.plans)):
+            running, backward = indices(part, "FB", m), indices(part, "B", m)
+            length, largest = plan.sequence_length, max(plan.lengths)
+            if plan.num_slices > 1 and running and running[0] <= now <= running[-1]:
+                spans = (length, largest) if case.schedule.forward_only else (length,)
+                of_store = memory.evaluation_bytes if case.schedule.forward_only else memory.store_bytes
+                stores += of_store(part, *spans)
+            if plan.num_slices > 1 and backward and backward[0] <= now <= backward[-1]:
+                grads += memory.store_grad_bytes(part, length, largest)
+        return stores, grads
+
+    pooled = sum(map(max, zip(*map(lent, range(len(order))), strict=True))) if order else 0  # a pool gives nothing back
+
     def held(now: float) -> int:
         """While a computation runs `now` is its index, and half more once it has run."""
-        total = memory.process_bytes + sum(map(memory.static_bytes, parts))
+        total = memory.process_bytes + sum(map(memory.static_bytes, parts)) + pooled
         for i, action in enumerate(order):
             if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
                 start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
@@ -194,14 +211,9 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
         for part in parts:
             total += memory.gradient_bytes(part) * any(now > i for i in indices(part, "B"))
             for m, plan in enumerate(case.plans):
-                running, backward = indices(part, "FB", m), indices(part, "B", m)
-                is_whole, length = plan.num_slices == 1, plan.sequence_length
-                if running and running[0] <= now <= running[-1]:
-                    store = (length, max(plan.lengths)) if case.schedule.forward_only else (length,)
-                    of_slices = memory.evaluation_bytes if case.schedule.forward_only else memory.store_bytes
-                    total += memory.whole_bytes(part, length) if is_whole else of_slices(part, *store)
-                if backward and not is_whole and backward[0] <= now <= backward[-1]:
-                    total += memory.store_grad_bytes(part, length, max(plan.lengths))
+                running = indices(part, "FB", m)
+                if plan.num_slices == 1 and running and running[0] <= now <= running[-1]:
+                    total += memory.whole_bytes(part, plan.sequence_length)
                 for s, (start, stop) in enumerate(plan.spans()):
                     of_slice, weight = indices(part, "FB", m, s), indices(part, "W", m, s)
                     if of_slice and of_slice[0] <= now <= of_slice[-1]:

@@ -289,6 +289,25 @@ def test_what_a_checkpoint_of_plain_values_may_hold(tmp_path: Path) -> None:
             read_strictly(tmp_path / "a.pt")
 
 
+class Reduced:
+    """Pickles as a call of `getattr`, as some versions of Python write a member of an enumeration."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __reduce__(self) -> Any:
+        return getattr, self.arguments
+
+
+def test_a_stage_that_an_older_python_pickled_is_read(tmp_path: Path) -> None:
+    torch.save({"stage": Reduced(ZeroStageEnum, "gradients")}, tmp_path / "a.pt")
+    assert read_strictly(tmp_path / "a.pt") == {"stage": ZeroStageEnum.gradients}
+    for arguments in ((ZeroStageEnum, "mro"), (fragment_address, "__init__"), ({}, "clear"), (ZeroStageEnum, [])):
+        torch.save({"stage": Reduced(*arguments)}, tmp_path / "a.pt")
+        with pytest.raises(CheckpointError, match="getattr|unhashable"):
+            read_strictly(tmp_path / "a.pt")
+
+
 def test_numbers_of_numpy_are_saved_as_pythons_and_what_cannot_be_loaded_is_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

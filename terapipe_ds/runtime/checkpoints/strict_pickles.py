@@ -58,11 +58,12 @@ def strict_loading() -> Iterator[None]:
         yield
 
 
-def _member(of: object, name: str) -> object:
+def _member(of: Any, name: str) -> object:
     """Stand for `getattr`, by which early versions of Python 3.11 pickle members of an enumeration."""
-    if of is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+    stage = ZeroStageEnum.__members__.get(name)
+    if of is not ZeroStageEnum or stage is None:
         raise pickle.UnpicklingError(f"GLOBAL getattr of {of!r}: not a stage of ZeRO")
-    return ZeroStageEnum[name]
+    return stage
 
 
 def read_strictly(path: Path) -> Any:

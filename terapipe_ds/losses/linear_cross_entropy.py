@@ -21,7 +21,7 @@ Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
 class LinearCrossEntropy:
     """Compute the mean cross entropy of a model whose last layer is linear: the `loss_fn` of a `PipelineModule`.
 
-    Labels are int64 [B, T], already shifted, or (labels, mask) with a float mask [B, T] that weighs each token. The
+    Labels are integers [B, T], already shifted, or (labels, mask) with a float mask [B, T] that weighs each token. The
     loss is sum(mask * cross entropy) / sum(mask) over tokens whose label is not `ignore_index`, in fp32 or fp64.
 
     terapipe_ds leaves the product of the last layer to this loss unless somebody asks for logits. Any other engine
@@ -132,11 +132,12 @@ def targets_and_mask(labels: Labels, ignore_index: int) -> tuple[Tensor, Tensor]
         ValueError: the labels have another form than `LinearCrossEntropy` takes.
     """
     if torch.is_tensor(labels):
-        valid = labels != ignore_index
-        return labels.where(valid, 0), valid
+        targets = labels.long()  # in uint8 the index -100 would be the label 156
+        valid = targets != ignore_index
+        return targets.where(valid, 0), valid
     if len(labels) != 2 or labels[0].shape != labels[1].shape:
         shapes = [tuple(each.shape) for each in labels]
         raise ValueError(f"labels must be [B, T], or (labels, mask) of one shape, got {shapes}")
-    targets, mask = labels
+    targets, mask = labels[0].long(), labels[1]
     valid = (mask != 0) & (targets != ignore_index)
     return targets.where(valid, 0), mask.where(valid, 0)

@@ -365,9 +365,9 @@ def test_dynamic_shapes_with_slices() -> None:
     assert not engines.violations(rank_pool(2).run(job_dynamic_shapes_in_slices))
 
 
-def job_refused_reduction() -> tuple[tuple[str, str], float]:
+def job_refused_arguments(**arguments: Any) -> tuple[tuple[str, str], float]:
     with engines.engine_of(engines.fp32_layers(), WHOLE) as engine:
-        refusal = engines.raised_by(lambda: engine.eval_batch(iter(engines.batches(1)[0]), reduce_output="sum"))
+        refusal = engines.raised_by(lambda: engine.eval_batch(iter(engines.batches(1)[0]), **arguments))
         return refusal, float(engine.train_batch(iter(engines.batches(1)[0])))
 
 
@@ -412,10 +412,14 @@ def test_slices_set_by_hand_are_not_deepspeeds_own_order(parted: bool, message: 
         assert message in found
 
 
-def test_a_reduction_that_does_not_exist_is_refused_on_every_stage() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [({"reduce_output": "sum"}, "reduction type sum not"), ({"num_micro_batches": 0}, "num_micro_batches=0): give at")],
+)
+def test_impossible_evaluations_are_refused_on_every_stage(arguments: dict[str, Any], says: str) -> None:
     """By DeepSpeed's own engine on the last stage alone, and the others wait for it."""
-    for refusal, _ in rank_pool(2).run(job_refused_reduction):
-        assert refusal == ("NotImplementedError", "reduction type sum not supported.")
+    for (_, text), _ in rank_pool(2).run(job_refused_arguments, **arguments):
+        assert says in text
 
 
 # -- the plugin is registered, and the config has no section -----------------------------------------------------------

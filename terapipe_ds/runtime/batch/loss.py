@@ -64,8 +64,9 @@ def slice_counts(labels: SliceableTensors, plan: SlicePlan, config: TeraPipeConf
                     "finite number >= 0, the share of the slice in the loss of the whole sequence"
                 )
         return weights
-    # count the valid labels of each token over all rows
-    valid = labels.deciding != config.ignore_index
+    # count the valid labels of each token over all rows; in uint8 the index -100 would be the label 156
+    numbers = labels.deciding if labels.deciding.is_floating_point() else labels.deciding.long()
+    valid = numbers != config.ignore_index
     dims = [d for d in range(valid.dim()) if d != labels.dim % valid.dim()]
     per_token = valid.sum(dim=dims) if dims else valid.long()  # one sum and one copy to the host, whatever the slices
     return [float(part.sum()) for part in per_token.cpu().split(list(plan.lengths))]

@@ -16,7 +16,7 @@ from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.agreement import everywhere, refuse_everywhere
+from terapipe_ds.runtime.agreement import everywhere, gather, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
@@ -158,6 +158,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         logger.warning("%s", warning)
     # features that only some configs enable
     config, module, store = setup.config, engine.module, SliceStore()
+    # rank 0 writes, and programs may configure its monitors alone; all its pipeline sends it the figures
+    engine.monitor.enabled = gather(engine.monitor.enabled, groups.world)[0]
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
     # layers leave weight gradients to W, or add them to their sums in the product itself

@@ -28,12 +28,15 @@ def check_checkpointing(in_stock_order: bool) -> None:
 
 
 def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> bool:
-    """Return whether the caller gets each loss. Refuse a `reduce_output` on every rank, before the batch.
+    """Return whether the caller gets each loss. Refuse impossible arguments on every rank, before the batch.
 
     DeepSpeed fails after the batch, on the last stage only.
     """
     bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
     bound.apply_defaults()
+    number = bound.arguments["num_micro_batches"]
+    if number is not None and number < 1:
+        raise ValueError(f"eval_batch(num_micro_batches={number}): give at least 1, or leave an empty evaluation out")
     reduction = bound.arguments["reduce_output"]
     if reduction is not None and reduction.lower() != "avg":
         raise NotImplementedError(f"reduction type {reduction} not supported.")

@@ -34,8 +34,16 @@ class Sigterm:
         self._handle = lambda *_: received()  # in the main thread, which may hold any lock
         self._receiver, self._sender = socket.socketpair()
         self._sender.setblocking(False)
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        if Sigterm.installed is None:
+            self.take()
+
+    def take(self) -> None:
+        """Receive the signal in the place of another engine, which may be destroyed; only the main thread can."""
+        if Sigterm.installed is self or threading.current_thread() is not threading.main_thread():
+            return
+        if Sigterm.installed is not None:
+            Sigterm.installed.remove()
+        if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
         # Keep the descriptor of another library: asyncio, for example, needs it
         descriptor_of_others = signal.set_wakeup_fd(self._sender.fileno(), warn_on_full_buffer=False)

@@ -130,6 +130,8 @@ class Watchdog:
 
     @contextmanager
     def _watched(self, doing: Doing) -> Iterator[None]:
+        if self._thread is not None:  # of several engines this one can tell what the rank is doing
+            self._sigterm.take()
         self._record.enter(doing)
         try:
             yield

@@ -265,7 +265,7 @@ def _kinds(labels: SliceableTensors, are_joined: bool = False) -> np.ndarray:
                 values, places, counts = tokens.long().unique(return_inverse=True, return_counts=True)
                 is_common = (values >= 0) & (counts < _FILLS * tokens.numel())
                 tokens = values.masked_fill(is_common, _ANY)[places]
-            kinds = kinds * 2**31 + tokens
+            kinds = kinds * 2**31 + tokens.long()
     return kinds.flatten().numpy()
 
 

@@ -138,6 +138,10 @@ def test_memory_is_the_hidden_states_and_one_chunk(softcap: float | None, monkey
     assert one_chunk <= backward.grown_bytes <= 1.05 * (one_chunk + tokens * hidden_size * 4)
 
 
+def test_labels_of_eight_bits_count() -> None:
+    assert LinearCrossEntropy().slice_weight(torch.tensor([[-100, -1]]).to(torch.uint8)) == 2
+
+
 def test_labels_outside_of_the_vocabulary() -> None:
     head = Head(torch.randn(VOCABULARY, HIDDEN))
     for label in (VOCABULARY, -1):

@@ -36,6 +36,8 @@ def weigh(labels: Any, plan: SlicePlan = PLAN, loss_fn: Any = None, **options: A
 class TestSliceWeights:
     def test_another_ignore_index(self) -> None:
         assert weigh(LABELS, ignore_index=2) == pytest.approx((2 / 10, 4 / 10, 4 / 10))
+        for dtype in (torch.uint8, torch.uint16):  # in few bits -100 is a label like others
+            assert weigh(LABELS.to(dtype)) == pytest.approx(PLAN.shares)
 
     def test_the_loss_function_has_the_last_word(self) -> None:
         seen = []

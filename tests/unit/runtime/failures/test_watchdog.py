@@ -349,7 +349,9 @@ class TestSigterm:
     def test_it_is_taken_and_given_back(self, job: Job) -> None:
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         watchdog, second = job.rank(0), job.rank(1)
-        assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
+        for one in (watchdog, second, watchdog):  # the engine that runs has it
+            with one.batch():
+                assert signal.getsignal(signal.SIGTERM) == one._sigterm._handle
         second.close()
         assert signal.getsignal(signal.SIGTERM) == watchdog._sigterm._handle
         watchdog.close()

@@ -41,10 +41,13 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
     elif name != "auto":
         try:
-            of_file = load(name).chunks_per_stage
+            schedule = load(name)
         except ScheduleError as error:
             yield f"{shown_value(name, 'schedule')}: {error.reason}"
             return
+        of_file = schedule.chunks_per_stage
+        if schedule.forward_only:
+            yield f"{shown_value(name, 'schedule')}: the file has forwards only; add the backward of each, B0.0 of F0.0"
         if section.get("slices", "auto") == "auto":
             fix = "give that number, or a list of lengths"
             yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(parser, words)
     try:
         arguments.run(arguments)
-        sys.stdout.flush()
+        print(end="", flush=True)  # without a stdout (`>&-`) as well
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KeyboardInterrupt:
@@ -102,7 +102,7 @@ def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"terapipe {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    width = min(shutil.get_terminal_size((100, 24)).columns, 120) - 2
+    width = max(20, min(shutil.get_terminal_size((100, 24)).columns, 120)) - 2
     for name in names:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
         lines = [textwrap.fill(line, width) for line in module.DESCRIPTION.splitlines()]

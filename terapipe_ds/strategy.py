@@ -26,7 +26,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from terapipe_ds.files.strict_json import STRICT, JsonError, parse_as
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import SCHEDULE_NAMES
+from terapipe_ds.schedule import SCHEDULE_NAMES, ScheduleError, count_parts
 from terapipe_ds.schedule.show import many
 
 _Count = Annotated[int, Field(ge=1)]
@@ -236,12 +236,15 @@ class Strategy(BaseModel):
         except JsonError as error:
             raise StrategyError(f"strategy: {error}; give what `terapipe strategy` or `to_json` wrote") from None
         stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
-        for name, given, wanted in (
-            ("partition", parts, stages * strategy.chunks_per_stage),
-            ("memory_bytes", len(strategy.memory_bytes), stages),
-        ):
-            if given != wanted:
-                raise StrategyError(f"strategy: {name} is for {given}, the grid has {wanted}: plan again")
+        if len(strategy.memory_bytes) != stages:
+            given = len(strategy.memory_bytes)
+            raise StrategyError(f"strategy: memory_bytes is for {given}, the grid has {stages}: plan again")
+        try:
+            wanted = count_parts(strategy.schedule, stages, strategy.chunks_per_stage)
+        except ScheduleError as error:
+            raise StrategyError(f"strategy: {error.reason}") from None
+        if parts != wanted:
+            raise StrategyError(f"strategy: partition is for {parts}, the grid has {wanted}: plan again")
         if len(strategy.plans) != strategy.accumulation or len({plan.sequence_length for plan in strategy.plans}) > 1:
             count = strategy.accumulation
             raise StrategyError(f"strategy: slices: give a list of lengths, or {count} with the same sum: plan again")

@@ -7,6 +7,7 @@ describe a schedule, for all commands that take one.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 import time
@@ -33,6 +34,10 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def _written_by(name: str) -> str:
+    return "--json" if name == "as_json" else flag(name)
+
+
 def check_output(path: str, option: str) -> None:
     """Refuse a path where no file can be written, before anything is computed for it: CommandError or OSError."""
     from terapipe_ds.files.atomic import check_writable
@@ -49,18 +54,25 @@ def check_output(path: str, option: str) -> None:
 STDOUT = "-"
 
 
+class _Written(str):
+    """Mark the name of a file that the command writes."""
+
+
 def _file(*suffixes: str, why: str = "") -> AfterValidator:
     """Return the check of a file that a command writes: its suffix, and whether it can be written."""
 
     def check(path: str, info: Any) -> str:
-        option = "--json" if info.field_name == "as_json" else flag(info.field_name)
+        option = _written_by(info.field_name)
         if path == STDOUT and option == "--json":
             return path
         if suffixes and Path(path).suffix.lower() not in suffixes:
             allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
             raise CommandError(f"{option} {path}: end the name in {allowed}{why}")
         check_output(path, option)
-        return path
+        for name, other in info.data.items():
+            if isinstance(other, _Written) and os.path.realpath(other) == os.path.realpath(path):
+                raise CommandError(f"{option} {path}: {_written_by(name)} writes this file too; give another name")
+        return _Written(path)
 
     return AfterValidator(check)
 

@@ -40,17 +40,26 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
         shown = shown_value(options, "schedule_options")
         yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
     elif name != "auto":
-        try:
-            of_file = load(name).chunks_per_stage
-        except ScheduleError as error:
-            yield f"{shown_value(name, 'schedule')}: {error.reason}"
-            return
-        if section.get("slices", "auto") == "auto":
-            fix = "give that number, or a list of lengths"
-            yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
-        if chunks not in (1, of_file):
-            shown = shown_value(chunks, "chunks_per_stage")
-            yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
+        yield from _file_problems(name, chunks, section.get("slices", "auto"))
+
+
+def _file_problems(name: str, chunks: int, slices: object) -> Iterator[str]:
+    """Yield the problems of a schedule in a file."""
+    shown, file = shown_value(name, "schedule"), show_value(name)
+    try:
+        schedule = load(name)
+    except ScheduleError as error:
+        yield f"{shown}: {error.reason}"
+        return
+    of_file = schedule.chunks_per_stage
+    if schedule.forward_only:
+        yield f"{shown}: the file has forwards only; add the backward of each, B0.0 of F0.0"
+    if slices == "auto":
+        fix = "give that number, or a list of lengths"
+        yield f'terapipe.slices = "auto": the schedule in {file} is for a number of slices; {fix}'
+    if chunks not in (1, of_file):
+        shown = shown_value(chunks, "chunks_per_stage")
+        yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
 
 
 def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:

@@ -46,6 +46,7 @@ IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--loss-scale-window": ("fp16.loss_scale_window", int),
     "--hysteresis": ("fp16.hysteresis", int),
     "--accumulate-allreduce-grads-in-fp32": ("data_types.grad_accum_dtype", lambda text: "fp32"),
+    "--grad-reduce-in-bf16": ("data_types.grad_accum_dtype", lambda text: "bf16"),
     "--use-distributed-optimizer": ("zero_optimization.stage", _ONE),
     "--zero-stage": ("zero_optimization.stage", int),
     "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", int),
@@ -95,6 +96,10 @@ LOST = {
     "--lr-warmup-samples": "give --lr-warmup-iters",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
+DECAYS_ALL = (
+    "DeepSpeed applies it to biases and norms too; to spare them as Megatron-LM does, give their parameters to "
+    "initialize as a group with weight_decay 0"
+)
 DEFAULTS = {"--optimizer": "adam", "--weight-decay": "0.01", "--adam-beta1": "0.9", "--adam-beta2": "0.999",
             "--adam-eps": "1e-8", "--clip-grad": "1.0", "--lr-decay-style": "linear", "--min-lr": "0"}  # fmt: skip
 """Megatron-LM's values of arguments that change the training where DeepSpeed's own defaults differ."""
@@ -119,11 +124,16 @@ def convert(text: str) -> Conversion:
     values = DEFAULTS | given
     # of adam and sgd, only the chosen one has its values in the JSON
     if values["--optimizer"] == "sgd":
-        values = {name: value for name, value in values.items() if not name.startswith("--adam-")}
         values.setdefault("--sgd-momentum", "0.9")
+    other = "--adam-" if values["--optimizer"] == "sgd" else "--sgd-"
+    values = {name: value for name, value in values.items() if not name.startswith(other)}
+    if "--bf16" in values and "--grad-reduce-in-bf16" not in values:
+        values["--accumulate-allreduce-grads-in-fp32"] = ""  # as Megatron-LM; DeepSpeed's ZeRO sums in bf16
     # each argument to its place
     result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
     result.lost.update({name: LOST[name] for name in values if name in LOST})
+    if values["--weight-decay"] not in ("0", "0.0"):
+        result.lost["--weight-decay"] = DECAYS_ALL
     problems += [f"unknown argument {n}{nearest(n, known()) or '; leave it out'}" for n in values if n not in known()]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
@@ -208,7 +218,9 @@ def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[
     try:
         steps = int(total or 0)
         warmup = int(values.get("--lr-warmup-iters") or steps * float(values.get("--lr-warmup-fraction", 0)))
-        rate, least = float(values.get("--lr", 0)), float(values["--min-lr"])
+        rate, least = float(values["--lr"]), float(values["--min-lr"])
+    except KeyError:
+        return ["--lr is missing: give the learning rate"]
     except ValueError as error:
         return [f"the learning rate's schedule: {error}"]
     if style == "constant" and not warmup:
@@ -217,11 +229,12 @@ def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[
         return [f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters"]
     if style == "linear" and least:
         return ["--min-lr with --lr-decay-style linear: DeepSpeed's linear decay ends at 0; use cosine"]
-    begin = {"warmup_num_steps": warmup, "warmup_type": "linear"}
-    to_rate = {"warmup_min_lr": 0.0, "warmup_max_lr": rate, **begin}
-    # DeepSpeed's cosine needs one step of warm-up; without a warm-up this step has the whole rate
+    # DeepSpeed refuses 0 steps of warm-up: its linear decay has two at least, and joins Megatron-LM's line after them;
+    # the one step of its cosine has the whole rate
+    begin = {"warmup_num_steps": max(warmup, 1), "warmup_type": "linear"}
+    top = rate if warmup else rate * max(steps - 2, 1) / steps
+    to_rate = {"warmup_min_lr": 0.0, "warmup_max_lr": top, **begin}
     to_ratio = {"warmup_min_ratio": float(not warmup), "cos_min_ratio": least / rate if rate else 0.0, **begin}
-    to_ratio["warmup_num_steps"] = max(warmup, 1)
     document["scheduler"] = {
         "constant": {"type": "WarmupLR", "params": to_rate},
         "linear": {"type": "WarmupDecayLR", "params": {"total_num_steps": steps, **to_rate}},

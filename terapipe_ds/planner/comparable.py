@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, placement_for
+from terapipe_ds.schedule import SCHEDULE_NAMES, SPLIT_SCHEDULES, ScheduleError, count_parts, placement_for
 
 
 def ranked_schedules(
@@ -28,11 +28,12 @@ def ranked_schedules(
             continue
         # a schedule that these stages cannot have is no candidate
         try:
+            if count_parts(name, num_stages, chunks_per_stage) != num_parts:
+                continue
             own = placement_for(name, num_stages, chunks_per_stage)
         except ScheduleError:
             continue
-        shape = len(own) // num_stages, len(set(own.values()))
-        if shape == (chunks_per_stage, num_parts) and placement in (None, own):
+        if len(own) == chunks_per_stage * num_stages and placement in (None, own):
             ranked.append(name)
     return tuple(ranked)
 
@@ -45,7 +46,7 @@ def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: A
     chunks = check_count("chunks_per_stage", chunks_per_stage)
     if schedule != "auto":
         try:
-            return len(set(placement_for(schedule, num_stages, chunks).values()))
+            return count_parts(schedule, num_stages, chunks)
         except ScheduleError as error:
             raise PlannerError(error.reason) from None
     num_parts = len(costs) if isinstance(costs, list | tuple) else num_stages * chunks

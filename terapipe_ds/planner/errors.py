@@ -11,6 +11,10 @@ class PlannerError(ValueError):
     """Refuse a question that the planner cannot answer; the text names the value and the fix."""
 
 
+TRY_SEQ1F1B = "schedule 'seq1f1b', which keeps fewer slices live, "
+"""Advice of a `MemoryLimitError`, good where nobody has tried that schedule."""
+
+
 class MemoryLimitError(PlannerError):
     """Report that no plan fits in the memory limit. `need_bytes` is the least need of any plan, on `stage_id`."""
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
+from terapipe_ds.planner.errors import TRY_SEQ1F1B, MemoryLimitError, PlannerError
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import Schedule, build, to_csv
 from terapipe_ds.simulator import Replay
@@ -192,7 +192,8 @@ class Ranking:
     def best(self) -> PlanResult:
         """Return the best result. Raises MemoryLimitError where the limit refuses every schedule."""
         if not self.results:
-            raise self.refused[0].error
+            least = self.refused[0].error
+            raise MemoryLimitError(str(least).replace(TRY_SEQ1F1B, ""), least.need_bytes, least.stage_id)
         return self.results[0]
 
     def to_dicts(self) -> list[dict[str, Any]]:

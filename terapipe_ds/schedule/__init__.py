@@ -15,6 +15,7 @@ from terapipe_ds.schedule.generate import build as build
 from terapipe_ds.schedule.generate import build_forwards as build_forwards
 from terapipe_ds.schedule.placement import CHUNKED_SCHEDULES as CHUNKED_SCHEDULES
 from terapipe_ds.schedule.placement import SEARCH as SEARCH
+from terapipe_ds.schedule.placement import count_parts as count_parts
 from terapipe_ds.schedule.placement import placement_for as placement_for
 from terapipe_ds.schedule.schedule import Schedule as Schedule
 from terapipe_ds.schedule.schedule import StageSchedule as StageSchedule

@@ -60,3 +60,10 @@ def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Plac
     if name in V_SHAPED:
         return v_shape(num_stages)
     return bidirectional(num_stages) if name in BIDIRECTIONAL else loop(num_stages, 1)
+
+
+def count_parts(name: str, num_stages: int, chunks_per_stage: int) -> int:
+    """Return the number of parts of a schedule; raise as `placement_for`. A huge number of chunks makes no table."""
+    if name in LOOPED:
+        return num_stages * chunks_per_stage
+    return len(set(placement_for(name, num_stages, chunks_per_stage).values()))

@@ -36,14 +36,14 @@ BASE = Case(slices=(6, 2, 4), masked=True)
 PACKED = replace(BASE, documents=True, kv_heads=2)
 
 
-def topology(stages: int, replicas: int = 1) -> ProcessTopology:
-    return ProcessTopology(axes=["pipe", "data", "sequence"], dims=[stages, replicas, RANKS // stages // replicas])
+def topology(stages: int, replicas: int = 1, axis: str = "sequence") -> ProcessTopology:
+    return ProcessTopology(axes=["pipe", "data", axis], dims=[stages, replicas, RANKS // stages // replicas])
 
 
 @contextlib.contextmanager
-def engine_on(case: Case, changes: dict[str, Any], **more: Any) -> Iterator[Any]:
+def engine_on(case: Case, changes: dict[str, Any], axis: str = "sequence", **more: Any) -> Iterator[Any]:
     found = {**options(case), **more}
-    found["module"] = {**found.get("module", {}), "topology": topology(case.stages, case.data_parallel)}
+    found["module"] = {**found.get("module", {}), "topology": topology(case.stages, case.data_parallel, axis)}
     with engine_of(layers(case), {**terapipe_section(case), **changes}, **found) as engine:
         yield engine
 
@@ -94,12 +94,14 @@ def refusal_of_tied_embeddings() -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_config(config_of("gpt2"), topology=topology(2)))
 
 
-def refusal_of_tied_layers() -> tuple[str, str]:
+def refusal_of_tied_layers(axis: str) -> tuple[str, str]:
     """Build a module of one's own, whose constructor would wait forever without the refusal."""
     tied = [TiedLayerSpec("one weight", torch.nn.Linear, 4, 4) for _ in range(2)]
     terapipe_ds.register()
     try:
-        return engines.raised_by(lambda: PipelineModule(tied, topology=topology(2), partition_method="uniform"))
+        return engines.raised_by(
+            lambda: PipelineModule(tied, topology=topology(2, axis=axis), partition_method="uniform")
+        )
     finally:
         terapipe_ds.unregister()
 
@@ -201,9 +203,10 @@ class TestSequenceRanks:
         for kind, text in rank_pool(RANKS).run(refusal_of_tied_embeddings):
             assert (kind, "makes wrong groups of tied layers" in text) == ("ModelRefusedError", True)
 
-    def test_tied_layers_of_a_module_are_refused_while_it_is_built(self) -> None:
-        for kind, text in rank_pool(RANKS).run(refusal_of_tied_layers):
-            assert (kind, "tied layers (one weight)" in text) == ("TeraPipeConfigError", True)
+    @pytest.mark.parametrize("axis", ["sequence", "tensor"])
+    def test_tied_layers_of_a_module_are_refused_while_it_is_built(self, axis: str) -> None:
+        for kind, text in rank_pool(RANKS).run(refusal_of_tied_layers, axis=axis):
+            assert kind == "TeraPipeConfigError" and f"the axis '{axis}'" in text and "tied layers (one weight)" in text
 
     @pytest.mark.parametrize("slices", [(6, 2, 4), (12,)], ids=["three", "one"])
     def test_logits_of_an_evaluation_are_those_of_whole_sequences(self, slices: tuple[int, ...]) -> None:
@@ -237,8 +240,9 @@ class TestSequenceRanks:
         [
             ({"slices": [7, 5]}, {}, r"slices of 7, 5 tokens are no multiples of 2"),
             ({}, {"sequence_parallel_size": 4}, r"sequence_parallel_size = 4, but the topology.*sizes \[2, 1, 2\]"),
+            ({}, {"axis": "tensor", "gradient_clipping": 0.5}, r"gradient_clipping = 0.5 with the axis 'tensor'"),
         ],
-        ids=["lengths", "key"],
+        ids=["lengths", "key", "axis"],
     )
     def test_what_does_not_work_is_refused(
         self, changes: dict[str, Any], options: dict[str, Any], message: str

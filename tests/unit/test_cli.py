@@ -60,6 +60,12 @@ def test_no_word_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {command}" in out for command in COMMANDS)
 
 
+def test_a_narrow_terminal_and_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["show", *SEQ1F1B]) == 0
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_begins_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -185,6 +191,7 @@ ERRORS = {
     f"{SIMULATE} --unit-send -1": "--unit-send -1: give a number >= 0",
     f"{SIMULATE} --picture x.jpg": "end the name in .png",
     f"{SIMULATE} --trace no/such/dir.json": "there is no such folder",
+    f"{SIMULATE} --trace x.json --timeline ./x.json": "--timeline ./x.json: --trace writes this file too; give another",
     "simulate --schedule gpipe --stages 2 --slices x --unit": "--slices 'x': give slice lengths",
     "simulate --schedule gpipe --stages 2 --slices 4 --unit": "is a number of slices: give --sequence-length",
     "simulate --schedule gpipe --stages 2 --slices 0 --sequence-length 8 --unit": "num_slices = 0",

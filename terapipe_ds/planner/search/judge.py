@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.messages import gib, limit_text
-from terapipe_ds.planner.errors import MemoryLimitError
+from terapipe_ds.planner.errors import TRY_SEQ1F1B, MemoryLimitError
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
@@ -211,7 +211,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     gradient_bytes = getattr(memory, "gradient_bytes", lambda part_id: 0)
     static = memory.process_bytes + sum(memory.static_bytes(part) + gradient_bytes(part) for part in parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
-    schedule = "" if judge.schedule == "seq1f1b" else "schedule 'seq1f1b', which keeps fewer slices live, "
+    schedule = "" if judge.schedule == "seq1f1b" else TRY_SEQ1F1B
     advice = f"try {schedule}activation checkpointing, a smaller micro-batch, {smaller_model}"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     if static > limit:

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.cuts import Bounds
 from terapipe_ds.planner.layers.parts import Again, Setting
 from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.schedule import build, placement_for
+from terapipe_ds.schedule.placement import BIDIRECTIONAL
 from terapipe_ds.simulator import Replay, ScheduleShape
 from terapipe_ds.strategy import Grid
 
@@ -82,7 +84,11 @@ def replay_of(shape: ScheduleShape, num_micro_batches: int) -> Replay:
 
 @functools.lru_cache(maxsize=64)
 def owners_of(schedule: str, num_stages: int, chunks: int = 1) -> tuple[int, ...]:
-    """Return the stage of each part. Strategies do not use schedules with two places per part."""
+    """Return the stage of each part. Raises PlannerError for a schedule with two places per part."""
+    if schedule in BIDIRECTIONAL:
+        raise PlannerError(
+            f"schedule {schedule!r} has each layer on two stages, which strategies cannot price; plan again"
+        )
     places = placement_for(schedule, num_stages, chunks)
     stages = {part: stage for (stage, _), part in places.items()}
     return tuple(stages[part] for part in range(len(places)))

@@ -24,7 +24,7 @@ from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
-from terapipe_ds.schedule import ScheduleError, build, placement_for
+from terapipe_ds.schedule import ScheduleError, build, count_parts
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import Strategy
 from terapipe_ds.timeline import Timeline
@@ -225,7 +225,7 @@ def _checked_schedule(schedule: str | None, layers: Layers, chunks: int | None) 
         )
     if schedule is not None and chunks is not None:
         try:
-            placement_for(schedule, 2, chunks)
+            count_parts(schedule, 2, chunks)
         except ScheduleError as error:
             raise PlannerError(error.reason) from None
     return schedule

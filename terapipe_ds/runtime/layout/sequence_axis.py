@@ -72,6 +72,12 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f"{module.topology().dims}: build it with topology=ProcessTopology(axes={list(_AXES)}, dims=[stages, "
             f"replicas, {wanted}]), or remove the key"
         )
+    if other := [axis for axis in _further(module) if axis != AXIS and raw.get("gradient_clipping", 1.0)]:
+        return (
+            f"gradient_clipping = {raw.get('gradient_clipping', 1.0)} with the axis {other[0]!r} of the topology: "
+            "DeepSpeed's norm does not know which gradients its ranks divide and which they repeat. Name the axis of "
+            f"tensor-parallel ranks 'model' and of ranks that divide tokens {AXIS!r}, or set gradient_clipping to 0"
+        )
     if size == 1:
         return None
     shown = f"a topology with {size} ranks on the axis {AXIS!r}"
@@ -83,18 +89,26 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
     return problem_of_tied_layers(module)
 
 
+def _further(module: PipelineModule) -> dict[str, int]:
+    """Return the sizes of the axes that DeepSpeed does not know, if they have several ranks."""
+    topology = module.topology()
+    sizes = zip(topology.get_axis_names(), topology.dims, strict=True)
+    return {axis: size for axis, size in sizes if axis not in ("pipe", "data", "model") and size > 1}
+
+
 def problem_of_tied_layers(module: PipelineModule) -> str | None:
     """Return why these layers cannot be tied; None if they can. The module's layers need not have stages yet.
 
-    The constructor of DeepSpeed's module would wait forever: it makes groups that differ among the sequence ranks.
+    The constructor of DeepSpeed's module would wait forever: it makes groups that differ among the ranks of the axis.
     """
     topology = module.topology()
     tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-    size = topology.get_dim(AXIS)
-    if not tied or size <= 1 or topology.get_dim("pipe") == 1:
+    further = _further(module)
+    if not tied or not further or topology.get_dim("pipe") == 1:
         return None
+    axis, size = next(iter(further.items()))
     return (
-        f"a topology with {size} ranks on the axis {AXIS!r} cannot be combined with tied layers ({', '.join(tied)}): "
+        f"a topology with {size} ranks on the axis {axis!r} cannot be combined with tied layers ({', '.join(tied)}): "
         "DeepSpeed (0.19.8) makes wrong groups for them. Use LayerSpec in place of TiedLayerSpec"
     )
 

@@ -254,6 +254,8 @@ def test_a_schedule_from_a_file_is_read_once_it_is_switched_on(tmp_path: Path, m
     assert missing.startswith(f"terapipe.schedule = {str(path)!r}: ") and "No such file" in missing
     path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.0,B0.1\n")
     assert "B0.0 runs before B0.1: within a micro-batch B runs in reverse" in problem(section)
+    path.write_text("F0.0,F0.1\nF0.0,F0.1\n")
+    assert "forwards only; add the backward" in problem(section)
     path.write_text("F0.0,F0.1,B0.1,B0.0\nF0.0,F0.1,B0.1,B0.0\n")
     assert read(section).schedule == str(path)
 

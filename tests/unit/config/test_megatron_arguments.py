@@ -24,7 +24,11 @@ def test_a_usual_command_line() -> None:
     assert found["bf16"] == {"enabled": True} and found["zero_optimization"] == {"stage": 1}
     assert found["gradient_clipping"] == 1.0  # Megatron-LM's default, which DeepSpeed does not have
     assert result.kept == ["--train-iters 40", "--num-layers 24", "--swiglu"]
-    assert list(result.lost) == ["--overlap-grad-reduce"]
+    assert list(result.lost) == ["--overlap-grad-reduce", "--weight-decay"]
+    assert found["data_types"] == {"grad_accum_dtype": "fp32"}  # as Megatron-LM sets it with --bf16
+    narrow = convert(f"{text} --grad-reduce-in-bf16 --weight-decay 0 --sgd-momentum 0.9")
+    assert narrow.ds_config["data_types"] == {"grad_accum_dtype": "bf16"} and "--weight-decay" not in narrow.lost
+    assert narrow.ds_config["optimizer"]["params"].keys() == {"lr", "weight_decay", "betas", "eps"}
     assert TeraPipeConfig.from_deepspeed(found).enabled
 
 
@@ -51,13 +55,14 @@ def test_deepspeed_reads_every_key() -> None:
         "--lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 10",
         "--lr-decay-style cosine --lr-decay-iters 30",
         "--lr-warmup-fraction 0.25",
+        "",
         "--lr-decay-style constant --lr-warmup-iters 8",
     ],
 )
 def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
     """Each step's rate lies among the rates of Megatron's scheduler from two steps before to one step after.
 
-    DeepSpeed's schedulers count from another step, and the cosine has one step of warm-up at least.
+    DeepSpeed's schedulers count from another step, the cosine has one step of warm-up at least, and the line two.
     """
     import torch
 
@@ -80,6 +85,8 @@ def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
             theirs.num_steps = number
             around.append(theirs.get_lr({}))
         rate = optimizer.param_groups[0]["lr"]
+        if warmup == 0 and style == "linear" and step < 3:
+            continue
         assert min(around) - 1e-9 <= rate <= max(around) + 1e-9, (step, rate, around)
 
 

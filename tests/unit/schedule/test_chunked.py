@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from schedule_cases import GOLDEN, bidirectional, by_hand, even_shapes, golden_order, ragged_shapes, torch_order
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, placement_for
+from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, count_parts, placement_for
 from terapipe_ds.schedule.placement import v_shape
 from terapipe_ds.schedule.show import count_slots
 from terapipe_ds.schedule.validate import replay
@@ -49,6 +49,7 @@ def test_where_the_parts_of_a_schedule_are(name: str, num_stages: int, chunks: i
     """Per chunk, the parts of stage 0, 1, ..."""
     placement = {(k, c): part_id for c, column in enumerate(columns) for k, part_id in enumerate(column)}
     assert placement_for(name, num_stages, chunks) == placement
+    assert count_parts(name, num_stages, chunks) == len(set(placement.values()))
     for forward_only in (False, True):
         schedule = build(name, num_stages, 3, 2, chunks_per_stage=chunks, forward_only=forward_only)
         assert (schedule.placement, schedule.chunks_per_stage) == (placement, len(columns))

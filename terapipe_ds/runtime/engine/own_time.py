@@ -48,15 +48,18 @@ class OwnTime:
 
     def input_is_here(self) -> None:
         """Begin now: the links' measurements cover the time that a message takes."""
-        self._begin_s = time.thread_time()
+        if self.is_on:
+            self._begin_s = time.thread_time()
 
     def layers_begin(self) -> None:
         """Stop counting: the time from now on belongs to the layers."""
-        self._layers_begin_s = time.thread_time()
+        if self.is_on:
+            self._layers_begin_s = time.thread_time()
 
     def layers_end(self) -> None:
         """Count again."""
-        self._layers_s += time.thread_time() - self._layers_begin_s
+        if self.is_on:
+            self._layers_s += time.thread_time() - self._layers_begin_s
 
     @contextmanager
     def layers(self) -> Iterator[None]:

@@ -21,6 +21,8 @@ from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Querie
 from terapipe_ds.attention.reach import Reach, Span, reach_of
 from terapipe_ds.attention.slice_store import SliceEntry
 
+_NOTHING = nullcontext()
+
 
 class Options(NamedTuple):
     """Hold the numbers of one call; see `sliced_attention`."""
@@ -234,7 +236,7 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
 def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
     """Return a context without autocast; entering torch's own takes longer than all checks of a call."""
     kind = device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,11 +276,11 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 def check_options(q: Tensor, active: ActiveSlice, layer: Hashable, options: Options, sinks: Tensor | None) -> None:
     """Raise ValueError for numbers and sinks that attention cannot have."""
-    scale, window, softcap = options.scale_of(q), options.window, options.softcap
+    scale, window, softcap = options.scale, options.window, options.softcap
     rows = None if active.documents is None else len(active.documents.starts)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         problem = f"window must be a number of tokens >= 1, its own included, or None for all, got {window!r}"
-    elif not _is_positive(scale):
+    elif scale is not None and not _is_positive(scale):
         problem = f"scale must be a finite number > 0, or None, got {scale!r}; multiply q by any other"
     elif softcap is not None and not _is_positive(softcap):
         problem = f"softcap must be a finite number > 0, or None, got {softcap!r}; a tensor would get no gradient"

@@ -150,30 +150,31 @@ class _Pass:
         logits = logits.to(tokens.weights.dtype)
         capped = self._scale(logits)
         # the largest logit becomes 0, so that no exponential overflows
-        largest = logits.amax(dim=-1)
+        largest = logits.amax(dim=-1, keepdim=True)
         if ranks is not None:
             ranks.largest(largest)
-        logits.sub_(largest.unsqueeze(-1))
+        logits.sub_(largest)
         # labels in this rank's share of the vocabulary
         labels, size, is_here = tokens.labels[span].unsqueeze(-1), logits.shape[-1], None
         if ranks is not None:
             labels = labels - ranks.span(size)[0]
             is_here = ((labels >= 0) & (labels < size)).to(logits.dtype)
             labels = labels.clamp(0, size - 1)
-        of_label = _times(logits.gather(-1, labels), is_here).squeeze(-1)
-        total = (logits.sum(dim=-1),) if tokens.smoothing else ()
+        of_label = _times(logits.gather(-1, labels), is_here)
+        total = (logits.sum(dim=-1, keepdim=True),) if tokens.smoothing else ()
         top = None if tokens.watch is None else self._top(logits)
         exponentials = logits.exp_()
-        sums: Sequence[Tensor] = exponentials.sum(dim=-1), of_label, *total
+        sums: Sequence[Tensor] = exponentials.sum(dim=-1, keepdim=True), of_label, *total
         if ranks is not None:
             ranks.sum(together := torch.stack(tuple(sums)))
             sums = together.unbind()
         log_sum = sums[0].log()
         if top is not None:
-            self._watch(span, exponentials, sums[0], top)
+            self._watch(span, exponentials, sums[0].squeeze(-1), top)
         losses = log_sum - sums[1]
         if tokens.smoothing:
             losses = log_sum - (1 - tokens.smoothing) * sums[1] - tokens.smoothing / head.vocabulary * sums[2]
+        losses = losses.squeeze(-1)
         factors = None if tokens.factors is None else tokens.factors(losses)
         losses = _times(losses, factors)
         if self._grad is None:
@@ -181,8 +182,9 @@ class _Pass:
         # softmax minus the distribution of the label, times the gradient of the token's loss
         factor = _times(self._grad * tokens.weights[span], factors)
         factor = (factor if head.scale == 1.0 else factor * head.scale).unsqueeze(-1)
-        rows = exponentials.mul_(factor / sums[0].unsqueeze(-1))
-        rows.scatter_add_(-1, labels, _times((tokens.smoothing - 1) * factor, is_here))
+        rows = exponentials.mul_(factor / sums[0])
+        of_label = (tokens.smoothing - 1) * factor if tokens.smoothing else -factor
+        rows.scatter_add_(-1, labels, _times(of_label, is_here))
         if tokens.smoothing:
             rows.sub_(factor * (tokens.smoothing / head.vocabulary))
         if capped is not None:

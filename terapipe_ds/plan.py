@@ -78,6 +78,10 @@ class SlicePlan:
             lengths[-2:] = [sum(lengths[-2:])]
         return SlicePlan(tuple(lengths))
 
+    def divided(self, ranks: int) -> SlicePlan:
+        """Return the shares of `ranks` in each slice as a plan; `ranks` divides all lengths."""
+        return self if ranks == 1 else SlicePlan(tuple(n // ranks for n in self.lengths for _ in range(ranks)))
+
     @property
     def num_slices(self) -> int:
         """Return the number of slices; at least 1."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Hashable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
 from terapipe_ds.attention.reach import Reach, Span, reach_of
 from terapipe_ds.attention.slice_store import SliceEntry
+
+_NOTHING = nullcontext()
 
 
 class Options(NamedTuple):
@@ -230,6 +233,12 @@ def gradient_of_sinks(grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> 
     return (-(sinks.to(lse.dtype)[:, None] - lse).exp() * delta).sum((0, 2)).to(sinks.dtype)
 
 
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast; entering torch's own takes longer than all checks of a call."""
+    kind = device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else _NOTHING
+
+
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Cast as autocast casts the inputs of the plain function: all but fp64 to the autocast dtype."""
     if not torch.is_autocast_enabled(q.device.type):
@@ -241,21 +250,16 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Hashable, dropout_p: float) -> None:
     """Raise ValueError if shapes, dtypes or the dropout rate do not fit the active slice."""
-    tokens, shapes = active.num_tokens, f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if q.dim() != 4 or q.shape[2] != tokens:
+    tokens, of_q, of_k, of_v = active.num_tokens, q.shape, k.shape, v.shape
+    if len(of_q) != 4 or of_q[2] != tokens:
         problem = (
             f"the active slice [{active.start}, {active.stop}) has {tokens} tokens, so q must be [B, H, {tokens}, D], "
-            f"got {shapes}; pass the slice's own tokens, and no others"
+            f"got {_shapes(q, k, v)}; pass the slice's own tokens, and no others"
         )
-    elif (
-        k.dim() != 4
-        or v.dim() != 4
-        or k.shape[:3] != v.shape[:3]
-        or (k.shape[0], *k.shape[2:]) != (q.shape[0], tokens, q.shape[3])
-    ):
-        problem = f"q must be [B, H, T, D], k [B, H_kv, T, D] and v [B, H_kv, T, D_v], got {shapes}"
-    elif k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        problem = f"the query heads must be a multiple of the key heads, got {shapes}"
+    elif len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3] or of_k != (of_q[0], of_k[1], tokens, of_q[3]):
+        problem = f"q must be [B, H, T, D], k [B, H_kv, T, D] and v [B, H_kv, T, D_v], got {_shapes(q, k, v)}"
+    elif of_k[1] == 0 or of_q[1] % of_k[1]:
+        problem = f"the query heads must be a multiple of the key heads, got {_shapes(q, k, v)}"
     elif not (q.dtype == k.dtype == v.dtype and q.device == k.device == v.device):
         kinds = f"{q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}"
         problem = f"q, k and v need one dtype and one device, got {kinds}"
@@ -266,13 +270,17 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Ha
     raise ValueError(f"layer {layer!r}: {problem}")
 
 
+def _shapes(q: Tensor, k: Tensor, v: Tensor) -> str:
+    return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+
+
 def check_options(q: Tensor, active: ActiveSlice, layer: Hashable, options: Options, sinks: Tensor | None) -> None:
     """Raise ValueError for numbers and sinks that attention cannot have."""
-    scale, window, softcap = options.scale_of(q), options.window, options.softcap
+    scale, window, softcap = options.scale, options.window, options.softcap
     rows = None if active.documents is None else len(active.documents.starts)
     if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
         problem = f"window must be a number of tokens >= 1, its own included, or None for all, got {window!r}"
-    elif not _is_positive(scale):
+    elif scale is not None and not _is_positive(scale):
         problem = f"scale must be a finite number > 0, or None, got {scale!r}; multiply q by any other"
     elif softcap is not None and not _is_positive(softcap):
         problem = f"softcap must be a finite number > 0, or None, got {softcap!r}; a tensor would get no gradient"

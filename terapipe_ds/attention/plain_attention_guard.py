@@ -161,9 +161,10 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
     return intercepting
 
 
-def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., Any]:
-    signature = inspect.signature(multi_head)
+_signature = functools.lru_cache(maxsize=8)(inspect.signature)
 
+
+def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(multi_head)
     def intercepting(*args: Any, **kwargs: Any) -> Any:
         global _intercepted
@@ -171,7 +172,7 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         if active is None or active.is_whole or _allowed:
             return multi_head(*args, **kwargs)
         # it has some 25 arguments, which callers give by place or by name
-        bound = signature.bind(*args, **kwargs)
+        bound = _signature(multi_head).bind(*args, **kwargs)
         bound.apply_defaults()
         query, key = bound.arguments["query"], bound.arguments["key"]
         if query.shape[0] != key.shape[0]:

@@ -63,6 +63,8 @@ class SliceEntry:
         self.grads = TokenBuffer(store.pool, like, torch.promote_types(self.dtype, torch.float32))
         self.filled = self.reached = 0  # tokens: up to which slices ran, the most that one of them sees
         self.frontier = self.touched = active.sequence_length
+        self._own_stop: int | None = None  # the end of the slice whose backward runs, if its own share may stay apart
+        self._own: TensorPair | None = None  # this share
         self.recorded = False  # an autograd node waits for its backward
         self.kv_needs_grad = False
         self.closed = False
@@ -92,8 +94,15 @@ class SliceEntry:
         """
         if not self.grads.is_taken:  # keys and values need no gradients
             return
-        is_first = self.touched > offset
-        for total, part in zip(self.grads.at(offset, offset + dk.shape[2]), (dk, dv), strict=True):
+        is_first, stop = self.touched > offset, offset + dk.shape[2]
+        # the slice's own tokens get no more: `end_backward` adds this share on the way to the layer
+        if stop == self._own_stop and offset <= self.frontier and not again and rows is None:
+            before = self.frontier - offset
+            self._own_stop, self._own = None, (dk[:, :, before:], dv[:, :, before:])
+            if not before:
+                return
+            dk, dv, stop = dk[:, :, :before], dv[:, :, :before], self.frontier
+        for total, part in zip(self.grads.at(offset, stop), (dk, dv), strict=True):
             target = total if rows is None else total[rows]
             if is_first and not again:
                 target.copy_(part)
@@ -179,6 +188,8 @@ class SliceEntry:
         """
         self.check_backward(start, stop)
         self.frontier = start
+        is_all_in_grads = self.reach.is_limited or self._store.on_gradients is not None
+        self._own_stop, self._own = None if is_all_in_grads else stop, None
         if self.kv_needs_grad:
             self.make_room_for_grads(start, stop)
 
@@ -208,11 +219,16 @@ class SliceEntry:
         """
         if not self.grads.is_taken:
             return None
+        is_first = self.touched > start
         # from here on, pieces of earlier slices add to the gradients that this one has left
         self.touched = min(self.touched, self.reach.first_key(start))
         if self._store.on_gradients is not None:
             self._store.on_gradients(self, stop)
-        dk, dv = (_copy_tokens_first(total, self.dtype) for total in self.grads.at(start, stop))
+        totals, own = self.grads.at(start, stop), self._own or (None, None)
+        if is_first and self._own is not None:
+            totals, own = self._own, (None, None)
+        self._own = None
+        dk, dv = (_tokens_first(each, part, self.dtype) for each, part in zip(totals, own, strict=True))
         if start == 0 and self.mode != "probe":  # which runs others after it
             self.grads.give_back()
         return dk, dv
@@ -344,7 +360,8 @@ class SliceStore:
             yield from of_micro_batch.values()
 
 
-def _copy_tokens_first(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy [B, H, T, D] in the memory order [B, T, H, D], which is what the backward of a projection reads."""
+def _tokens_first(x: torch.Tensor, part: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Copy x, or x + part, [B, H, T, D], in the memory order [B, T, H, D], which a projection's backward reads."""
     batch, heads, tokens, dim = x.shape
-    return torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2).copy_(x)
+    target = torch.empty(batch, tokens, heads, dim, dtype=dtype, device=x.device).transpose(1, 2)
+    return target.copy_(x) if part is None else torch.add(x, part, out=target)

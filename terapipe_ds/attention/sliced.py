@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import opaque
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
-from terapipe_ds.attention.call import Call, Options, gradient_of_sinks, prepare
+from terapipe_ds.attention.call import Call, Options, gradient_of_sinks, prepare, without_autocast
 from terapipe_ds.attention.reach import reach_of
 
 
@@ -81,7 +81,7 @@ def sliced_attention(
         )
     # checks come before anything is written, so that an error leaves the store unchanged
     call, q, k, v = prepare(q, k, v, layer, Options(scale, dropout_p, window, softcap), sinks)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         needs_grad = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
         if torch.is_grad_enabled() and needs_grad:
             return _SlicedAttention.apply(q, k, v, sinks, call)
@@ -114,7 +114,7 @@ class _SlicedAttention(torch.autograd.Function):
         # a checkpoint, or an offload to the host, may have made other tensors of them meanwhile
         if keys_values:
             ctx.call.hold(*keys_values)
-        with torch.autocast(grad.device.type, enabled=False):
+        with without_autocast(grad.device):
             grads = list(ctx.call.backward(grad, q, out, lse))
             d_sinks = gradient_of_sinks(grad, out, lse, sinks) if ctx.needs_input_grad[3] else None
         # autograd takes None, and nothing else, for what needs no gradient

@@ -17,7 +17,7 @@ The other ways were measured, or counted, and are worse:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -132,16 +132,17 @@ class _Pass:
         # autocast may ask for products in another dtype than the weight's
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
-        loss = torch.zeros_like(self._tokens.weights[:1]).sum()
+        loss: Tensor | None = None
         numbers = -(-head.vocabulary // num_ranks) * (1 if head.softcap is None else 2)  # a cap needs a copy of logits
         for span in _spans(len(flat), numbers, flat.is_cpu):
             losses, rows = self._chunk(F.linear(flat[span], matrix, bias), span)
-            loss += weighted_sum(losses, self._tokens.weights[span])
+            of_chunk = weighted_sum(losses, self._tokens.weights[span])
+            loss = of_chunk if loss is None else loss + of_chunk
             if rows is not None:
                 self._keep(rows.to(flat.dtype), flat[span], matrix, span)
             del rows  # before the next chunk has logits
         self._finish(whole.shape)
-        return loss
+        return torch.zeros_like(self._tokens.weights[:1]).sum() if loss is None else loss
 
     def _chunk(self, logits: Tensor, span: slice) -> tuple[Tensor, Tensor | None]:
         """Return the losses of a chunk, and the gradients of its products in the place of its logits."""
@@ -149,40 +150,46 @@ class _Pass:
         logits = logits.to(tokens.weights.dtype)
         capped = self._scale(logits)
         # the largest logit becomes 0, so that no exponential overflows
-        largest = logits.amax(dim=-1)
+        largest = logits.amax(dim=-1, keepdim=True)
         if ranks is not None:
             ranks.largest(largest)
-        logits.sub_(largest.unsqueeze(-1))
+        logits.sub_(largest)
         # labels in this rank's share of the vocabulary
-        labels, size = tokens.labels[span].unsqueeze(-1), logits.shape[-1]
-        is_here = torch.ones_like(labels, dtype=logits.dtype)
+        labels, size, is_here = tokens.labels[span].unsqueeze(-1), logits.shape[-1], None
         if ranks is not None:
             labels = labels - ranks.span(size)[0]
             is_here = ((labels >= 0) & (labels < size)).to(logits.dtype)
             labels = labels.clamp(0, size - 1)
-        of_label = (logits.gather(-1, labels) * is_here).squeeze(-1)
-        total = logits.sum(dim=-1) if tokens.smoothing else torch.zeros_like(of_label)
+        of_label = _times(logits.gather(-1, labels), is_here)
+        total = (logits.sum(dim=-1, keepdim=True),) if tokens.smoothing else ()
         top = None if tokens.watch is None else self._top(logits)
         exponentials = logits.exp_()
-        sums = torch.stack([exponentials.sum(dim=-1), of_label, total])
+        sums: Sequence[Tensor] = exponentials.sum(dim=-1, keepdim=True), of_label, *total
         if ranks is not None:
-            ranks.sum(sums)
+            ranks.sum(together := torch.stack(tuple(sums)))
+            sums = together.unbind()
         log_sum = sums[0].log()
         if top is not None:
-            self._watch(span, exponentials, sums[0], top)
-        losses = log_sum - (1 - tokens.smoothing) * sums[1] - tokens.smoothing / head.vocabulary * sums[2]
-        factors = torch.ones_like(losses) if tokens.factors is None else tokens.factors(losses)
+            self._watch(span, exponentials, sums[0].squeeze(-1), top)
+        losses = log_sum - sums[1]
+        if tokens.smoothing:
+            losses = log_sum - (1 - tokens.smoothing) * sums[1] - tokens.smoothing / head.vocabulary * sums[2]
+        losses = losses.squeeze(-1)
+        factors = None if tokens.factors is None else tokens.factors(losses)
+        losses = _times(losses, factors)
         if self._grad is None:
-            return losses * factors, None
+            return losses, None
         # softmax minus the distribution of the label, times the gradient of the token's loss
-        factor = (self._grad * tokens.weights[span] * factors * head.scale).unsqueeze(-1)
-        rows = exponentials.mul_(factor / sums[0].unsqueeze(-1))
-        rows.scatter_add_(-1, labels, (tokens.smoothing - 1) * factor * is_here)
+        factor = _times(self._grad * tokens.weights[span], factors)
+        factor = (factor if head.scale == 1.0 else factor * head.scale).unsqueeze(-1)
+        rows = exponentials.mul_(factor / sums[0])
+        of_label = (tokens.smoothing - 1) * factor if tokens.smoothing else -factor
+        rows.scatter_add_(-1, labels, _times(of_label, is_here))
         if tokens.smoothing:
             rows.sub_(factor * (tokens.smoothing / head.vocabulary))
         if capped is not None:
             rows.mul_(capped.square_().neg_().add_(1.0))
-        return losses * factors, rows
+        return losses, rows
 
     def _scale(self, logits: Tensor) -> Tensor | None:
         """Scale and cap logits in place; return what the gradient of the cap needs."""
@@ -244,6 +251,10 @@ class _Pass:
             self.weight_gradient = self.weight_gradient.to(self._head.weight.dtype)
         if self.bias_gradient is not None and bias is not None:
             self.bias_gradient = self.bias_gradient.to(bias.dtype)
+
+
+def _times(x: Tensor, factor: Tensor | None) -> Tensor:
+    return x if factor is None else x * factor
 
 
 def _spans(num_tokens: int, numbers: int, is_cpu: bool) -> Iterator[slice]:

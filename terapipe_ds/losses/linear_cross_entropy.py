@@ -134,10 +134,10 @@ def targets_and_mask(labels: Labels, ignore_index: int) -> tuple[Tensor, Tensor]
     if torch.is_tensor(labels):
         targets = labels.long()  # in uint8 the index -100 would be the label 156
         valid = targets != ignore_index
-        return targets.where(valid, 0), valid
+        return targets * valid, valid
     if len(labels) != 2 or labels[0].shape != labels[1].shape:
         shapes = [tuple(each.shape) for each in labels]
         raise ValueError(f"labels must be [B, T], or (labels, mask) of one shape, got {shapes}")
     targets, mask = labels[0].long(), labels[1]
     valid = (mask != 0) & (targets != ignore_index)
-    return targets.where(valid, 0), mask.where(valid, 0)
+    return targets * valid, mask.where(valid, 0)

@@ -132,7 +132,7 @@ def rotary_turns(head_dim: int, base: float, start: int, like: Tensor) -> Tensor
     dtype = torch.complex128 if like.dtype == torch.float64 else torch.complex64
     kind = head_dim, base, dtype, like.device
     # a longer table takes the place of a shorter one, and the first slice makes it for the whole sequence
-    if kind not in _tables or len(_tables[kind]) < stop:
+    if kind not in _tables or _tables[kind].shape[0] < stop:
         length = max(stop, active.sequence_length if active is not None else 0)
         _tables[kind] = _turn_table(head_dim, base, 1 << max(10, (length - 1).bit_length()), dtype, like.device)
     return _tables[kind][start:stop]

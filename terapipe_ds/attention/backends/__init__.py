@@ -31,6 +31,7 @@ _BACKENDS: tuple[Backend, ...] = (*_TIMED, Flex(), CpuFlash(), Reference())
 _AS_FAST = 1.05
 _forced: Backend | None = None
 _logged: set[tuple[str, str, torch.dtype, Need]] = set()
+_chosen: dict[tuple[object, ...], Backend] = {}  # by all that decides
 
 
 def available_backends() -> tuple[str, ...]:
@@ -52,6 +53,7 @@ def set_backend(name: str | None) -> None:
         available = ", ".join(available_backends())
         raise ValueError(f"attention backend {name!r} cannot run on this machine; available here: {available}")
     _forced = None if name is None else backends[name]
+    _chosen.clear()
 
 
 def backend_name(q: torch.Tensor) -> str:
@@ -69,13 +71,17 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
 
     Raises ValueError where the forced backend refuses `q` or the need.
     """
+    # each layer and slice comes by here
+    deciding = q.device, q.dtype, q.shape[-1], need, torch.are_deterministic_algorithms_enabled()
+    if deciding in _chosen:
+        return _chosen[deciding]
     chosen, why = (_forced, dict[str, str]()) if _forced is not None else _automatic_choice(q, need)
     if _forced is not None and (reason := _forced.refusal(q, need)) is not None:
         raise ValueError(
             f"attention backend {_forced.name!r} was forced, but {reason}; force another one, or let "
             f"set_backend(None) choose"
         )
-    # each layer and slice comes by here: the log says it once
+    _chosen[deciding] = chosen
     key = (chosen.name, q.device.type, q.dtype, need)
     if key not in _logged:
         _logged.add(key)

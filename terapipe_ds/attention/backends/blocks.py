@@ -15,7 +15,7 @@ arXiv 2205.14135, appendix B: the other keys enter a row only through lse and de
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,27 +90,33 @@ class BlockKernel:
         q, keys, values, start, scale = queries[:5]
         assert queries.dropout_p == 0, "calls on blocks would draw anew in each"
         batch, heads, tokens, _ = q.shape
-        out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
-        lse = q.new_empty(
-            batch, tokens, heads, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32
-        ).transpose(1, 2)
-        state: tuple[Any, ...] = ()
-        for row, row_stop in cut(tokens, self.causal_tokens):
-            rows, own = q[:, :, row:row_stop], slice(start + row, start + row_stop)
+        pieces = tuple(cut(tokens, self.causal_tokens))
+        # the result of one piece is in the memory that the kernel returns
+        whole: TensorPair | None = None
+        if len(pieces) > 1:
+            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+            shape = batch, tokens, heads
+            out, lse = q.new_empty(*shape, values.shape[3]), q.new_empty(shape, dtype=wide)
+            whole = out.transpose(1, 2), lse.transpose(1, 2)
+        for row, row_stop in pieces:
+            rows, own = q if whole is None else q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = (self.expanded(x[:, :, own], heads) for x in (keys, values))
             # the diagonal first: every query has a key there, so the log-sum-exp is finite
-            *diagonal, state = self.attend(Block(rows, own_k, own_v, True, scale))
-            target = out[:, :, row:row_stop], lse[:, :, row:row_stop]
+            attended = self.attend(Block(rows, own_k, own_v, True, scale))
+            target = diagonal = attended[:2]
+            if whole is not None:
+                target = whole[0][:, :, row:row_stop], whole[1][:, :, row:row_stop]
             if own.start == 0:
-                target[0].copy_(diagonal[0])
-                target[1].copy_(diagonal[1])
+                if target is not diagonal:
+                    target[0].copy_(diagonal[0])
+                    target[1].copy_(diagonal[1])
                 continue
             # all earlier keys are seen by all queries: grouped heads become further queries, and keys are not repeated
             before_k, before_v = keys[:, :, : own.start], values[:, :, : own.start]
             dense = self.attend(Block(self.folded(rows, keys.shape[1]), before_k, before_v, False, scale))
             dense_out, dense_lse = (unfold_groups(x, heads, row_stop - row) for x in dense[:2])
-            merge((diagonal[0], diagonal[1]), (dense_out, dense_lse), target)
-        return Attended(out, lse, state)
+            merge(diagonal, (dense_out, dense_lse), target)
+        return attended if whole is None else Attended(*whole, attended.state)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ, block by block: first the prefix, then the slice's own tokens.
@@ -118,41 +124,46 @@ class BlockKernel:
         Rows count from the slice's start, columns from the sequence's.
         """
         dtype, start = self.backward_dtype(queries.q.dtype), queries.start
-        inputs = grad.to(dtype), queries.q.to(dtype), attended.out.to(dtype)
+        inputs = [x.to(dtype) for x in (grad, queries.q, attended.out)]
         batch, heads, tokens, dim = queries.q.shape
-        total = queries.q.new_zeros(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
+        kv_heads, total = queries.keys.shape[1], None
+        own = tuple(own_blocks(0, tokens, self.causal_tokens))
+        if start == 0 and len(own) > 1:  # otherwise the first block has all rows
+            total = queries.q.new_zeros(batch, tokens, heads, dim, dtype=dtype).transpose(1, 2)
 
-        def keys_values(column: int, column_stop: int) -> list[Tensor]:
-            return [x[:, :, column:column_stop].to(dtype) for x in (queries.keys, queries.values)]
-
-        def run(rows: list[Tensor], k: Tensor, v: Tensor, is_causal: bool, lse: Tensor) -> tuple[Tensor, ...]:
+        def run(row: int, row_stop: int, column: int, column_stop: int, is_causal: bool, again: bool = False) -> None:
+            """Run a block: on the diagonal, or where every query sees every key."""
+            nonlocal total
+            rows, lse = inputs, attended.lse
+            if row_stop - row < tokens:
+                rows, lse = [x[:, :, row:row_stop] for x in inputs], lse[:, :, row:row_stop]
+            k, v = (x[:, :, column:column_stop].to(dtype) for x in (queries.keys, queries.values))
+            if is_causal:
+                k, v = self.expanded(k, heads), self.expanded(v, heads)
+            else:
+                rows = [self.folded(x, kv_heads) for x in rows]
             d_out, q, out = rows
             block = Block(q, k, v, is_causal, queries.scale)
-            return self.attend_backward(d_out, block, Attended(out, lse.reshape(q.shape[:3]), attended.state))
-
-        def dense(row: int, row_stop: int, column: int, column_stop: int, again: bool = False) -> None:
-            """Run a block in which every query sees every key."""
-            k, v = keys_values(column, column_stop)
-            rows = [self.folded(x[:, :, row:row_stop], k.shape[1]) for x in inputs]
+            of_block = Attended(out, lse.reshape(q.shape[:3]), attended.state)
+            dq, dk, dv = self.attend_backward(d_out, block, of_block)
             # queries gather gradients from every block, keys from this one alone
-            dq, dk, dv = run(rows, k, v, False, attended.lse[:, :, row:row_stop])
-            total[:, :, row:row_stop].add_(unfold_groups(dq, heads, row_stop - row))
+            dq = unfold_groups(dq, heads, row_stop - row)
+            if total is None:
+                total = dq.transpose(1, 2).contiguous().transpose(1, 2)
+            else:
+                total[:, :, row:row_stop].add_(dq)
+            if is_causal:
+                dk, dv = sum_groups(dk, kv_heads), sum_groups(dv, kv_heads)
             add_grads(column, dk, dv, again)
 
-        def causal(row: int, row_stop: int) -> None:
-            """Run a block on the diagonal."""
-            k, v = (self.expanded(x, heads) for x in keys_values(start + row, start + row_stop))
-            dq, dk, dv = run([x[:, :, row:row_stop] for x in inputs], k, v, True, attended.lse[:, :, row:row_stop])
-            total[:, :, row:row_stop].add_(dq)
-            add_grads(start + row, *(sum_groups(x, queries.keys.shape[1]) for x in (dk, dv)))
-
         for column, column_stop in cut(start, self._prefix_tokens(queries.keys, dtype)):
-            dense(0, tokens, column, column_stop)
-        for row, row_stop, column in own_blocks(0, tokens, self.causal_tokens):
+            run(0, tokens, column, column_stop, False)
+        for row, row_stop, column in own:
             if column == row:
-                causal(row, row_stop)
+                run(row, row_stop, start + row, start + row_stop, True)
             else:
-                dense(row, row_stop, start + column, start + row, again=True)
+                run(row, row_stop, start + column, start + row, False, again=True)
+        assert total is not None
         return total.to(queries.q.dtype)
 
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:

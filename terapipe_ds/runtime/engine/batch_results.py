@@ -168,8 +168,7 @@ class BatchResults:
         if outputs:
             micro_batch = batch.micro_batches[micro_batch_id]
             size, rows = self._sequence.size, micro_batch.shape.rows
-            shares = SlicePlan(tuple(length // size for length in micro_batch.plan.lengths for _ in range(size)))
-            whole = joined(outputs, shares, micro_batch.all_weights, rows, self._sequence_dim)
+            whole = joined(outputs, micro_batch.plan.divided(size), micro_batch.all_weights, rows, self._sequence_dim)
             if engine.eval_return_logits:
                 engine.outputs = whole
             if not engine._compute_loss:

@@ -168,7 +168,7 @@ class IncomingBatches:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
         size, rank = self._sequence.size, self._sequence.rank
-        shares = SlicePlan(tuple(length // size for length in plan.lengths for _ in range(size)))
+        shares = plan.divided(size)
         weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
         if labels is not None and not any(weights):
             logger.warning(

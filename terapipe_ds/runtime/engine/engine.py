@@ -103,6 +103,7 @@ class TeraPipeEngine(ModelEndsEngine):
     step_label_counts: Sequence[float] | None = None
     _written: WrittenParameters | None = None  # in the first training batch, as the next one
     _outside: OutsideLayers | None = None
+    _deepcompile_z3_eager_fallback: Any = None  # DeepSpeed asks for it in each forward; a search of the module is slow
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow
     total_loss: Any
     total_additional_losses: Any

@@ -12,11 +12,13 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.schedule.action import Action, Kind
+
+_NOTHING = nullcontext()
 
 
 class OwnTime:
@@ -48,19 +50,25 @@ class OwnTime:
 
     def input_is_here(self) -> None:
         """Begin now: the links' measurements cover the time that a message takes."""
-        self._begin_s = time.thread_time()
+        if self.is_on:
+            self._begin_s = time.thread_time()
 
     def layers_begin(self) -> None:
         """Stop counting: the time from now on belongs to the layers."""
-        self._layers_begin_s = time.thread_time()
+        if self.is_on:
+            self._layers_begin_s = time.thread_time()
 
     def layers_end(self) -> None:
         """Count again."""
-        self._layers_s += time.thread_time() - self._layers_begin_s
+        if self.is_on:
+            self._layers_s += time.thread_time() - self._layers_begin_s
+
+    def layers(self) -> AbstractContextManager[None]:
+        """Count the block as time of the layers."""
+        return self._layers() if self.is_on else _NOTHING
 
     @contextmanager
-    def layers(self) -> Iterator[None]:
-        """Count the block as time of the layers."""
+    def _layers(self) -> Iterator[None]:
         self.layers_begin()
         yield
         self.layers_end()

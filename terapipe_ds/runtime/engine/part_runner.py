@@ -135,13 +135,13 @@ class DeepSpeedCalls:
     @contextmanager
     def _engine_backward(self) -> Iterator[None]:
         """Mark this as the engine's backward: the ZeRO optimizers refuse a user's own `tensor.backward()`."""
-        engine = self._engine
-        engine._running_engine_backward = True
+        state = vars(self._engine)  # `nn.Module` would look for a parameter of that name each time
+        state["_running_engine_backward"] = True
         try:
             yield
-            engine._backward_epilogue()
+            self._engine._backward_epilogue()
         finally:
-            engine._running_engine_backward = False
+            state["_running_engine_backward"] = False
 
     def timed(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
         """Call, with `wall_clock_breakdown` under one of DeepSpeed's timers. For a receive it times the wait."""

@@ -189,8 +189,15 @@ class ModelChanges:
     def _all(self) -> Iterator[Any]:
         for name in HOOKS_OF_MODULES:
             yield from map(_code_of, getattr(nn.modules.module, f"_global{name}", {}).values())
-        for module in self._module.modules():
+        stack: list[nn.Module | None] = [self._module]  # `modules()` takes several times as long, in each step
+        known = set[nn.Module]()
+        while stack:
+            module = stack.pop()
+            if module is None or module in known:
+                continue
+            known.add(module)
             own = vars(module)
+            stack += module._modules.values()
             yield type(module)
             yield getattr(type(module), "forward", None)  # the class of a TorchScript module has none
             yield own.get("scale_grad_by_freq")  # of an embedding, which counts words per slice then

@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode_stack
 
-from terapipe_ds.attention import active_slice
+from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without_need
 
@@ -211,9 +211,12 @@ class WeightGradients:
     def _is_hooked(self, weight: Tensor) -> bool:
         """Return whether code other than the optimizer's own must learn of each gradient of the weight."""
         has_sum = self._has_sum(weight)
-        own = self._own_hooks if self.sums is None or not has_sum else self.sums.own_hooks(weight)
-        others = len(getattr(weight, "_post_accumulate_grad_hooks", None) or ()) > own
-        return others or bool(weight._backward_hooks) or (self.is_watched and not has_sum)
+        if weight._backward_hooks or (self.is_watched and not has_sum):
+            return True
+        hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
+        if not hooks:
+            return False
+        return len(hooks) > (self._own_hooks if self.sums is None or not has_sum else self.sums.own_hooks(weight))
 
     def _is_summed(self, parameter: Tensor) -> bool:
         """Return whether gradients of the parameter may go to a sum of the optimizer, and to nobody else."""
@@ -244,25 +247,25 @@ class WeightGradients:
 
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
         """Return `F.linear(inputs, weight, bias)`, whose weight gradient comes from here; transposed: [in, out]."""
-        leaf, add = _Leaf(weight, is_transposed), self.adder(inputs, weight)
+        add = self.adder(inputs, weight)
         if add is None:
-            return F.linear(inputs, leaf.of(weight), bias)
+            return F.linear(inputs, weight.t() if is_transposed else weight, bias)
         if add != self.keep:
-            return _Linear.apply(inputs, weight, bias, None, leaf, add)
+            return _Linear.apply(inputs, weight, bias, None, _Leaf(weight, is_transposed, add))
         # a sum over all rows is more exact than the sum of rounded ones
         if bias is not None and not is_transposed and self._is_summed(weight) and self._is_summed(bias):
             add, bias = partial(self.keep, bias=bias), bias.detach()
         # the product comes later: leave out the edge to the weight, or B would call its hooks with nothing
-        return _Linear.apply(inputs, weight.detach(), bias, self.witness, leaf, add)
+        return _Linear.apply(inputs, weight.detach(), bias, self.witness, _Leaf(weight, is_transposed, add))
 
     def lookup(self, ids: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
         """Return `F.embedding(ids, weight, padding_idx)`; with sums, a group of slices has one gradient of the table.
 
         Without sums, or with hooks, autograd makes a gradient as large as the table for each slice.
         """
-        key = self._running_key()
+        active = self._running_slice()
         is_summed = type(weight) in _PLAIN and self._is_summed(weight)
-        if key is None or not is_summed or not self._is_kept(key, False):
+        if active is None or not is_summed or not self._is_kept(active, False):
             return F.embedding(ids, weight, padding_idx)
         return _Lookup.apply(ids, weight.detach(), self.witness, partial(self.keep, weight), padding_idx)
 
@@ -287,22 +290,24 @@ class WeightGradients:
 
         It is `keep` where factors wait, unless the caller cannot let them (`waits`).
         """
-        key, is_leaf = self._running_key(), weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype
-        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
-        if key is None or not is_leaf or not is_plain or torch.is_autocast_enabled(inputs.device.type):
+        active = self._running_slice()
+        if active is None or not (weight.requires_grad and weight.is_leaf and inputs.dtype == weight.dtype):
             return None
-        if weight.is_complex():  # the products here have no conjugates
+        is_plain = type(weight) in _PLAIN and type(inputs) in _PLAIN
+        # the products here have no conjugates
+        if not is_plain or torch.is_autocast_enabled(inputs.device.type) or weight.is_complex():
             return None
         # the greatest saving first: later, the optimizer's sum, `.grad` in one pass
         hooked = self._is_hooked(weight)
-        if waits and inputs.requires_grad and self._is_kept(key, hooked):
+        if waits and inputs.requires_grad and self._is_kept(active, hooked):
             return self.keep  # otherwise the output would depend only on the weight, which is hidden
-        if self.sums is not None and self._has_sum(weight) and not hooked:
+        if hooked:
+            return None
+        if self.sums is not None and self.sums.has(weight):
             return self.sums.add
-        active = active_slice()
-        return None if hooked or active is None or active.is_whole else _add_product
+        return None if active.is_whole else _add_product
 
-    def _running_key(self) -> Key | None:
+    def _running_slice(self) -> ActiveSlice | None:
         """Return the slice whose forward is recorded; None: nothing that this object may compute."""
         if self.is_closed:
             return None
@@ -310,12 +315,13 @@ class WeightGradients:
         # vmap and similar tools see operations, not our products
         if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        if _are_operations_replaced():
-            return None
-        return active.part_id, active.micro_batch_id, active.slice_id
+        return None if _are_operations_replaced() else active
 
-    def _is_kept(self, key: Key, hooked: bool) -> bool:
+    def _is_kept(self, active: ActiveSlice, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
+        if not self._split and not self._groups:
+            return False
+        key = active.part_id, active.micro_batch_id, active.slice_id
         if key in self._split:
             return True
         return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
@@ -467,14 +473,11 @@ _Add = Callable[[Tensor, Tensor, Tensor], Tensor | None]
 
 
 class _Leaf(NamedTuple):
-    """Hide the weight from autograd, which takes an edge to each tensor argument."""
+    """Hide the weight from autograd, which takes an edge to each tensor argument; `add` takes its factors."""
 
     weight: Tensor
     is_transposed: bool  # [in, out]
-
-    def of(self, weight: Tensor) -> Tensor:
-        """Return a tensor like the weight as [out, in]."""
-        return weight.t() if self.is_transposed else weight
+    add: _Add
 
 
 class _Lookup(torch.autograd.Function):
@@ -496,19 +499,20 @@ class _Lookup(torch.autograd.Function):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, witness: Tensor | None, leaf: _Leaf, add: _Add
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, witness: Tensor | None, leaf: _Leaf
     ) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         ctx.leaf = leaf  # the saved one is another object, without .grad
-        ctx.add, ctx.place = add, 1 if witness is None else -1  # of what tells, among the edges to tensors
-        outputs = F.linear(inputs, leaf.of(weight), bias)
-        return outputs.detach()  # with a bias it is a view, which forbids in-place work on it
+        ctx.place = 1 if witness is None else -1  # of what tells, among the edges to tensors
+        outputs = F.linear(inputs, weight.t() if leaf.is_transposed else weight, bias)
+        return outputs if bias is None else outputs.detach()  # with a bias it is a view, which forbids in-place work
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # a layer may compute only the gradients of its inputs in its forward, and go on with these
         if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
-            return grad @ ctx.leaf.of(ctx.leaf.weight), None, None, None, None, None
+            weight, is_transposed, _ = ctx.leaf
+            return grad @ (weight.t() if is_transposed else weight), None, None, None, None
         return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
 
 
@@ -516,12 +520,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # the gradient of the inputs comes first: the stage before waits for it
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
+    leaf, is_transposed, add = ctx.leaf
     rows = grad.reshape(-1, grad.shape[-1])
-    inputs_grad = (rows @ ctx.leaf.of(weight)).view(inputs.shape) if needs_inputs else None
+    inputs_grad = (rows @ (weight.t() if is_transposed else weight)).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
-    both = rows, inputs.reshape(-1, inputs.shape[-1])
-    weight_grad = ctx.add(ctx.leaf.weight, *(both[::-1] if ctx.leaf.is_transposed else both))
-    return inputs_grad, weight_grad, bias_grad, None, None, None
+    flat = inputs.reshape(-1, inputs.shape[-1])
+    weight_grad = add(leaf, flat, rows) if is_transposed else add(leaf, rows, flat)
+    return inputs_grad, weight_grad, bias_grad, None, None
 
 
 _backward_once = once_differentiable(_backward)  # if the backward is recorded; otherwise it only takes time

@@ -21,7 +21,6 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -166,11 +165,7 @@ class FirstBatchCheck:
         """
         if self._shares == 1:
             return micro_batches
-        divided = []
-        for one in micro_batches:
-            lengths = (length // self._shares for length in one.plan.lengths for _ in range(self._shares))
-            divided.append(replace(one, plan=SlicePlan(tuple(lengths))))
-        return divided
+        return [replace(one, plan=one.plan.divided(self._shares)) for one in micro_batches]
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""

@@ -67,11 +67,11 @@ class LabelProbe:
         order = order[counts[order] * _SHARE >= len(kinds)] if is_later else order
         # tensor-parallel ranks try the same labels, because loss_fn may communicate
         places = self._check.slicing.ranks.exchange(np.flatnonzero(fresh)[first[order]])[0]
+        if not len(places):
+            return None
         before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
-        if not len(places):
-            return None
         with self._on_device(), untouched(holder, with_gradients=False):
             calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
             problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)

@@ -284,11 +284,11 @@ def test_the_fastest_kernel_is_chosen_and_named(
 ) -> None:
     q, times = torch.zeros(1, 4, 2, 8), dict[str, float]()
     with flash_attn_on_cpu(FlashAttn3), _on_cpu(TorchOps(), Cudnn):
-        backends.set_backend(None)
         monkeypatch.setattr(backends, "fastest", lambda kernels, q, need: times)
         for chosen in ("cudnn", "cuda_flash", "flash_attn_3"):
             times = {name: 1.0 if name == chosen else 2.0 for name in ("flash_attn_3", "cudnn", "cuda_flash")}
             monkeypatch.setattr(backends, "_logged", set())
+            backends.set_backend(None)
             with caplog.at_level(logging.INFO, logger="terapipe_ds"):
                 assert choose_backend(q, Need()).name == chosen
             assert f"automatic backend {chosen} for cpu" in caplog.messages[-1]
@@ -296,8 +296,10 @@ def test_the_fastest_kernel_is_chosen_and_named(
                 assert f"{other}: it takes 2.000 ms where {chosen} takes 1.000 ms" in caplog.messages[-1]
         assert choose_backend(q, Need(documents=True)).name == "flash_attn_3"  # in one call, whatever the times
         times |= {"flash_attn_3": 1.04, "cudnn": 1.0}  # nearly equal: the same choice in each run
+        backends.set_backend(None)
         assert choose_backend(q, Need()).name == "flash_attn_3"
         times["cudnn"] = 0.5
+        backends.set_backend(None)
         assert choose_backend(q, Need(documents=True)).name == "flash_attn_3"
         torch.use_deterministic_algorithms(True)  # times differ from run to run: the order decides
         try:

@@ -189,5 +189,5 @@ def test_a_probe_adds_to_the_gradients_of_the_prefix_as_training_does() -> None:
         sums.append(entry.grads.at(0, 4)[1].sum().item())
     one = sums[0]
     assert one > 0 and sums[1] == pytest.approx(2 * one)
-    assert sums[3] > sums[2] > sums[1]
+    assert sums[3] > sums[2] == sums[1]  # the share of the tokens of a slice goes to its layer
     assert 0 < sums[4] < sums[3]  # the last one of a sequence has none after it

@@ -348,13 +348,13 @@ def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
 @pytest.mark.parametrize(
     ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]
 )
-def test_large_clusters_are_planned_within_a_fifth_of_the_bound(
+def test_large_clusters_are_planned_within_a_quarter_of_the_bound(
     model: str, nodes: int, batch: int, length: int
 ) -> None:
-    """The bound holds for several parts per stage, too, which fill and drain in less than a stage's work."""
+    """The bound holds for several parts per stage, too, which hardly wait; these clusters have no memory for them."""
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
-    assert best.gap < 0.2
-    assert max(best.memory_bytes) <= 85.9e9
+    assert best.gap < 0.25
+    assert max(best.memory_bytes) <= 0.9 * 80 * 2**30
 
 
 def test_a_tied_matrix_is_summed_and_stepped_where_it_is() -> None:

@@ -149,7 +149,7 @@ class Repeated(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         row, document = opaque.row_positions(hidden), opaque.position_ids(hidden, 0)
-        places = (0.1 * row).cos()[None, :, None] + (0.3 * document).sin()[..., None]
+        places = (0.1 * row.double()).cos()[None, :, None] + (0.3 * document.double()).sin()[..., None]
         heads = (self.project(hidden) + places.to(hidden.dtype)).unflatten(-1, (4, -1)).transpose(1, 2)
         options = {"sinks": self.sinks, **self.options}
         first = sliced_attention(heads, heads, heads, (self, 0), **options)

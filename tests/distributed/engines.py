@@ -318,7 +318,7 @@ def raised_by(act: Callable[[], Any]) -> tuple[str, str]:
     """Return the class and the text of the error that `act` raises, two empty strings if it raises nothing."""
     try:
         act()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return type(error).__name__, str(error)
     return "", ""
 

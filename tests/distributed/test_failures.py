@@ -5,6 +5,7 @@ most run on the ranks of the pool, some under DeepSpeed's own launcher with a tr
 """
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -117,6 +118,7 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
     "no data left on the last stage": lambda engine: _on(engine, _last(engine), iter([]), batches(2)),
     "data raises on the first stage": lambda engine: _on(engine, 0, _broken_iterator(), batches(2)),
     "data raises on the last stage": lambda engine: _on(engine, _last(engine), _broken_iterator(), batches(2)),
+    "data leaves the program": lambda engine: engine.train_batch(sys.exit("done") for _ in range(2)),
     "data ends here, raises there": lambda engine: _on(engine, 0, iter([]), _broken_iterator()),
     "labels without a sequence": lambda engine: engine.train_batch(_changed(lambda x, y: (x, y[:, 0]))),
     "no labels": lambda engine: engine.train_batch(_changed(lambda x, y: (x, None))),
@@ -227,6 +229,7 @@ ALIKE = {
     "no data left on the last stage": ("BatchError", r"iterator of stage [12] is at its end.*the same micro-batches"),
     "data raises on the first stage": ("OSError|BatchError", r"the disk is gone"),
     "data raises on the last stage": ("OSError|BatchError", r"the disk is gone"),
+    "data leaves the program": ("SystemExit|BatchError", "done"),
     "data ends here, raises there": ("OSError|BatchError", r"the disk is gone"),
     "labels without a sequence": ("BatchError", r'no label tensor has dimension 1.*"slices": 1, "schedule": "1f1b"'),
     "no labels": ("BatchError", "there are no labels"),

@@ -76,7 +76,7 @@ def _try_slices(member: Member, data: list[Batch], stock: Run, seen: Seen) -> No
 
 def _trained(member: Member, terapipe: dict[str, Any] | None, data: list[Batch], stages: int = 2) -> Run:
     options = {"loss_fn": copy.deepcopy(member.loss_fn), "stages": stages, **member.engine}
-    return run_training(lambda: member.layers, terapipe, data, **options)
+    return run_training(lambda: member.layers, terapipe, copy.deepcopy(data), **options)
 
 
 @contextlib.contextmanager
@@ -108,7 +108,7 @@ SAMPLE = (
     "SparseBag", "NestedOnTheWay", "LossWithoutLogits", "ForgottenScale",
     "LossParameter", "LossParameterBothWays", "CountingLoss",
     "SinksAndCaps", "FaintBalancingLoss", "ZHandedOnAsTheLossIs", "AddedByTokens",
-    "CentredByTheModule", "ScaledByAHook",
+    "CentredByTheModule", "ScaledByAHook", "writing_to_labels",
     "SeededNoise", "SeededProjection",
     "Scripted", "BiasesInPlace", "BiasesInPlace seq1f1b-zb", "StateInPlace", "SideGradientCancelsInBf16",
 )  # fmt: skip

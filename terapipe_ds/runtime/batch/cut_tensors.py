@@ -142,8 +142,8 @@ class SliceableTensors:
         return replace(self, tensors=tensors)
 
     def part(self, start: int, stop: int) -> Any:
-        """Return tokens [start, stop) in the form that the user gave, contiguous: the user's code may call `view()`."""
-        tensors = tuple([t.contiguous() for t in self.span(start, stop)])
+        """Return copies of tokens [start, stop) in the user's form, whose code may call `view()`, or write to them."""
+        tensors = tuple([t.clone(memory_format=torch.contiguous_format) for t in self.span(start, stop)])
         return tensors if self.is_tuple else tensors[0]
 
 

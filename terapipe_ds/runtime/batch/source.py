@@ -115,7 +115,7 @@ class BatchSource:
                 self._look_at(each)
             if self._place.peers is not None:
                 sums = self._sums(drawn, labels)
-        except Exception as caught:
+        except (Exception, SystemExit) as caught:  # each rank may leave by the code that the data give it
             error = caught
         # report the data of this rank, and learn the shapes from the stage with the labels: one sum over all ranks
         seen = tuple(each.seen for each in drawn if each.seen is not None)

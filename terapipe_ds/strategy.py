@@ -234,7 +234,8 @@ class Strategy(BaseModel):
         try:
             strategy = parse_as(cls, text)
         except JsonError as error:
-            raise StrategyError(f"strategy: {error}; give what `terapipe strategy` or `to_json` wrote") from None
+            wrote = "`terapipe strategy --strategy-out` or `to_json` wrote"
+            raise StrategyError(f"strategy: {error}; give what {wrote}") from None
         stages, parts = strategy.grid["pipe"], len(strategy.partition) - 1
         if len(strategy.memory_bytes) != stages:
             given = len(strategy.memory_bytes)

@@ -8,7 +8,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import signal
 import sys
 import time
@@ -270,7 +269,7 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
 
 
 def _launch(best: Strategy, options: StrategyOptions) -> str:
-    return best.launch_command("hostfile", config=os.path.basename(options.out) if options.out else "ds.json")
+    return best.launch_command("hostfile", config=options.out or "ds.json")
 
 
 def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:

@@ -144,6 +144,9 @@ def convert(text: str) -> Conversion:
     problems += _add_scheduler(result.ds_config, values)
     if problems:
         raise TeraPipeConfigError("; ".join(problems))
+    if "--accumulate-allreduce-grads-in-fp32" in values and {"--bf16", "--fp16"} & values.keys():
+        zero = result.ds_config.setdefault("zero_optimization", {})
+        zero["stage"] = zero.get("stage") or 1  # DeepSpeed has these sums under ZeRO alone
     # DeepSpeed's monitors have a switch each; several parts on a stage need a schedule that has them
     for section in result.ds_config.keys() & {"tensorboard", "wandb"}:
         result.ds_config[section]["enabled"] = True

@@ -22,6 +22,7 @@ from terapipe_ds.config.values import (
     TIMEOUT_FORM,
     Bounds,
     CheckpointsConfig,
+    Folder,
     Index,
     Indices,
     Int64,
@@ -120,7 +121,7 @@ class TeraPipeConfig(StrictModel):
     check_finite: Literal["off", "every_step"] = Field("off", description='"off" or "every_step"')
     stall_timeout_s: Timeout = Field(300.0, description=TIMEOUT_FORM)
     data_timeout_s: Timeout = Field(1800.0, description=TIMEOUT_FORM)
-    trace_dir: NonEmpty | None = Field(None, description="the path of a directory, or null")
+    trace_dir: Folder | None = Field(None, description="the path of a directory, or null")
     peak_tflops: Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)] | None = Field(
         None, description="a number > 0, the dense peak of one device in 10^12 FLOP/s, or null"
     )

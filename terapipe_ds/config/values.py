@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -63,6 +64,7 @@ Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
+Folder = Annotated[NonEmpty, AfterValidator(os.path.expanduser)]  # no shell reads a JSON and replaces `~`
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
 ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]
@@ -84,7 +86,7 @@ class PlannerConfig(StrictModel):
     """Hold `terapipe.planner`: how the planner chooses slices when `slices` is "auto"."""
 
     profile: _Profile = Field(default="measure", description='"measure", or a path that ends in .json')
-    cache_dir: NonEmpty | None = Field(default=None, description="the path of a directory, or null")
+    cache_dir: Folder | None = Field(default=None, description="the path of a directory, or null")
     memory_limit_gb: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="a finite number > 0, or null"
     )

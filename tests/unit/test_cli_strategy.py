@@ -84,7 +84,7 @@ def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     named = {"terapipe": json.loads(text[text.index('"terapipe": ') :].splitlines()[0].removeprefix('"terapipe": '))}
     config = strategy.to_deepspeed() | named
     assert TeraPipeConfig.from_deepspeed(config).plan_for(256) == section.plan_for(256)
-    assert "--deepspeed_config ds.json" in text
+    assert f"--deepspeed_config {out}" in text
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 from terapipe_ds.costs.model_sizes import Experts, Latent, ModelSize, ModelSizeError
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.messages import show_value
 from terapipe_ds.planner.errors import PlannerError
 
 _KEYS = {
@@ -46,6 +47,9 @@ _NO_ATTENTION = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
 )  # fmt: skip
 
+_KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
+"""Entries of `layer_types` of layers with attention."""
+
 
 def size_of_config(path: str) -> ModelSize:
     """Return the model size of a Hugging Face `config.json`.
@@ -65,8 +69,12 @@ def size_of_config(path: str) -> ModelSize:
     text = document.get("text_config")
     config: Mapping[str, Any] = text if isinstance(text, dict) else document
     family = str(config.get("model_type", ""))
-    _check_kind(path, family, document)
+    _check_kind(path, family, document, config)
     # families spell the same number in different ways
+    for name in (name for names in _KEYS.values() for name in names):
+        if (value := config.get(name)) is not None and (type(value) is not int or value < 0):
+            fix = "give an integer, or a measured profile if layers differ"
+            raise PlannerError(f"{path}: {name} = {show_value(value)}: {fix}")
     numbers = {field: _number(config, names) for field, names in _KEYS.items()}
     missing = [
         _KEYS[field][0] for field in ("num_layers", "hidden_size", "num_heads", "vocab_size") if not numbers[field]
@@ -135,14 +143,15 @@ def _needed(path: str, config: Mapping[str, Any], name: str) -> int:
     return number
 
 
-def _check_kind(path: str, family: str, document: Mapping[str, Any]) -> None:
+def _check_kind(path: str, family: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> None:
     """Raise PlannerError for encoders, and for layers that are not all attention and MLP."""
     architectures = _listed(path, document, "architectures", str)
     is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
     if document.get("is_encoder_decoder") or is_other:
         what = ", ".join(architectures) or family
         raise PlannerError(f"{path}: {what} is no decoder model; give the config.json of a causal language model")
-    if family.startswith(_NO_ATTENTION):
+    kinds = {str(kind) for kind in _listed(path, config, "layer_types", str)}
+    if family.startswith(_NO_ATTENTION) or not kinds <= _KINDS:
         raise PlannerError(f"{path}: layers of {family} are not all attention and MLP; give a measured profile")
 
 

@@ -223,6 +223,12 @@ def test_other_sections_are_no_misspelling() -> None:
     assert not TeraPipeConfig.from_deepspeed({name: {"enabled": True} for name in others} | {"terapip": 1}).enabled
 
 
+def test_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    found = read({"trace_dir": "~/traces", "planner": {"cache_dir": "~/profiles"}})
+    assert (found.trace_dir, found.planner.cache_dir) == ("/home/me/traces", "/home/me/profiles")
+
+
 def test_keywords_are_checked_alike() -> None:
     assert TeraPipeConfig(enabled=True, slices=4).slices == 4
     with pytest.raises(TeraPipeConfigError, match=r"terapipe.slices = 0: must be"):

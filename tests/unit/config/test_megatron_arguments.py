@@ -26,6 +26,9 @@ def test_a_usual_command_line() -> None:
     assert result.kept == ["--train-iters 40", "--num-layers 24", "--swiglu"]
     assert list(result.lost) == ["--overlap-grad-reduce", "--weight-decay"]
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}  # as Megatron-LM sets it with --bf16
+    assert convert(f"{USUAL} --bf16").ds_config["zero_optimization"] == {
+        "stage": 1
+    }  # without it DeepSpeed refuses them
     narrow = convert(f"{text} --grad-reduce-in-bf16 --weight-decay 0 --sgd-momentum 0.9")
     assert narrow.ds_config["data_types"] == {"grad_accum_dtype": "bf16"} and "--weight-decay" not in narrow.lost
     assert narrow.ds_config["optimizer"]["params"].keys() == {"lr", "weight_decay", "betas", "eps"}

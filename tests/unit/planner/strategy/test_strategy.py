@@ -206,7 +206,13 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
     path.write_text(json.dumps(gpt2))
     assert size_of_config(str(path)).num_parameters() == 124_439_808  # GPT-2 small
     assert plan_strategy(str(path), Cluster("v100", 1, 2), **SMALL).partition[-1] == 14
-    for change, message in (({"n_head": None}, "lacks num_attention_heads"), ({"num_experts": 8}, "experts")):
+    for change, message in (
+        ({"n_head": None}, "lacks num_attention_heads"),
+        ({"n_head": "12"}, "n_head = '12': give an integer"),
+        ({"n_inner": [3072] * 12}, "n_inner = .*: give an integer, or a measured profile if layers differ"),
+        ({"layer_types": ["full_attention", "conv"] * 6}, "not all attention and MLP; give a measured profile"),
+        ({"num_experts": 8}, "experts"),
+    ):
         path.write_text(json.dumps(gpt2 | change))
         with pytest.raises(PlannerError, match=message):
             size_of_config(str(path))

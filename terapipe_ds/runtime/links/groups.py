@@ -23,7 +23,7 @@ from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
 from terapipe_ds.runtime.layout.sequence_axis import peers_of
 from terapipe_ds.runtime.links.channel import Wire
-from terapipe_ds.runtime.links.queues import queue_count
+from terapipe_ds.runtime.links.queues import loads_kernels_at_start, queue_count
 from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
 
@@ -35,9 +35,12 @@ multiprocessor for as long as a receive waits."""
 class Wires:
     """Hold the wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number on each."""
 
-    def __init__(self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]], num_queues: int | None = None) -> None:
+    def __init__(
+        self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]], num_queues: int | None = None, loads_at_start: bool = False
+    ) -> None:
         self._by_ends = by_ends
         self.num_queues = num_queues  # hardware queues of the device with fewest; None without streamed wires
+        self.loads_at_start = loads_at_start  # every rank has loaded all kernels, and both ends of a wire know it
 
     def between(self, ends: WireEnds) -> tuple[Wire, Wire]:
         """Return the wire of activations, from the first of the ends to the other, and the wire of gradients back."""
@@ -56,6 +59,7 @@ class Wires:
                 for ends, both in self._by_ends.items()
             },
             self.num_queues,
+            self.loads_at_start,
         )
 
     @property
@@ -141,8 +145,11 @@ class PipelineGroups:
                 exchange = torch_dist.send if sends else torch_dist.recv
                 exchange(number, peer, group=group, tag=tag)
             connected[ends] = both[0], both[1]
-        is_streamed = any(wire.streamed for both in connected.values() for wire in both)
-        return Wires(connected, min(gather(queue_count(), self.world)) if is_streamed else None)
+        if not any(wire.streamed for both in connected.values() for wire in both):
+            return Wires(connected)
+        # Variables of the environment may differ between machines
+        queues, at_start = zip(*gather((queue_count(), loads_kernels_at_start()), self.world), strict=True)
+        return Wires(connected, min(queues), all(at_start))
 
 
 def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:

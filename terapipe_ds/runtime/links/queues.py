@@ -23,6 +23,11 @@ def queue_count(environment: Mapping[str, str] = os.environ) -> int:
         return DEFAULT_QUEUES
 
 
+def loads_kernels_at_start() -> bool:
+    """Return whether CUDA loads all kernels of this process at its start."""
+    return os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
+
+
 class QueueCheck:
     """Check each schedule before its first batch.
 

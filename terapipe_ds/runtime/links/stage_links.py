@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -50,7 +49,7 @@ class StageLinks:
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
     host. CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that
-    end only after the next work of this stage. With CUDA_MODULE_LOADING=EAGER all kernels are loaded at the start.
+    end only after the next work of this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads them at the start.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
@@ -59,7 +58,7 @@ class StageLinks:
     def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
-        self._post_on_device = wires.post_on_device
+        self._post_on_device, self._loads_at_start = wires.post_on_device, wires.loads_at_start
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._batches_run: Counter[Hashable] = Counter()  # by kind
         self._num_batches = self._num_by_host = 0
@@ -126,7 +125,7 @@ class StageLinks:
     def goes_by_host(self, batch: BatchInFlight) -> bool:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         is_new = any(self._batches_run[kind] < BATCHES_BY_HOST for kind in batch.kinds())
-        return self._post_on_device and is_new and os.environ.get("CUDA_MODULE_LOADING") != "EAGER"
+        return self._post_on_device and is_new and not self._loads_at_start
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""

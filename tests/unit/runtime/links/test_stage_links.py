@@ -34,10 +34,14 @@ def by_host(links: StageLinks, *batches: BatchInFlight) -> list[bool]:
     return went
 
 
-@pytest.fixture
-def links() -> Any:
+def links_on_device(**wires: bool) -> StageLinks:
     with mock.patch.object(Wires, "post_on_device", True):
-        yield StageLinks(Wires({}), Layout(1, placement_for("1f1b", 1, 1)), 0)
+        return StageLinks(Wires({}, **wires), Layout(1, placement_for("1f1b", 1, 1)), 0)
+
+
+@pytest.fixture
+def links() -> StageLinks:
+    return links_on_device()
 
 
 def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
@@ -56,11 +60,11 @@ def test_another_mode_schedule_packed_rows_or_whole_sequences_are(links: StageLi
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 
 
-def test_none_does_where_all_kernels_are_loaded_at_the_start(
-    links: StageLinks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
-    assert by_host(links, batch([16])) == [False]
+def test_none_does_where_all_ranks_have_loaded_their_kernels_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert by_host(links_on_device(loads_at_start=True), batch([16])) == [False]
+    links = links_on_device()
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of this rank alone
+    assert by_host(links, batch([16])) == [True]
 
 
 def test_without_a_device_there_is_no_share() -> None:

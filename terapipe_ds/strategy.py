@@ -203,6 +203,7 @@ class Strategy(BaseModel):
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
         tensor = self.grid["model"]
         return {
+            "pipeline": {"stages": self.grid["pipe"]},  # for Trainer
             **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,

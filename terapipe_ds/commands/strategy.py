@@ -259,6 +259,8 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
         yield f"  module: build it on terapipe_ds.topology_of(strategy), its layers for {sizes['model']} tensor ranks"
     if "sequence" in sizes:
         yield "  module: build it on terapipe_ds.topology_of(strategy), which has sequence ranks"
+    elif sizes["model"] == 1 and best.axes[0] == "data" and sizes["pipe"] > 1 and sizes["data"] > 1:
+        yield "  module: build it on terapipe_ds.topology_of(strategy), with its order of axes"
     yield "  start:  " + _launch(best, options)
     if options.out:
         yield f"  config: {options.out} (set optimizer and learning rate)"

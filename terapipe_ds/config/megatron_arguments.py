@@ -6,6 +6,7 @@ counterpart, with the reason. `render_table` prints all of them for the document
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,9 +16,22 @@ from terapipe_ds.config.values import TeraPipeConfigError
 from terapipe_ds.messages import nearest
 
 
+def _finite(text: str) -> float:
+    """Return a number that JSON can hold; raise ValueError for another one."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text} is no finite number")
+    return number
+
+
+def _count(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(f"{text} is below 1")
+    return number
+
+
 def _power_of_two(text: str) -> int:
     """Return the exponent of a loss scale, which DeepSpeed's JSON has in its place."""
-    return max(int(float(text)), 1).bit_length() - 1
+    return max(int(_finite(text)), 1).bit_length() - 1
 
 
 def _optimizer(text: str) -> str:
@@ -28,29 +42,29 @@ _TRUE: Callable[[str], bool] = lambda text: True  # noqa: E731 (a switch: its pr
 _ONE: Callable[[str], int] = lambda text: 1  # noqa: E731
 
 IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
-    "--micro-batch-size": ("train_micro_batch_size_per_gpu", int),
-    "--global-batch-size": ("train_batch_size", int),
+    "--micro-batch-size": ("train_micro_batch_size_per_gpu", _count),
+    "--global-batch-size": ("train_batch_size", _count),
     "--optimizer": ("optimizer.type", _optimizer),
-    "--lr": ("optimizer.params.lr", float),
-    "--weight-decay": ("optimizer.params.weight_decay", float),
-    "--adam-beta1": ("optimizer.params.betas.0", float),
-    "--adam-beta2": ("optimizer.params.betas.1", float),
-    "--adam-eps": ("optimizer.params.eps", float),
-    "--sgd-momentum": ("optimizer.params.momentum", float),
-    "--clip-grad": ("gradient_clipping", float),
+    "--lr": ("optimizer.params.lr", _finite),
+    "--weight-decay": ("optimizer.params.weight_decay", _finite),
+    "--adam-beta1": ("optimizer.params.betas.0", _finite),
+    "--adam-beta2": ("optimizer.params.betas.1", _finite),
+    "--adam-eps": ("optimizer.params.eps", _finite),
+    "--sgd-momentum": ("optimizer.params.momentum", _finite),
+    "--clip-grad": ("gradient_clipping", _finite),
     "--bf16": ("bf16.enabled", _TRUE),
     "--fp16": ("fp16.enabled", _TRUE),
-    "--loss-scale": ("fp16.loss_scale", float),
+    "--loss-scale": ("fp16.loss_scale", _finite),
     "--initial-loss-scale": ("fp16.initial_scale_power", _power_of_two),
-    "--min-loss-scale": ("fp16.min_loss_scale", float),
-    "--loss-scale-window": ("fp16.loss_scale_window", int),
-    "--hysteresis": ("fp16.hysteresis", int),
+    "--min-loss-scale": ("fp16.min_loss_scale", _finite),
+    "--loss-scale-window": ("fp16.loss_scale_window", _count),
+    "--hysteresis": ("fp16.hysteresis", _count),
     "--accumulate-allreduce-grads-in-fp32": ("data_types.grad_accum_dtype", lambda text: "fp32"),
     "--grad-reduce-in-bf16": ("data_types.grad_accum_dtype", lambda text: "bf16"),
     "--use-distributed-optimizer": ("zero_optimization.stage", _ONE),
     "--zero-stage": ("zero_optimization.stage", int),
-    "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", int),
-    "--log-interval": ("steps_per_print", int),
+    "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", _count),
+    "--log-interval": ("steps_per_print", _count),
     "--tensorboard-dir": ("tensorboard.output_path", str),
     "--wandb-project": ("wandb.project", str),
 }
@@ -142,6 +156,7 @@ def convert(text: str) -> Conversion:
         except (ValueError, KeyError):
             problems.append(f"{name} {values[name]}: this is no value that Megatron-LM takes")
     problems += _add_scheduler(result.ds_config, values)
+    problems += ["--bf16 and --fp16: give one of them"] if {"--bf16", "--fp16"} <= values.keys() else []
     if problems:
         raise TeraPipeConfigError("; ".join(problems))
     if "--accumulate-allreduce-grads-in-fp32" in values and {"--bf16", "--fp16"} & values.keys():
@@ -219,9 +234,9 @@ def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[
     if style not in ("constant", "linear", "cosine"):
         return [f"--lr-decay-style {style}: DeepSpeed has constant, linear and cosine"]
     try:
-        steps = int(total or 0)
-        warmup = int(values.get("--lr-warmup-iters") or steps * float(values.get("--lr-warmup-fraction", 0)))
-        rate, least = float(values["--lr"]), float(values["--min-lr"])
+        steps = _count(total) if total else 0
+        warmup = int(values.get("--lr-warmup-iters") or steps * _finite(values.get("--lr-warmup-fraction", "0")))
+        rate, least = _finite(values["--lr"]), _finite(values["--min-lr"])
     except KeyError:
         return ["--lr is missing: give the learning rate"]
     except ValueError as error:

@@ -72,6 +72,8 @@ def test_links_that_are_given_count(capsys: pytest.CaptureFixture[str]) -> None:
     cluster = Cluster("v100", 2, 2, within_bytes_per_s=2e9, between_bytes_per_s=0.5e9)
     expected = rank_strategies("mini", cluster, **FIXED)[0].predicted_s
     assert as_json(capsys, *FEW, *links)["strategy"]["predicted_s"] == expected
+    slow = ("--model", "nano", "--sequence-length", "4096", "--between-gb-per-s", "0.01")  # a pipeline stays in a node
+    assert "  module: build it on terapipe_ds.topology_of(" in shown(capsys, "strategy", *FEW, *slow)
 
 
 def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

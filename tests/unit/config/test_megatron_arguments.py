@@ -95,8 +95,15 @@ def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
 
 def test_all_problems_at_once() -> None:
     with pytest.raises(TeraPipeConfigError) as raised:
-        convert("--num-layer 4 --nonsense --lr x $MORE --lr-decay-style WSD")
+        convert(
+            "--num-layer 4 --nonsense --lr x $MORE --lr-decay-style WSD --fp16 --bf16 --initial-loss-scale inf "
+            "--clip-grad nan --micro-batch-size 0"
+        )
     for part in (
+        "--bf16 and --fp16: give one",
+        "--initial-loss-scale inf: this is no value",
+        "--clip-grad nan: this is no value",
+        "--micro-batch-size 0: this is no value",
         "--num-layer; did you mean --num-layers?",
         "--nonsense",
         "--lr x",

@@ -170,6 +170,7 @@ def test_a_deepspeed_config_trains_the_global_batch_with_the_plan() -> None:
     config = strategy.to_deepspeed()
     assert config["train_batch_size"] == 4 == strategy.micro_batch_size * strategy.accumulation * strategy.grid["data"]
     assert config["terapipe"]["partition"] == strategy.partition
+    assert config["pipeline"] == {"stages": 4}  # where Trainer reads it
     cut = terapipe_ds.TeraPipeConfig.from_deepspeed(config).plan_for(512)  # a number where slices are equal
     assert list(cut.lengths) == list(strategy.plans[0].lengths)
     assert config["fp16"] == {"enabled": True}  # what a v100 is made for

@@ -168,7 +168,8 @@ def agree_on_batch(
     sums = _numbers(report, place)
     if place.world is not None:
         torch_dist.all_reduce(sums, group=place.world)
-    headers = [_Header(*each) for each in sums[_SHARED:].view(-1, len(_Header._fields)).tolist()]
+    numbers, width = sums.tolist(), len(_Header._fields)  # read once
+    headers = [_Header(*numbers[start : start + width]) for start in range(_SHARED, len(numbers), width)]
     # compare labels only if all stages that draw got some
     other_labels = [each.other_labels and not each.without_labels for each in headers]
     other_contents = any(each.other_contents and not each.without_contents for each in headers)
@@ -179,11 +180,11 @@ def agree_on_batch(
         any(other_labels)
         or other_contents
         or any(each.other_counts or each.other_dicts for each in headers)
-        or bool(sums[:_PROBLEMS].any())
+        or any(numbers[:_PROBLEMS])
     ):
         raise RaisedEverywhere(_problem(report, place))
-    if sums[_PROBLEMS]:
-        when_changed(bool(sums[_PROBLEMS + 1]))
+    if numbers[_PROBLEMS]:
+        when_changed(bool(numbers[_PROBLEMS + 1]))
     # the inputs of stages without labels can be checked only now
     shapes = _shapes(report, place, headers[place.pipeline_id])
     if any(each.without_labels for each in headers):
@@ -225,12 +226,10 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
         data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
-    numbers = torch.zeros(_SHARED + place.num_pipelines * len(_Header._fields), dtype=torch.int64, device="cpu")
     shared = [report.error is not None, call, data, report.model_change > 0, report.model_change > 1]
-    numbers[:_SHARED] = torch.tensor(shared, device="cpu")
-    own = torch.tensor([int(n) for n in header], device="cpu")
-    numbers[_SHARED:].view(-1, len(_Header._fields))[place.pipeline_id] = own
-    return numbers
+    none = [0] * len(header)
+    before, after = none * place.pipeline_id, none * (place.num_pipelines - place.pipeline_id - 1)
+    return torch.tensor([*map(int, (*shared, *before, *header, *after))], dtype=torch.int64, device="cpu")
 
 
 def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import io
 import os
 import re
 import shutil
@@ -45,6 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     arguments = _parse(parser, words)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # an encoding may lack a letter of a file's name
     try:
         arguments.run(arguments)
         print(end="", flush=True)  # without a stdout (`>&-`) as well

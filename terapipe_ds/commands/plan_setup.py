@@ -35,6 +35,11 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config)
     bounds = configured.pop("partition", None)
+    if "strategy" in configured:
+        raise CommandError(
+            f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
+            "take the key out to find others, or price it with `terapipe strategy --against`"
+        )
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
@@ -114,6 +119,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "dtype": keys.precision,
         "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
         "partition": section.partition,
+        "strategy": section.strategy,
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
+from collections.abc import Sequence
 from contextlib import redirect_stdout
+from typing import Any
 
 from terapipe_ds.commands.options import JsonOutput, Output, Progress, json_option, option, write_json
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
@@ -46,7 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
     granularity = min(section.granularity_tokens, length)
-    bounds = _bounds(section.partition, options.stages, len(job.layers))
+    bounds = _bounds(section.partition, options.stages, job.layers)
     if section.keep_attention:
         raise CommandError(
             "terapipe.keep_attention = true in --config: such layers are timed in the running job alone; "
@@ -76,14 +78,16 @@ def run(arguments: argparse.Namespace) -> None:
         print(f"  {model.report}".replace("\n", "\n  "))
 
 
-def _bounds(partition: tuple[int, ...] | None, stages: int, num_layers: int) -> tuple[int, ...] | None:
+def _bounds(partition: tuple[int, ...] | None, stages: int, layers: Sequence[Any]) -> tuple[int, ...] | None:
     """Return the config's cut of the layers; raise CommandError where it does not fit these stages and layers."""
+    from terapipe_ds.runtime.layout.layout import bounds_in
+
     if partition is None:
         return None
     shown = f"terapipe.partition = {list(partition)} in --config"
-    if partition[-1] != num_layers:
-        raise CommandError(f"{shown} ends with {partition[-1]}, but the model has {num_layers} layers: end with that")
+    if (bounds := bounds_in(layers, partition)) is None:
+        raise CommandError(f"{shown} ends with {partition[-1]}, but the model has {len(layers)} layers: end with that")
     if len(partition) - 1 != stages:
         parts = len(partition) - 1
         raise CommandError(f"{shown} has {parts} parts, --stages is {stages}: give --stages {parts}, one part each")
-    return partition
+    return bounds

@@ -28,9 +28,12 @@ class ModelOptions(Options):
     def settings(self) -> tuple[TeraPipeConfig, DeepSpeedJson]:
         """Return the `terapipe` section of the config, and its other keys."""
         from terapipe_ds.config import TeraPipeConfig
+        from terapipe_ds.config.strategy_file import sizes_of
 
         ds_config = read_json(self.config, "--config")
-        return TeraPipeConfig.from_deepspeed(ds_config), DeepSpeedJson(ds_config)
+        section = TeraPipeConfig.from_deepspeed(ds_config)
+        sizes = {} if section.planned is None else sizes_of(section.planned)
+        return section, DeepSpeedJson(ds_config | sizes)
 
     def job(self, keys: DeepSpeedJson, num_stages: int, **more: Any) -> OfflineJob:
         """Return the model with random tokens for it."""

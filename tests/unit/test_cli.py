@@ -60,10 +60,12 @@ def test_no_word_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {command}" in out for command in COMMANDS)
 
 
-def test_a_narrow_terminal_and_a_closed_stdout(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_odd_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("COLUMNS", "1")
-    monkeypatch.setattr(sys, "stdout", None)
-    assert main(["show", *SEQ1F1B]) == 0
+    (tmp_path / "größe.csv").write_text(to_csv(build("seq1f1b", 4, 2, 4)))
+    for stdout in (None, io.TextIOWrapper(io.BytesIO(), encoding="ascii")):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert main(["show", str(tmp_path / "größe.csv")]) == 0
 
 
 @pytest.mark.parametrize("command", COMMANDS)

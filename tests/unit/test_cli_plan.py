@@ -99,6 +99,8 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
+    path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))
+    assert "terapipe.strategy = 'mine.json' in --config" in refused(capsys, *options, "--config", str(path))
 
 
 def test_a_granularity_that_nobody_set_gives_way_to_short_sequences(

@@ -12,6 +12,7 @@ import pytest
 
 from terapipe_ds.cli import main
 from terapipe_ds.commands.options import Progress
+from terapipe_ds.commands.verify import VerifyOptions
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.devices import FILE
 from terapipe_ds.planner.strategy import Cluster, Strategy, rank_strategies
@@ -86,6 +87,9 @@ def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     named = {"terapipe": json.loads(text[text.index('"terapipe": ') :].splitlines()[0].removeprefix('"terapipe": '))}
     config = strategy.to_deepspeed() | named
     assert TeraPipeConfig.from_deepspeed(config).plan_for(256) == section.plan_for(256)
+    (tmp_path / "own.json").write_text(json.dumps({k: v for k, v in config.items() if "batch" not in k}))
+    keys = VerifyOptions(config=str(tmp_path / "own.json"), model="mini").settings()[1]
+    assert keys.number("train_micro_batch_size_per_gpu") == strategy.micro_batch_size > 1  # of the strategy's file
     assert f"--deepspeed_config {out}" in text
 
 

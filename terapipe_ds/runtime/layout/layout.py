@@ -189,14 +189,15 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
     """
     of_section, of_module = config.partition, getattr(module, "partition", None)
     own = tuple(of_module) if isinstance(of_module, (list, tuple)) else None
-    given = None if of_section is None else bounds_in(module, of_section)
+    given = None if of_section is None else bounds_in(module._layer_specs, of_section)
     if of_section is not None and given is None:
         num_layers, strategy = len(module._layer_specs), config.planned
         if strategy is not None:
             of_model = f" of {strategy.model}" if strategy.model else ""
+            num_decoders = _decoder_layers(module._layer_specs)[1]
             raise TeraPipeConfigError(
                 f"terapipe.strategy = {config.strategy!r}: it is for the {strategy.partition[-1]} layers{of_model}, "
-                f"embedding and head among them, and the module has {num_layers}, {_decoder_layers(module)[1]} of them "
+                f"embedding and head among them, and the module has {num_layers}, {num_decoders} of them "
                 "decoder layers: plan again for this model, or build the one that was planned for"
             )
         raise TeraPipeConfigError(
@@ -211,24 +212,24 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
     return own if given is None else given
 
 
-def bounds_in(module: Any, partition: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first layer of each part in `module`, and the end; None if the module does not fit.
+def bounds_in(specs: Sequence[Any], partition: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first layer of each part of a module with these layers, and the end; None if they do not fit.
 
     A model that was planned by its size is an embedding, decoder layers, and a head. A module has more layers before
     and after its decoder layers, such as positions and the last norm: these go with the embedding and with the head.
     """
-    bounds, layers = tuple(partition), len(module._layer_specs)
+    bounds, layers = tuple(partition), len(specs)
     if bounds[-1] == layers:
         return bounds
-    first, count = _decoder_layers(module)
+    first, count = _decoder_layers(specs)
     if bounds[-1] != count + 2 or not 0 < first < layers - count:
         return None
     return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
 
 
-def _decoder_layers(module: Any) -> tuple[int, int]:
+def _decoder_layers(specs: Sequence[Any]) -> tuple[int, int]:
     """Return the first and the number of the layers in the longest run of one kind."""
-    kinds = [getattr(spec, "typename", type(spec)) for spec in module._layer_specs]
+    kinds = [getattr(spec, "typename", type(spec)) for spec in specs]
     runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
     longest = max(runs, key=len)
     return longest[0], len(longest)

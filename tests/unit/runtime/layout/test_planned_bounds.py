@@ -1,6 +1,5 @@
 """Where a strategy that was planned by the size of a model cuts the layers of a module."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from terapipe_ds.runtime.layout.layout import bounds_in
 
 
 def bounds(layers: list[Any], partition: list[int]) -> tuple[int, ...] | None:
-    return bounds_in(SimpleNamespace(_layer_specs=layers), partition)  # type: ignore[arg-type]
+    return bounds_in(layers, partition)
 
 
 @pytest.mark.parametrize(

@@ -119,8 +119,9 @@ def test_what_cannot_be_profiled(
         ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
         ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps = "auto"'),
         ({"fp16": True}, "fp16 = True in --config: give an object"),
-        ({"terapipe": {"partition": [0, 4, 8]}}, "ends with 8, but the model has 9 layers"),
+        ({"terapipe": {"partition": [0, 4, 7]}}, "ends with 7, but the model has 9 layers"),
         ({"terapipe": {"partition": [0, 4, 9]}}, "has 2 parts, --stages is 1: give --stages 2"),
+        ({"terapipe": {"partition": [0, 4, 8]}}, "has 2 parts, --stages is 1"),  # planned by size
         ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
         ({"terapipe": {"recompute": "off"}, "pipeline": {"activation_checkpoint_interval": 1}}, "says otherwise"),
         ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),

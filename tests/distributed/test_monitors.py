@@ -24,7 +24,8 @@ def job_monitored(folder: str, terapipe: dict[str, Any], stages: int) -> list[st
     options: dict[str, Any] = {"gradient_accumulation_steps": MICRO_BATCHES, "stages": stages, **monitor}
     with logged() as said, engine_of(gpt_layers(), unchecked(**changes), **options) as engine:
         train(engine, batches(STEPS, MICRO_BATCHES))
-        engine.eval_batch(iter(batches(1, MICRO_BATCHES)[0]))  # is no step
+        for compute_loss in (False, True):  # is no step
+            engine.eval_batch(iter(batches(1, MICRO_BATCHES)[0]), compute_loss=compute_loss)
     return said
 
 
@@ -75,6 +76,7 @@ def test_values_are_those_of_the_trace(name: str, tmp_path: Path) -> None:
     said, other = rank_pool(2).run(job_monitored, folder=str(tmp_path), terapipe=terapipe, stages=stages)
     values = monitored(tmp_path)
     assert {len(of_steps) for of_steps in values.values()} == {STEPS}
+    assert len((tmp_path / "run/Train_Samples_eval_loss.csv").read_text().splitlines()) == 2  # a head, and one loss
     for index in range(STEPS):
         events = events_of(tmp_path, index + 1, range(stages))
         span_s = max(e["end_s"] for e in events) - min(e["start_s"] for e in events)

@@ -163,14 +163,16 @@ class TeraPipeEngine(ModelEndsEngine):
 
         If tensor parallelism divides the head, these logits cover a part of the vocabulary.
         """
-        returns_each_loss = check_eval_call(self.monitor.enabled, data_iter, *args, **kwargs)
+        training_iterator, is_monitored = self.data_iterator, self.monitor.enabled
+        returns_each_loss, has_loss = check_eval_call(is_monitored, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
-        training_iterator = self.data_iterator
         try:
             with ErrorsUnwrapped(), self._guarded():
                 self._stage.results.returns_each_loss = returns_each_loss
+                self.monitor.enabled = is_monitored and has_loss  # DeepSpeed fails for logits, or calls them a loss
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data
+            self.monitor.enabled = is_monitored
             self.set_dataiterator(training_iterator)
 
     def reset_activation_shape(self) -> None:

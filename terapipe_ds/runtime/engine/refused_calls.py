@@ -27,8 +27,10 @@ def check_checkpointing(in_stock_order: bool) -> None:
         )
 
 
-def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> bool:
-    """Return whether the caller gets each loss. Refuse impossible arguments on every rank, before the batch.
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
+    """Return whether the caller gets each loss, and whether there is a loss to monitor.
+
+    Refuse impossible arguments on every rank, before the batch.
 
     DeepSpeed fails after the batch, on the last stage only.
     """
@@ -47,7 +49,7 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> bool:
             "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
             'returns the list, and the others None. Or set reduce_output="avg"'
         )
-    return reduction is None
+    return reduction is None, bool(bound.arguments["compute_loss"])
 
 
 def problem_of_split(module: object, schedule: str) -> str | None:

@@ -125,10 +125,15 @@ def weighted_loss(
     loss = outputs if loss_fn is None else loss_fn(outputs, labels)
     is_several = isinstance(loss, (tuple, list)) and all(map(torch.is_tensor, loss))
     if is_several and takes_several:
-        return [part * weight for part in loss]
+        return [share_of(part, weight) for part in loss]
     if not torch.is_tensor(loss) or loss.numel() != 1:
         raise LossKindError(_problem_of_kind(loss, loss_fn))
-    return loss if weight == 1.0 else loss * weight
+    return loss if weight == 1.0 else share_of(loss, weight)
+
+
+def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """Return `loss * weight`, in fp32 at least: a loss in half precision is rounded only once, by its function."""
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * weight
 
 
 def require_graph(loss: torch.Tensor, outputs: Any, loss_fn: Any) -> None:

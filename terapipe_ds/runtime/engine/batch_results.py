@@ -14,7 +14,14 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import LossKindError, exact_zero, require_graph, require_scalars, weighted_loss
+from terapipe_ds.runtime.batch.loss import (
+    LossKindError,
+    exact_zero,
+    require_graph,
+    require_scalars,
+    share_of,
+    weighted_loss,
+)
 from terapipe_ds.runtime.layout.sequence_axis import gathered
 
 _WIDE = (torch.float32, torch.float64)
@@ -129,7 +136,7 @@ class BatchResults:
         if additional is not None and self._total_additional is None:
             self._total_additional = type(additional)()
         for name, loss in (additional or {}).items():
-            share = torch.zeros_like(loss) if weight == 0.0 else loss * weight
+            share = torch.zeros_like(loss) if weight == 0.0 else share_of(loss, weight)
             self._total_additional[name] = accumulated(self._total_additional.get(name), share)
 
     def loss_of_nan(self) -> LossOfNaN | None:

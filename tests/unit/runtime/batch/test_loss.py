@@ -71,6 +71,15 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_share_of_a_loss_in_half_precision_is_not_rounded_again(dtype: torch.dtype) -> None:
+    loss = torch.tensor(4.1875, dtype=dtype, requires_grad=True)
+    share = weighted_loss(loss, None, 1 / 3, None)
+    assert share.item() == pytest.approx(4.1875 / 3, rel=1e-6)
+    share.backward()
+    assert loss.grad == torch.tensor(1 / 3, dtype=dtype)
+
+
 @settings(max_examples=60)
 @given(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=5),

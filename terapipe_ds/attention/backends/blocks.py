@@ -91,19 +91,19 @@ class BlockKernel:
         assert queries.dropout_p == 0, "calls on blocks would draw anew in each"
         batch, heads, tokens, _ = q.shape
         pieces = tuple(cut(tokens, self.causal_tokens))
-        # the result of one piece is in the memory that the kernel returns
         whole: TensorPair | None = None
-        if len(pieces) > 1:
-            wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-            shape = batch, tokens, heads
-            out, lse = q.new_empty(*shape, values.shape[3]), q.new_empty(shape, dtype=wide)
-            whole = out.transpose(1, 2), lse.transpose(1, 2)
         for row, row_stop in pieces:
-            rows, own = q if whole is None else q[:, :, row:row_stop], slice(start + row, start + row_stop)
+            rows, own = q if len(pieces) == 1 else q[:, :, row:row_stop], slice(start + row, start + row_stop)
             own_k, own_v = (self.expanded(x[:, :, own], heads) for x in (keys, values))
             # the diagonal first: every query has a key there, so the log-sum-exp is finite
             attended = self.attend(Block(rows, own_k, own_v, True, scale))
             target = diagonal = attended[:2]
+            # one piece stays in the kernel's memory if tokens come first there: a projection would copy it otherwise
+            if whole is None and (len(pieces) > 1 or not diagonal[0].transpose(1, 2).is_contiguous()):
+                wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+                shape = batch, tokens, heads
+                out, lse = q.new_empty(*shape, values.shape[3]), q.new_empty(shape, dtype=wide)
+                whole = out.transpose(1, 2), lse.transpose(1, 2)
             if whole is not None:
                 target = whole[0][:, :, row:row_stop], whole[1][:, :, row:row_stop]
             if own.start == 0:

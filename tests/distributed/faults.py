@@ -177,8 +177,9 @@ def merged_by_halves(merge: Any, first: Any, second: Any, target: Any) -> None:
 
 @fault("attention", UNEVEN, "the merged log-sum-exp is that of the diagonal alone", MERGE)
 def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> None:
+    of_first = first[1].clone()  # the target may be its memory
     merge(first, second, target)
-    target[1].copy_(first[1])
+    target[1].copy_(of_first)
 
 
 fault("attention", SUNK, "a window is one token longer", "attention.call:reach_of", "attention.slice_store:reach_of")(

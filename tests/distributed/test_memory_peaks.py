@@ -22,6 +22,7 @@ CASES = [  # schedule, slices, micro-batches
     ("seq1f1b", (256, 128, 128), 3),
     ("terapipe", (64,) * 8, 2),
     ("1f1b", (128,) * 4, 3),
+    ("seq1f1b-zb", (128,) * 4, 3),
 ]
 BELOW, OVER = -0.02, 0.04  # tolerated errors of a peak, and of its part above parameters, gradients, optimizer states
 

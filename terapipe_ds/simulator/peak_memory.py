@@ -59,7 +59,10 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     """
     order = schedule.orders[stage_id]
     parts = {part_id for (stage, _), part_id in schedule.placement.items() if stage == stage_id}
-    gained, after, late = changes_of(order, schedule.forward_only, spans, memory, left_out=_POOLED)
+    needed = needed_by(order, schedule.forward_only, spans)
+    pooled = _pooled_bytes(needed, spans, memory)
+    others = {held: ends for held, ends in needed.items() if held[0] not in _POOLED}
+    gained, after, late = changes_of(order, others, spans, memory)
     # the gradients of a part's parameters come with its first B, and stay
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
@@ -74,7 +77,6 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     if getattr(memory, "offloads", False):
         _offload(order, spans, memory, gained, after)
     # a walk over the order adds up the bytes that come and go
-    pooled = _pooled_bytes(_needed(order, schedule.forward_only, spans), spans, memory)
     now = memory.process_bytes + sum(map(memory.static_bytes, parts)) + pooled
     numbers = [now]
     for index, action in enumerate(order):
@@ -88,7 +90,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     return numbers
 
 
-def _needed(order: Sequence[Action], is_evaluation: bool, spans: Spans) -> dict[_Held, tuple[int, int]]:
+def needed_by(order: Sequence[Action], is_evaluation: bool, spans: Spans) -> dict[_Held, tuple[int, int]]:
     """Return the indices of the first and the last computation that need a share."""
     needed: dict[_Held, tuple[int, int]] = {}
     for index, action in enumerate(order):
@@ -112,27 +114,26 @@ def _pooled_bytes(needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory:
 
 
 def changes_of(
-    order: Sequence[Action], is_evaluation: bool, spans: Spans, memory: Memory, *, left_out: Collection[str] = ()
+    order: Sequence[Action], needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory: Memory
 ) -> tuple[Counter[int], Counter[int], Counter[int]]:
     """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
 
-    The third result has the bytes that come before the end of a computation, and go at its end. `left_out` names
-    methods of the memory whose bytes do not count.
+    The third result has the bytes that come before the end of a computation, and go at its end. `needed` has the shares
+    that count, as `needed_by` returns them.
     """
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     gained: Counter[int] = Counter()
     after: Counter[int] = Counter()
-    needed = {held: ends for held, ends in _needed(order, is_evaluation, spans).items() if held[0] not in left_out}
-    for held, (first, _) in needed.items():
-        gained[first] += _size(held, spans, memory)
     for index, action in enumerate(order):
         # the bytes for W stay from B to W
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
     late = _join(order, split, spans, memory, after)
-    for held, (_, last) in needed.items():
-        after[last] -= _size(held, spans, memory)
+    for held, (first, last) in needed.items():
+        size = _size(held, spans, memory)
+        gained[first] += size
+        after[last] -= size
     return gained, after, late
 
 

@@ -72,7 +72,7 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
     Raises ValueError where the forced backend refuses `q` or the need.
     """
     # each layer and slice comes by here
-    deciding = q.device, q.dtype, q.shape[-1], need, torch.are_deterministic_algorithms_enabled()
+    deciding = q.device, q.dtype, q.shape[1], q.shape[-1], need, torch.are_deterministic_algorithms_enabled()
     if deciding in _chosen:
         return _chosen[deciding]
     chosen, why = (_forced, dict[str, str]()) if _forced is not None else _automatic_choice(q, need)

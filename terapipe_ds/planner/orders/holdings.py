@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from terapipe_ds.planner.orders.priced_nodes import PricedNodes
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
-from terapipe_ds.simulator.peak_memory import Memory, changes_of
+from terapipe_ds.simulator.peak_memory import Memory, changes_of, needed_by
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
         # F and B of a part have one order in every schedule; W are counted in the order of their B
         order = [nodes.node(kind, part, unit) for kind in range(nodes.num_kinds) for unit in nodes.order_of_kind[kind]]
         actions = [nodes.action(node) for node in order]
-        gained, changed, late = changes_of(actions, False, spans, memory)
+        gained, changed, late = changes_of(actions, needed_by(actions, False, spans), spans, memory)
         for index, (node, action) in enumerate(zip(order, actions, strict=True)):
             start, stop = spans[action.micro_batch_id][action.slice_id]
             is_whole = len(spans[action.micro_batch_id]) == 1

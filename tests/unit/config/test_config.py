@@ -225,8 +225,8 @@ def test_other_sections_are_no_misspelling() -> None:
 
 def test_folders_may_be_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    found = read({"trace_dir": "~/traces", "planner": {"cache_dir": "~/profiles"}})
-    assert (found.trace_dir, found.planner.cache_dir) == ("/home/me/traces", "/home/me/profiles")
+    config = read({"trace_dir": "~/traces", "planner": {"cache_dir": "~/profiles"}})
+    assert (config.trace_dir, config.planner.cache_dir) == ("/home/me/traces", "/home/me/profiles")
 
 
 def test_keywords_are_checked_alike() -> None:

@@ -158,6 +158,13 @@ def refusal(changes: dict[str, Any], options: dict[str, Any], case: Case = BASE)
     return engines.raised_by(start)
 
 
+def dtype_of_reductions() -> tuple[str, str]:
+    bf16 = {"bf16": {"enabled": True}, **engines.ZERO1, "seq_parallel_communication_data_type": "fp16"}
+    settings = {"module": {"topology": topology(2)}, **bf16}
+    with engine_of(engines.fp32_layers(), engines.unchecked(slices=2, granularity_tokens=2), **settings) as engine:
+        return str(engine.communication_data_type), str(engine.optimizer.communication_data_type)
+
+
 def error_of_other_rows(case: Case) -> str:
     with engine_on(case, {}) as engine:
         seed = int(engine.global_rank == 1)  # the second sequence rank of the first stage
@@ -241,8 +248,9 @@ class TestSequenceRanks:
             ({"slices": [7, 5]}, {}, r"slices of 7, 5 tokens are no multiples of 2"),
             ({}, {"sequence_parallel_size": 4}, r"sequence_parallel_size = 4, but the topology.*sizes \[2, 1, 2\]"),
             ({}, {"axis": "tensor", "gradient_clipping": 0.5}, r"gradient_clipping = 0.5 with the axis 'tensor'"),
+            ({}, {"gradient_allreduce_op": "SUM"}, r'gradient_allreduce_op = "sum" with a topology.*be 2 times'),
         ],
-        ids=["lengths", "key", "axis"],
+        ids=["lengths", "key", "axis", "sum"],
     )
     def test_what_does_not_work_is_refused(
         self, changes: dict[str, Any], options: dict[str, Any], message: str
@@ -250,6 +258,9 @@ class TestSequenceRanks:
         for kind, text in rank_pool(RANKS).run(refusal, changes=changes, options=options):
             assert kind == "TeraPipeConfigError"
             assert re.search(message, text)
+
+    def test_gradients_travel_in_the_dtype_for_sequence_ranks(self) -> None:
+        assert rank_pool(RANKS).run(dtype_of_reductions) == [("torch.float16", "torch.float16")] * RANKS
 
     @pytest.mark.parametrize("slices", [1, (6, 2, 4)])
     def test_layers_are_checked_with_the_shares_as_slices(self, slices: Any) -> None:

@@ -120,6 +120,9 @@ class EngineSetup:
         # make groups only now, so that a refusal leaves none behind
         show_log(rank)
         sequence = take_sequence_axis(module.mpu())
+        if sequence.size > 1 and raw.get("seq_parallel_communication_data_type"):  # DeepSpeed does not see these ranks
+            settled = options["config_class"]
+            settled.communication_data_type = settled.seq_parallel_communication_data_type
         return cls(with_multiple(config, multiple, rank), multiple, layout, parameters, optimizer, trained, sequence)
 
     def refuse(self, engine: PipelineEngine) -> None:

@@ -86,6 +86,11 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f"{shown} cannot be combined with the axes {sorted(set(axes) - set(_AXES))}: tensor parallelism divides "
             f"the same heads. Take the axes {list(_AXES)}"
         )
+    if str(raw.get("gradient_allreduce_op")).lower() == "sum":
+        return (
+            f'gradient_allreduce_op = "sum" with {shown}: DeepSpeed would take them for replicas, and gradients would '
+            f"be {size} times as large. Remove the key, and let loss_fn multiply by the number of replicas"
+        )
     return problem_of_tied_layers(module)
 
 

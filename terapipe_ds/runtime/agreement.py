@@ -33,11 +33,14 @@ PATIENCE_S = 60.0  # the shortest wait for late ranks, which may still load a mo
 REMIND_S = 30.0  # after this time a rank logs once which ranks it waits for
 _meetings = itertools.count(1)  # of this process; every rank builds its engines in the same order
 
-# Keys that decide the order and the size of collectives and messages. Monitors and printing may differ.
+# Keys that decide what is learned and saved, and the order and the size of collectives and messages. Monitors and
+# printing may differ.
 COMPARED_SECTIONS = (
     "terapipe", "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "fp16", "bf16",
     "zero_optimization", "pipeline", "gradient_clipping", "prescale_gradients", "optimizer", "data_types",
-    "activation_checkpointing", "communication_data_type",
+    "activation_checkpointing", "communication_data_type", "scheduler", "gradient_predivide_factor",
+    "gradient_allreduce_op", "bfloat16", "torch_autocast", "checkpoint", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "seq_parallel_communication_data_type",
 )  # fmt: skip
 _FILES = {"schedule": ".csv", "strategy": ".json"}  # keys of the section that may name a file; all ranks read it
 VERSIONS = ("torch", "deepspeed", "megatron-core", "terapipe_ds", "python")

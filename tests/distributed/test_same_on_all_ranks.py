@@ -178,6 +178,26 @@ def job_default_dtypes() -> str:
         torch.set_default_dtype(torch.float32)
 
 
+OF_ONE_RANK: dict[str, Any] = {  # replicas or stages would train apart, or DeepSpeed fail on one rank
+    "scheduler": engines.WARMUP,
+    "gradient_predivide_factor": 4.0,
+    "gradient_allreduce_op": "sum",
+    "bfloat16": {"enabled": True},
+    "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+    "checkpoint": {"load_universal": True},
+    "zero_allow_untested_optimizer": True,
+}
+
+
+def job_settings() -> dict[str, str]:
+    """Return the error for each setting that only the second rank has."""
+    rank, found = torch.distributed.get_rank(), {}
+    for key, value in OF_ONE_RANK.items():
+        own = {key: value} if rank else {}
+        found[key] = engines.raised_by(lambda: trained(engines.fp32_layers(), engines.unchecked(), **own))[1]  # noqa: B023
+    return found
+
+
 def trained(layers: list[Any], terapipe: dict[str, Any], **options: Any) -> None:
     with engines.engine_of(layers, terapipe, **options) as engine:
         assert engines.step_error(engine) == ("", "")
@@ -201,6 +221,10 @@ class TestModels:
             for name in ("one more", "another class"):
                 assert DIFFER[name] in found.pop(f"{name}, lay_out")
             assert {name for name, text in found.items() if text} == set(), found
+
+    def test_a_setting_of_one_rank_is_an_error_on_all(self) -> None:
+        for found in rank_pool(2).run(job_settings):
+            assert [key for key, text in found.items() if f"\n  {key}: ranks [0]: null; ranks [1]: " not in text] == []
 
     def test_a_default_dtype_of_one_rank_is_an_error_on_all(self) -> None:
         text = "torch.get_default_dtype(): ranks [0]: torch.float32; ranks [1]: torch.float64"

@@ -41,6 +41,10 @@ def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "auto"  # which `unfilled_in` finds
+
+
 def _offloads(value: Any) -> bool:
     return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
 
@@ -80,6 +84,9 @@ CONFLICTS = (
     Conflict("managed_gradient_accumulation", _is_off,
              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
              "remove it or set it to true"),
+    *(Conflict(key, _is_text, "it is text, and DeepSpeed fails in the first step, on some ranks alone",
+               "write a number without quotes")
+      for key in ("steps_per_print", "gradient_clipping", "gradient_predivide_factor")),
 )  # fmt: skip
 
 

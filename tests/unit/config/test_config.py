@@ -347,6 +347,9 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("eigenvalue.enabled", True, False),
     ("autotuning.enabled", True, False),
     ("managed_gradient_accumulation", False, True),
+    ("steps_per_print", "3", 3),
+    ("gradient_clipping", "1.0", 1.0),
+    ("gradient_predivide_factor", "2", None),
 ]
 
 

@@ -141,6 +141,7 @@ NON_REENTRANT = {"pipeline": {"activation_checkpoint_interval": 2, "use_reentran
 BF16 = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 SUMS = {"data_types": {"grad_accum_dtype": "fp32"}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4}, "zero_optimization": {"stage": 1}}
+BF16_ZERO0 = {"bf16": {"enabled": True}}
 LATER: tuple[Where, ...] = ((0, 1), (0, 2), (1, 0), (1, 1), (1, 2))
 HERE = ((0, 1),)
 FIRST = rf"rank 0: stage 0, layer %d \(Poisoned\), {SLICE_1}, "
@@ -314,13 +315,13 @@ def test_a_slice_whose_loss_is_nan_is_named_before_anything_is_updated() -> None
     assert re.search(f"^step 2: the loss of {SLICE_1} is NaN, and it counts", text)
 
 
-def nan_under_a_dynamic_scale() -> dict[str, list[tuple[str, str]]]:
+def nan_where_steps_are_skipped(precision: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
     """Return the reports of steps with a NaN loss: by `loss_fn`, by a layer, and by a layer in every other step."""
     places = {"loss": [Poison("loss", HERE, LOSS)] * 2, "layer": [Poison("output", HERE, 6)] * 2}
     places["now and then"] = [Poison("output", HERE, 6), Poison(), Poison("output", HERE, 6)]
     said: dict[str, list[tuple[str, str]]] = {}
     for name, poisons in places.items():
-        options = {**FP16, "loss_fn": poisoned_loss, "stages": 1}
+        options = {**precision, "loss_fn": poisoned_loss, "stages": 1}
         with engine_of(poisoned_layers("float32"), section(slices=PLAN), **options) as engine:
             batch = batches(1)[0]  # without new labels later, which the engine would try
             train(engine, [batch])
@@ -334,8 +335,9 @@ def nan_under_a_dynamic_scale() -> dict[str, list[tuple[str, str]]]:
 
 
 class TestLossScale:
-    def test_a_loss_of_nan_is_skipped_once_if_a_layer_may_have_overflowed(self) -> None:
-        [said] = rank_pool(1).run(nan_under_a_dynamic_scale)
+    @pytest.mark.parametrize("precision", [FP16, BF16, BF16_ZERO0], ids=["fp16", "bf16", "bf16_zero0"])
+    def test_a_loss_of_nan_is_skipped_once_as_the_stock_engine_does(self, precision: dict[str, Any]) -> None:
+        [said] = rank_pool(1).run(nan_where_steps_are_skipped, precision=precision)
         [(kind, text), *_] = said["loss"]
         assert kind == "SliceLossError" and "outputs of the last layer are finite" in text
         assert re.search(f"^step 2: the loss of {SLICE_1} is NaN", text)

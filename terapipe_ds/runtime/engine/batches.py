@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
-from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, may_overflow
+from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
@@ -320,16 +320,16 @@ class BatchEnd:
             before_reduce(engine)
 
     def _refuse_losses_of_nan(self, step: int) -> None:
-        """Raise an error for a loss of NaN; warn if a large input may have overflowed in fp16.
+        """Raise an error for a loss of NaN; warn where DeepSpeed skips the step.
 
-        The loss scale does not affect a loss. So NaN is an error even under a dynamic scale if `loss_fn` makes it of
-        finite outputs, or if it comes in two successive steps: DeepSpeed would skip all steps without a warning.
+        A loss scale does not affect a loss. So NaN is an error even there if `loss_fn` makes it of finite outputs, or
+        if it comes in two successive steps: DeepSpeed would skip all steps without a warning.
         """
         had_nan, found = self._had_nan, self._stage.results.loss_of_nan()
         self._had_nan = found is not None
         if found is None:
             return
-        if had_nan or found.is_of_loss_fn or not may_overflow(self._engine):
+        if had_nan or found.is_of_loss_fn or not skips_nan(self._engine):
             again = ". The step before had such a loss as well" if had_nan else ""
             raise SliceLossError(f"step {step}: {found.problem}{again}. Nothing was updated in this step")
         logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)

@@ -24,6 +24,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     may_overflow,
     problem_of_curriculum,
     problem_of_grad_scaler,
+    skips_nan,
 )
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
@@ -193,7 +194,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         store,
         watchdog,
         weights,
-        BatchResults(engine, config.sequence_dim, setup.sequence, sums_outputs=may_overflow(engine)),
+        BatchResults(engine, config.sequence_dim, setup.sequence, sums_outputs=skips_nan(engine)),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
         setup.own_time,
         finite,

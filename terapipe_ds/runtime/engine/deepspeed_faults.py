@@ -119,6 +119,12 @@ def may_overflow(engine: PipelineEngine) -> bool:
     return scalers != (None, None) or bool(engine.fp16_enabled() and engine.dynamic_loss_scale())
 
 
+def skips_nan(engine: PipelineEngine) -> bool:
+    """Return whether DeepSpeed skips a step with gradients of NaN: if they may overflow, or if it checks bf16."""
+    is_checked = isinstance(engine.optimizer, BF16_Optimizer) or getattr(engine.optimizer, "check_grad_overflow", False)
+    return bool(is_checked) or may_overflow(engine)
+
+
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
     """Return an error about `torch_autocast` in fp16 with several stages, which fails in DeepSpeed's first step."""
     if num_stages == 1 or not config.torch_autocast_enabled or config.torch_autocast_dtype != torch.float16:

@@ -310,7 +310,7 @@ def config_of(family: str, num_layers: int | None = None) -> Any:
     config = AutoConfig.for_model(family.partition(",")[0], **copy.deepcopy(fields))
     if num_layers is not None:  # of the kinds that there are, in turns
         kinds = getattr(config, "layer_types", None)
-        if kinds:
+        if kinds and num_layers != len(kinds):
             config.layer_types = [kinds[index % len(kinds)] for index in range(num_layers)]
         config.num_hidden_layers = num_layers
     config._experts_implementation = "eager"

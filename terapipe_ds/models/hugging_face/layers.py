@@ -104,6 +104,7 @@ class Piece(nn.Module):
         super().__init__()
         self.blueprint, self.names = blueprint, tuple(names)
         self.held = nn.ModuleList(map(blueprint.filled, self.names))
+        self._made_in = [p.dtype for name in self.names[:1] for p in blueprint.outline.module(name).parameters()][:1]
 
     @property
     def shared_by_copies(self) -> tuple[object, ...]:
@@ -137,6 +138,8 @@ class Piece(nn.Module):
         # the outline has the modules that run around the held ones, such as dropout
         if outline.model.training != self.training:
             outline.model.train(self.training)
+        # an engine casts the weights of all pieces alike
+        outline.dtypes.update(zip(self._made_in, (p.dtype for p in self.parameters()), strict=False))
         return outline
 
     @property

@@ -23,6 +23,12 @@ SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of it
 
 # Rotary embeddings whose angles depend on the length of the computed sequence: a slice would get different angles.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+# Fields of a config that give another result in slices or stages than on the whole sequence.
+_NOT_OF_SLICES = {
+    "output_router_logits": "it asks for a loss over the routers of all stages. Set it to False",
+    "layerdrop": "whole decoder layers would be left out at random, in one slice and not in the next. Set it to 0",
+    "z_loss_coefficient": "it adds a term to the model's own loss, and stages compute the loss_fn alone. Set it to 0",
+}
 # Arguments of transformers, and their replacements.
 _INSTEAD = {
     "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
@@ -130,18 +136,9 @@ def check_config(config: Any) -> None:
             f"a {type(config).__name__} is no config of transformers: AutoConfig.from_pretrained reads one; a folder "
             "with weights goes to from_pretrained"
         )
-    # each of these gives another result in slices or stages than on the whole sequence
-    if getattr(config.get_text_config(), "output_router_logits", False):
-        raise ModelRefusedError(
-            "output_router_logits asks for a loss over the routers of all decoder layers, which are on several stages. "
-            "Set it to False"
-        )
-    layerdrop = getattr(config.get_text_config(), "layerdrop", 0) or 0
-    if layerdrop:
-        raise ModelRefusedError(
-            f"layerdrop is {layerdrop}: whole decoder layers would be left out at random, in one slice and not in the "
-            "next. Set it to 0"
-        )
+    for name, reason in _NOT_OF_SLICES.items():
+        if value := getattr(config.get_text_config(), name, None):
+            raise ModelRefusedError(f"{name} is {value}: {reason}")
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
     if family is None or other:

@@ -75,16 +75,17 @@ class _Shared:
 class StandIn(nn.Module):
     """Stand in for a module of the model: have its attributes, and run the function that a piece sets."""
 
-    def __init__(self, original: nn.Module) -> None:
+    def __init__(self, original: nn.Module, dtypes: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
         self.__dict__["original"] = original  # not a child: there are no weights here
-        self.device = torch.device("cpu")
+        self.device, self.dtypes = torch.device("cpu"), dtypes
         self.let(self.skip)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["original"], name)
-        if torch.is_tensor(value) and value.is_meta:  # models ask weights for their device
-            return torch.zeros((), dtype=value.dtype, device=self.device).expand(value.shape)
+        if torch.is_tensor(value) and value.is_meta:  # models ask weights for their device and dtype
+            dtype = self.dtypes.get(value.dtype, value.dtype)
+            return torch.zeros((), dtype=dtype, device=self.device).expand(value.shape)
         return value
 
     def let(self, run: Run) -> None:
@@ -102,7 +103,7 @@ class StandIn(nn.Module):
         if not isinstance(original, nn.Embedding):
             return x
         numbers = x if named.get("position_ids") is None else named["position_ids"]  # OPT gives a mask before them
-        like = original.weight
+        like = self.weight
         return torch.zeros((), dtype=like.dtype, device=x.device).expand(*numbers.shape, like.shape[1])
 
 
@@ -128,10 +129,11 @@ class Outline:
         self.cache = SliceCache(self.config.num_hidden_layers)
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
-        self._places_of = [StandIn(layer) for layer in self.layers]
+        self.dtypes: dict[torch.dtype, torch.dtype] = {}  # that weights have, by those that they were made with
+        self._places_of = [StandIn(layer, self.dtypes) for layer in self.layers]
         _put(model, self.layers_name, nn.ModuleList(self._places_of))
         # decoder layers are stand-ins by now, so the remaining modules with weights run before or after them
-        self._others = {name: StandIn(module) for name, module in _with_weights(model, "")}
+        self._others = {name: StandIn(module, self.dtypes) for name, module in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)
         for name, stand_in in self._others.items():
             _put(model, name, stand_in)

@@ -66,7 +66,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
 def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
     """Return a copy of a decoder layer for trials, in fp32 at least; the model is in evaluation mode from now on."""
     trial = outline.copy_of(layer).eval().requires_grad_(False)  # a backward gives gradients of inputs and states alone
-    if next(trial.parameters()).dtype.itemsize < 4:
+    if any(parameter.dtype.itemsize < 4 for parameter in trial.parameters()):
         trial.float()
     for part in trial.modules():
         if hasattr(part, "compute_dtype"):  # a quantized layer, which casts its inputs

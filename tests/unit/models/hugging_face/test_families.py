@@ -83,6 +83,7 @@ def rope(kind: str) -> dict[str, Any]:
         ("llama", "rope_parameters", rope("longrope"), "rope_type 'longrope'"),
         ("opt", "layerdrop", 0.1, "layerdrop"),
         ("mixtral", "output_router_logits", True, "output_router_logits"),
+        ("bamba", "z_loss_coefficient", 0.01, "z_loss_coefficient is 0.01"),
     ],
 )
 def test_a_field_that_slices_cannot_follow_is_refused(family: str, field: str, value: Any, named: str) -> None:

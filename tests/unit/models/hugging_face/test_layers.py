@@ -73,6 +73,16 @@ def test_numbers_that_are_set_as_a_module_is_built_are_kept() -> None:
     assert torch.allclose(pipeline.parameters[name], fresh.get_parameter(name))
 
 
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_norms_in_fp32_beside_weights_in_half_precision(family: str) -> None:
+    """Whichever of the two a decoder layer has first."""
+    pipeline = sliced_model.Pipeline(config_of(family), torch.bfloat16)
+    for piece in pipeline.pieces:
+        for part in piece.modules():
+            part.float() if "Norm" in type(part).__name__ else part
+    assert sliced_model.ways_of(pipeline) == ["fast", "fast"]
+
+
 # -- positions and documents
 
 

@@ -21,7 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "chats": {"args": EVALUATE},
     "assistant only, recomputed": {"args": {"assistant_only_loss": True, "gradient_checkpointing": True, **EVALUATE}},
     "completion only": {"data": "pairs", "args": EVALUATE},
-    "packed": {"args": {"packing": True, **EVALUATE}},
+    "packed": {"args": {"packing": True, **EVALUATE}, "phases": ["evaluate", "train", "evaluate"]},
     "by name": {"is_by_name": True, "args": {"model_init_kwargs": {"dtype": "auto"}}, "phases": ["train", "save"]},
     "DFT": {"args": {"loss_type": "dft"}},
     "smoothed": {"args": {"label_smoothing_factor": 0.1}},

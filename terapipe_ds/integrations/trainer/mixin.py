@@ -229,6 +229,7 @@ class PipelineTrainerMixin(Trainer):
         # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
         self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics
+        self.model.eval()  # which is not the engine's module, and TRL asks it whose metrics to log
         with replaced(self, "preprocess_logits_for_metrics", None):
             return super().evaluation_loop(*args, **kwargs)
 

@@ -202,6 +202,20 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_a_training_asks_once_for_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Trainer without DeepSpeed: a method that changes the rate of the parent's optimizer would change it again."""
+    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
+    monkeypatch.setattr(
+        Trainer, "_inner_training_loop", lambda self: (self.create_optimizer(), self.create_optimizer())
+    )
+    monkeypatch.setattr(OtherOrder, "create_optimizer", lambda self: object())
+    monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
+    stages = types.SimpleNamespace(sums=dict)
+    fields = {"_stages": stages, "_waiting": [], "_renew_config": lambda: None, "accelerator": types.SimpleNamespace()}
+    first, second = without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
+    assert first is second
+
+
 def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(Trainer, "_inner_training_loop", lambda self: "trained")

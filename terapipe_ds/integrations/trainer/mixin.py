@@ -155,7 +155,9 @@ class PipelineTrainerMixin(Trainer):
                         f"requires_grad of {name} has changed since the Trainer was built, which gave the weights to "
                         "its stages: freeze weights before"
                     )
-        return super()._inner_training_loop(*args, **kwargs)
+        # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
+        with replaced(self, "create_optimizer", functools.cache(self.create_optimizer)):
+            return super()._inner_training_loop(*args, **kwargs)
 
     @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:

@@ -202,6 +202,16 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
+    stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)
+    fields = {"_stages": stages, "_prepare_inputs": dict, "accelerator": types.SimpleNamespace(gradient_state=None)}
+    for count in (0.0, 3.0):
+        trainer = without_start(OtherOrder, args=types.SimpleNamespace(device="cpu"), **fields)
+        monkeypatch.setattr(OtherOrder, "_labels_of", lambda self, inputs, count=count: count)
+        assert bool(trainer.prediction_step(None, {}, True)[0].isnan()) == (count == 0)
+
+
 def test_a_training_asks_once_for_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As Trainer without DeepSpeed: a method that changes the rate of the parent's optimizer would change it again."""
     monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -243,8 +244,10 @@ class PipelineTrainerMixin(Trainer):
         inputs = self._prepare_inputs(inputs)
         labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
-        evaluated = self._stages.evaluate(inputs, self._labels_of(inputs), wanted)
-        loss, logits = send_to_device(evaluated, self.args.device)
+        count = self._labels_of(inputs)
+        loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
+        if count == 0 and not is_sft(type(self)):  # as the model's own loss, which logging_nan_inf_filter leaves out
+            loss = torch.full_like(loss, math.nan)
         self._note_metrics("eval", [inputs])
         state = self.accelerator.gradient_state
         if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0:

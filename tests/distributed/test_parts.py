@@ -274,8 +274,8 @@ def test_layouts_that_cannot_be(
 
 
 def job_shared(as_argument: bool, schedule: str, second: int) -> tuple[str, str]:
-    """Build five layers of two to four parts. Layer 1 and the second layer are one object, or are made of one."""
-    shared, layers = Mlp(), [LayerSpec(Embedding), *[LayerSpec(Mlp)] * 3, LayerSpec(Head)]
+    """Build six layers of two to four parts. Layer 1 and the second layer are one object, or are made of one."""
+    shared, layers = Mlp(), [LayerSpec(Embedding), *[LayerSpec(Mlp)] * 3, torch.tanh, LayerSpec(Head)]
     layers[1] = layers[second] = LayerSpec(nn.Sequential, shared) if as_argument else shared
     return engines.raised_by(lambda: engines.build(layers, engines.section(schedule=schedule)).destroy())
 

@@ -79,7 +79,8 @@ def problem_of_shared_layers(module: Any, layout: Layout) -> str | None:
     users: dict[int, dict[int, list[int]]] = {}  # layers with their stages, by the id of a parameter
     for layer_id, spec in enumerate(module._layer_specs):
         stages = sorted({stage for stage, _ in layout.homes(part_of(module.parts, layer_id))})
-        given = () if isinstance(spec, TiedLayerSpec) else (spec, *vars(spec).values())
+        # a function of torch, which may be a layer, has no attributes
+        given = () if isinstance(spec, TiedLayerSpec) else (spec, *getattr(spec, "__dict__", {}).values())
         for parameter in (p for each in tree_leaves(given) if isinstance(each, nn.Module) for p in each.parameters()):
             if parameter.requires_grad:
                 users.setdefault(id(parameter), {})[layer_id] = stages

@@ -83,7 +83,7 @@ def head_of(layer: nn.Module) -> Head | str:
 
 def _is_replaced(forward: Any) -> bool:
     """Return whether a program has replaced the forward of a linear layer; this package's engines do not count."""
-    if isinstance(forward, _HandsOn):
+    if isinstance(forward, HandsOn):
         return _is_replaced(forward.plain)
     if isinstance(forward, functools.partial):
         return not str(getattr(forward.func, "__module__", "")).startswith("terapipe_ds.")
@@ -121,12 +121,12 @@ def find_head(layer: Any) -> Callable[[], Head | str] | str:
     head = head_of(layer)
     if isinstance(head, str):
         return head
-    if not isinstance(layer.forward, _HandsOn):
-        layer.forward = _HandsOn(layer.forward)
+    if not isinstance(layer.forward, HandsOn):
+        layer.forward = HandsOn(layer.forward)
     return lambda: head_of(layer)
 
 
-class _HandsOn:
+class HandsOn:
     """Stand in for the forward of a linear layer, and return its input if the loss takes that."""
 
     def __init__(self, plain: Callable[[Tensor], Tensor]) -> None:

@@ -1,5 +1,6 @@
 """Test what an engine holds, and its end: memory of batches, pipelines beside each other, and calls at a wrong time."""
 
+import contextlib
 import dataclasses
 import gc
 import os
@@ -11,12 +12,15 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.pipe import LayerSpec
 from torch import distributed
 
 import terapipe_ds
+from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.runtime.planning import plans as plans_module
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
+from tests.small_models.parts import VOCAB_SIZE
 
 
 def job_other_thread(folder: str) -> list[Any]:
@@ -99,6 +103,50 @@ def job_descriptors(ours: bool) -> int:
 def test_a_destroyed_engine_keeps_no_more_files_open_than_stock() -> None:
     stock, ours = (rank_pool(2).run(job_descriptors, ours=each) for each in (False, True))
     assert all(mine <= theirs for mine, theirs in zip(ours, stock, strict=True)), (ours, stock)
+
+
+def traces_of(module: Any) -> list[Any]:
+    """Return the attributes of modules and of parameters, by name, and which layers are checkpointed."""
+    named = [*module.named_modules(), *module.named_parameters()]
+    found = {name: sorted(vars(each).keys() - {"interval_was_zero"}) for name, each in named}  # DeepSpeed's, unread
+    return [found, module.activation_checkpoint_interval, module.is_checkpointable_results]
+
+
+def job_given_back(terapipe: dict[str, Any] | None, is_frozen: bool = False, has_second: bool = False) -> list[Any]:
+    """Return the traces that an engine leaves on a module with a plain linear layer at its end.
+
+    With `has_second` another engine gets the module before the first is destroyed: return these of its life.
+    """
+    head = LayerSpec(torch.nn.Linear, 16, VOCAB_SIZE)
+    module = engines.pipeline_module([*engines.fp32_layers()[:-1], head], loss_fn=LinearCrossEntropy())
+    module.requires_grad_(not (is_frozen and module.stage_id == 0))
+    later: Any = contextlib.nullcontext()
+    with engines.started(module, terapipe) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.eval_batch(iter(engines.batches(1)[0]))
+        if has_second:
+            later = engines.started(module, terapipe)
+            later.__enter__()
+            before = traces_of(module)
+    if has_second:
+        after = traces_of(module)
+        later.__exit__(None, None, None)
+        return [before, after]
+    return traces_of(module)
+
+
+@pytest.mark.parametrize("changes", [{}, {"recompute": "full", "keep_attention": True}, {"recompute": [1]}])
+def test_a_destroyed_engine_leaves_a_module_as_stock_does(changes: dict[str, Any]) -> None:
+    stock = rank_pool(2).run(job_given_back, terapipe=None)
+    ours = rank_pool(2).run(job_given_back, terapipe=engines.unchecked(**changes))
+    assert ours == stock
+    for before, after in rank_pool(2).run(job_given_back, terapipe=engines.unchecked(**changes), has_second=True):
+        assert before == after and before not in stock
+
+
+def test_a_destroyed_engine_leaves_no_number_on_a_frozen_stage() -> None:
+    for found, *_ in rank_pool(2).run(job_given_back, terapipe=engines.unchecked(), is_frozen=True):
+        assert not any("terapipe" in name for name in found)
 
 
 def job_rows(empty: int) -> tuple[str, str]:

@@ -55,6 +55,23 @@ def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dic
         return errors, forwards_per_slice(engine)
 
 
+def job_interval_by_hand(interval: int) -> tuple[dict[str, float], Forwards]:
+    """Set the interval after the engine is built, and again after its first batch."""
+    with engines.engine_of(engines.gpt_layers(), engines.section()) as engine:
+
+        def set_interval(step: int) -> None:
+            engine.module.activation_checkpoint_interval = interval + step
+
+        errors = engines.differences(engines.train(engine, engines.batches(2), set_interval), engines.stock_run())
+        return errors, forwards_per_slice(engine)
+
+
+def test_an_interval_that_a_program_sets_on_the_module_counts() -> None:
+    found = rank_pool(2).run(job_interval_by_hand, interval=1)
+    assert not engines.violations([errors for errors, _ in found])
+    assert {number for _, forwards in found for number in forwards.values()} == {2.0}
+
+
 NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
 
 

@@ -124,6 +124,10 @@ class IncomingBatches:
 
     def _check_options(self) -> None:
         """Refuse options that were switched on since the last batch: in DeepSpeed, or in the environment."""
+        module = self._engine.module
+        # a program has set it by hand, and DeepSpeed would run no layer at all
+        if module.activation_checkpoint_interval not in (0, module.is_checkpointable_results_interval):
+            module.set_checkpoint_interval(module.activation_checkpoint_interval)
         check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
         problem = problem_of_device_waits(self._wires.post_on_device)
         problem = problem or self._problem_of_label_counts()

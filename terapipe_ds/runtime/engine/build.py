@@ -21,6 +21,7 @@ from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
+    forget_marks,
     may_overflow,
     problem_of_curriculum,
     problem_of_grad_scaler,
@@ -32,6 +33,7 @@ from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, proble
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import (
+    NOTHING_TRAINED,
     fill_empty_groups,
     never_none_at_all,
     problem_of_foreign_parameters,
@@ -40,7 +42,7 @@ from terapipe_ds.runtime.engine.trained_parameters import (
 )
 from terapipe_ds.runtime.failures.device_memory import warning_of_allocator
 from terapipe_ds.runtime.failures.watchdog import Watchdog
-from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
+from terapipe_ds.runtime.layers.activation_checkpointing import forget_recompute, set_recompute
 from terapipe_ds.runtime.layers.compiled import compile_layers, problem_of_compile, tell_of_schedules, uncompile_layers
 from terapipe_ds.runtime.layers.finite import FiniteCheck
 from terapipe_ds.runtime.layers.flops import stage_flops
@@ -67,6 +69,8 @@ from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_l
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
+
+_ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that has prepared its layers last
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     if config.compile:
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
+    setattr(module, _ENGINE, id(engine))
     count_nothing_as_zero(engine.optimizer)
     # from here on the watch-dog reports a stage that hangs
     watchdog = Watchdog(
@@ -202,3 +207,16 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         setup.sequence,
         ActivationOffload(module, torch.device(engine.device)) if config.offload_activations else None,
     )
+
+
+def give_back(engine: PipelineEngine) -> None:
+    """Let the layers of a destroyed engine run as they did before it, at their new places, unless another has them."""
+    module = engine.module
+    if vars(module).get(_ENGINE) != id(engine):
+        return
+    delattr(module, _ENGINE)
+    uncompile_layers(module)
+    leave_to_autograd(module)
+    forget_recompute(module)
+    forget_marks(module)
+    module._parameters.pop(NOTHING_TRAINED, None)

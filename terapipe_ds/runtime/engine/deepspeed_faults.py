@@ -19,6 +19,8 @@ from torch import nn
 
 from terapipe_ds.messages import logger
 
+_COUNTED = "by terapipe_ds"  # as `model_parallel` of a parameter; DeepSpeed asks whether it is true
+
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
@@ -30,8 +32,15 @@ def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
     if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
         return
     for parameter in module.parameters():
-        if not getattr(parameter, "ds_pipe_replicated", False):
-            parameter.model_parallel = True  # type: ignore[attr-defined]
+        if not getattr(parameter, "ds_pipe_replicated", False) and not getattr(parameter, "model_parallel", False):
+            parameter.model_parallel = _COUNTED  # type: ignore[attr-defined]
+
+
+def forget_marks(module: nn.Module) -> None:
+    """Remove the marks of `count_every_stage_in_norm`."""
+    for parameter in module.parameters():
+        if getattr(parameter, "model_parallel", None) == _COUNTED:
+            del parameter.model_parallel  # type: ignore[attr-defined]
 
 
 def tell_of_clipping(engine: PipelineEngine) -> None:

@@ -50,7 +50,7 @@ from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
-from terapipe_ds.runtime.engine.build import EngineSetup, build_stage
+from terapipe_ds.runtime.engine.build import EngineSetup, build_stage, give_back
 from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.part_runner import PartRunner
@@ -58,7 +58,6 @@ from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.engine.trained_parameters import pass_over_numbers
-from terapipe_ds.runtime.layers.compiled import uncompile_layers
 from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
@@ -258,8 +257,8 @@ class TeraPipeEngine(ModelEndsEngine):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
-            self._stage.weights.close()  # the layers, which refer to it, may go on
-            uncompile_layers(self.module)
+            self._stage.weights.close()
+            give_back(self)
         super().destroy()
         if "_groups" in vars(self):
             self._groups.close()

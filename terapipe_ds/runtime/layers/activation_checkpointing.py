@@ -61,6 +61,15 @@ def set_recompute(
     module.activation_checkpoint_interval = int(module.stage_id in recomputing)
 
 
+def forget_recompute(module: PipelineModule) -> None:
+    """Let the layers of `module` be checkpointed as before `set_recompute` and `recompute_layers`."""
+    vars(module).pop(_KEPT_CALLS, None)
+    own = vars(module).pop(_OWN_INTERVAL, None)
+    if own is not None:
+        module.is_checkpointable_results, module.is_checkpointable_results_interval = [], None
+        module.set_checkpoint_interval(own)
+
+
 def stages_to_recompute(
     config: TeraPipeConfig, num_stages: int, raw: Mapping[str, Any], own: int = 0, *, stands_for_all: bool = False
 ) -> frozenset[int] | None:

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import _get_current_function_mode_stack
 
 from terapipe_ds.attention import ActiveSlice, active_slice
+from terapipe_ds.losses.head import HandsOn
 from terapipe_ds.runtime.batch.in_flight import InFlightError, Key
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums, hooks_without_need
 
@@ -52,7 +53,8 @@ def leave_to_autograd(module: nn.Module) -> WeightGradients:
     gradients.close()
     for layer in module.modules():  # a layer comes before those that it prepares
         forward = vars(layer).get("forward")
-        if isinstance(forward, partial) and any(isinstance(each, WeightGradients) for each in forward.args):
+        is_ours = isinstance(forward, partial) and any(isinstance(each, WeightGradients) for each in forward.args)
+        if is_ours or isinstance(forward, HandsOn):
             del layer.forward
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:

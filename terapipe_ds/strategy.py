@@ -215,14 +215,11 @@ class Strategy(BaseModel):
             "terapipe": section,
         }
 
-    def launch_command(self, hostfile: str, script: str = "train.py", config: str = "ds.json") -> str:
-        """Return the line that starts a script on the hosts of a hostfile; nodes are counted in its order."""
+    def launch_command(self, hostfile: str | None, script: str = "train.py", config: str = "ds.json") -> str:
+        """Return the line that starts a script on the hosts of a hostfile, in its order; None: on this machine."""
+        hosts = [] if hostfile is None else ["--hostfile", hostfile, "--num_nodes", str(self.num_nodes)]
         devices = min(self.devices_per_node, math.prod(self.dims))
-        words = ["deepspeed", "--hostfile", hostfile, "--num_nodes", str(self.num_nodes), "--num_gpus", str(devices)]
-        words += [
-            "--module",
-            "terapipe_ds.run",
-        ]  # for scripts that do not register
+        words = ["deepspeed", *hosts, "--num_gpus", str(devices), "--module", "terapipe_ds.run"]  # registers
         return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
 
     def to_json(self) -> str:

@@ -271,7 +271,7 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
 
 
 def _launch(best: Strategy, options: StrategyOptions) -> str:
-    return best.launch_command("hostfile", config=options.out or "ds.json")
+    return best.launch_command("hostfile" if best.num_nodes > 1 else None, config=options.out or "ds.json")
 
 
 def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:

@@ -36,6 +36,12 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return refused_command(capsys, "strategy", *arguments)
 
 
+def test_one_node_needs_no_hostfile(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = [as_json(capsys, *FEW, "--devices-per-node", count)["launch_command"].split() for count in ("4", "2")]
+    assert ["--hostfile" in command for command in commands] == [False, True]
+    assert [command[command.index("--num_gpus") + 1] for command in commands] == ["4", "2"]
+
+
 def test_the_answer_is_that_of_the_library(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "answer.json"
     text = shown(capsys, "strategy", *SMALL[:-1], "2", *LENGTH, "--json", str(path))

@@ -39,6 +39,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}, "fp64": True},
     "by length": {"args": BY_LENGTH},
     "stream": {"args": {"max_steps": 5, **EVALUATE}, "iterable": True, "metrics": "logits"},
+    "stream, not dispatched": {
+        "args": {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}},
+        "iterable": True, "phases": ["evaluate"],
+    },
     "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
     "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
     "recomputed": {"args": {"gradient_checkpointing": True}},
@@ -49,7 +53,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-USUAL = ("evaluated and saved", "resumed", "stream")
+USUAL = ("evaluated and saved", "resumed", "stream", "stream, not dispatched")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:

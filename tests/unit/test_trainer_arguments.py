@@ -206,8 +206,9 @@ def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> 
     """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
     stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)
     fields = {"_stages": stages, "_prepare_inputs": dict, "accelerator": types.SimpleNamespace(gradient_state=None)}
+    args = types.SimpleNamespace(device="cpu", accelerator_config=types.SimpleNamespace(dispatch_batches=None))
     for count in (0.0, 3.0):
-        trainer = without_start(OtherOrder, args=types.SimpleNamespace(device="cpu"), **fields)
+        trainer = without_start(OtherOrder, args=args, **fields)
         monkeypatch.setattr(OtherOrder, "_labels_of", lambda self, inputs, count=count: count)
         assert bool(trainer.prediction_step(None, {}, True)[0].isnan()) == (count == 0)
 

@@ -249,9 +249,9 @@ class PipelineTrainerMixin(Trainer):
         if count == 0 and not is_sft(type(self)):  # as the model's own loss, which logging_nan_inf_filter leaves out
             loss = torch.full_like(loss, math.nan)
         self._note_metrics("eval", [inputs])
-        state = self.accelerator.gradient_state
-        if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0:
-            # a stream's length is unknown; Trainer then repeats the loss of a short last batch for a whole one
+        state, dispatch = self.accelerator.gradient_state, self.args.accelerator_config.dispatch_batches
+        if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0 and dispatch is None:
+            # accelerate's dispatcher, which stages replace, counts the rows of a stream's last batch
             state.active_dataloader.remainder = find_batch_size(inputs)
         return loss, logits, None if prediction_loss_only else labels
 

@@ -176,6 +176,12 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
         assert raised[0] == kind and text in raised[1], raised
 
 
+def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:
+    for (kind, text), *saves in rank_pool(2).run(trainer_jobs.mistakes_after_a_start, folder=str(tmp_path)):
+        assert kind == "ModelRefusedError" and text.startswith("learning_rate, max_grad_norm of the arguments: changed")
+        assert all(name == "RuntimeError" and "trainer.save_model(folder)" in told for name, told in saves), saves
+
+
 def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
     """On all ranks, as the Trainer is made; a class that only delegates is taken."""
     for told in rank_pool(2).run(refusals, folder=str(tmp_path)):

@@ -402,6 +402,22 @@ def error_of_one_rank(folder: str, phase: str, fault: str) -> tuple[str, str]:
     return engines.raised_by(lambda: play(PipelineTrainer, setting, folder, deepspeed_of(setting), make))
 
 
+def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
+    """Return the class and text of each error, in a Trainer whose engine has started."""
+    setting = setting_of({})
+    AcceleratorState._reset_state(True)
+    trainer: Any = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    trainer.evaluate()
+    trainer.args.learning_rate, trainer.args.max_grad_norm = 0.5, 7.0
+    calls: list[Callable[[], Any]] = [
+        trainer.train,
+        lambda: trainer.model.save_pretrained(folder),
+        trainer.model.state_dict,
+        lambda: trainer.accelerator.get_state_dict(trainer.model),
+    ]
+    return [engines.raised_by(call) for call in calls]
+
+
 def pushed(folder: str) -> list[set[str]]:
     """Return the files of each folder that a run pushes, to a hub that only writes them down."""
     uploads: list[set[str]] = []

@@ -29,7 +29,7 @@ from transformers import AutoTokenizer, Trainer
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
-from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights
+from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
@@ -38,6 +38,11 @@ from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+# Arguments that the engine and its optimizer take at their start
+_OF_ENGINE = (
+    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
+    *("max_grad_norm", "bf16", "fp16"),
+)
 
 
 def over_stages(method: _Method) -> _Method:
@@ -65,6 +70,7 @@ class PipelineTrainerMixin(Trainer):
 
     _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
+    _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
@@ -139,6 +145,7 @@ class PipelineTrainerMixin(Trainer):
         # the number of steps only matters to a scheduler, which is made later
         filled = self._stages.new_config(self.args)
         filled.trainer_config_finalize(self.args, self.model, 1)
+        self._started_with = tuple((name, getattr(self.args, name)) for name in _OF_ENGINE)
         self._stages.start_engine(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
 
     @over_stages
@@ -150,6 +157,11 @@ class PipelineTrainerMixin(Trainer):
         self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
         trained = {name: each.requires_grad for name, each in self.model.named_parameters()}
         with refused_on_all_ranks():
+            if changed := [name for name, value in self._started_with if getattr(self.args, name) != value]:
+                raise ModelRefusedError(
+                    f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
+                    "the engine, which keeps the old value: change it before, or build another Trainer"
+                )
             for name, each in self._own_parameters():
                 if trained.get(name, each.requires_grad) != each.requires_grad:
                     raise ModelRefusedError(
@@ -309,6 +321,7 @@ class PipelineAccelerator(Accelerator):
     stages: Stages
     start: Callable[[], None]  # builds the engine
 
+    get_state_dict = staticmethod(refuse_without_weights)
     num_processes = property(attrgetter("stages.replicas"))
     process_index = property(attrgetter("stages.replica"))
 

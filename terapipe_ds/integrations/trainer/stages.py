@@ -226,17 +226,19 @@ def _checked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
     return batch
 
 
+def refuse_without_weights(*_: Any, **__: Any) -> None:
+    """Raise the error of all that needs the weights of a Trainer's model."""
+    raise RuntimeError(
+        "the model of this Trainer has no weights: they are on the pipeline's stages. Call trainer.evaluate() or "
+        "trainer.predict(), or save with trainer.save_model(folder) on all ranks and load the folder"
+    )
+
+
 def leave_no_weights(model: nn.Module) -> None:
-    """Drop the weights of a model whose stages have them; a forward on it is an error from now on."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise RuntimeError(
-            "the model of this Trainer has no weights: they are on the pipeline's stages. Call trainer.evaluate() or "
-            "trainer.predict(), or save with trainer.save_model(folder) and load the folder"
-        )
-
+    """Drop the weights of a model whose stages have them; a forward and a state_dict are errors from now on."""
     model.to_empty(device="meta")
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             module.tie_weights()  # so that Trainer counts tied weights once
-            module.register_forward_pre_hook(refuse, with_kwargs=True)
+            module.register_forward_pre_hook(refuse_without_weights, with_kwargs=True)
+            module.register_state_dict_pre_hook(refuse_without_weights)

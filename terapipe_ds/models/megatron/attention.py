@@ -121,9 +121,11 @@ def layer_specs(config: TransformerConfig, of_user: ModuleSpec | list[ModuleSpec
             normalization=config.normalization,
             qk_l2_norm=config.qk_l2_norm,
         )
-    if len(specs) != config.num_layers:
-        problem = f"transformer_layer_spec has {len(specs)} specs for num_layers={config.num_layers} layers"
-        raise MegatronConfigError(f"{problem}: give one for each, or one for all")
+    # a TransformerBlockSubmodules has the layers of one stage
+    held = f"has {len(specs)} specs" if isinstance(specs, (list, tuple)) else f"is of {_name(type(specs))}"
+    if held != f"has {config.num_layers} specs":
+        problem = f"transformer_layer_spec {held} for num_layers={config.num_layers} layers"
+        raise MegatronConfigError(f"{problem}: give a list with one for each, or one for all")
     return [_with_sliced_attention(spec, config) for spec in specs]
 
 

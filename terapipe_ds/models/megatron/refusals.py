@@ -51,7 +51,7 @@ _ANYWHERE = {
     "DeepSpeed cuts the layers into stages by partition_method, and builds them where they train":
         "virtual_pipeline_model_parallel_size pipeline_model_parallel_layout num_layers_in_first_pipeline_stage "
         "num_layers_in_last_pipeline_stage account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "heterogeneous_block_specs init_model_with_meta_device",
+        "init_model_with_meta_device",
     "it goes by the order, number or shape of forward passes, which slices change":
         "cpu_offloading fine_grained_activation_offloading distribute_saved_activations moe_enable_routing_replay",
     "it is for inference, not for training":
@@ -66,7 +66,7 @@ _WITH_EXPERTS = {
     "routing by random numbers is for benchmarks, and slices change it": "moe_router_force_load_balancing",
 }
 _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
-_CUDA_KERNELS = "apply_rope_fusion fused_single_qkv_rope persist_layer_norm masked_softmax_fusion"
+_CUDA_KERNELS = "apply_rope_fusion fused_single_qkv_rope persist_layer_norm"
 _ON_CPU = {"it is a CUDA kernel, and this run is on a CPU": _CUDA_KERNELS}
 
 _Test = Callable[[TransformerConfig], Any]
@@ -74,8 +74,12 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: c.num_moe_experts and "sinkhorn" in _listed(c.moe_router_load_balancing_type),
      "moe_router_load_balancing_type='sinkhorn': it assigns the tokens of one forward pass to one another's experts. "
      "Use 'none'"),
-    (lambda c: c.expert_tensor_parallel_size not in (None, 1, c.tensor_model_parallel_size),
-     "expert_tensor_parallel_size: DeepSpeed's grid has no expert axis. Set it to tensor_model_parallel_size"),
+    (lambda c: c.num_moe_experts and c.expert_tensor_parallel_size not in (None, c.tensor_model_parallel_size),
+     "expert_tensor_parallel_size: experts are cut over all tensor-parallel ranks. Set it to "
+     "tensor_model_parallel_size, and add_bias_linear to False: each rank would add the whole bias"),
+    (lambda c: c.heterogeneous_block_specs,
+     "heterogeneous_block_specs=True: all layers are built from one config. Build TransformerConfig instead of "
+     "HeterogeneousTransformerConfig"),
     (lambda c: c.num_moe_experts and c.tensor_model_parallel_size > 1 and not c.sequence_parallel,
      "num_moe_experts with tensor_model_parallel_size > 1 and no sequence_parallel: megatron-core refuses to train "
      "that. Set sequence_parallel to True"),

@@ -18,6 +18,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import nn
 
 from terapipe_ds import compat
@@ -137,6 +138,8 @@ def test_given_specs_get_our_attention_too_and_there_is_one_for_each_layer() -> 
         assert [spec.submodules.self_attention.submodules.core_attention for spec in built] == [SlicedCoreAttention] * 4
     with pytest.raises(MegatronConfigError, match="3 specs for num_layers=4"):
         layer_specs(config(), given[:3])
+    with pytest.raises(MegatronConfigError, match="is of TransformerBlockSubmodules for num_layers=4"):
+        layer_specs(config(), TransformerBlockSubmodules(layer_specs=given))  # type: ignore[arg-type]
 
 
 def test_kernels_are_those_of_the_machine_and_the_log_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

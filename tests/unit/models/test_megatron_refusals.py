@@ -15,6 +15,7 @@ from terapipe_ds.models.megatron.refusals import check_config, window_of
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "hidden_dropout": 0.0}
 MOE: dict[str, Any] = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
+TP2: dict[str, Any] = {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 
 
 def config(**changes: Any) -> TransformerConfig:
@@ -30,7 +31,8 @@ def config(**changes: Any) -> TransformerConfig:
 SUPPORTED = {
     "plain": {},
     "grouped queries": {"num_query_groups": 2},
-    "sequence parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "sequence parallel": {**TP2, "sequence_parallel": True},
+    "a fused softmax, which no slice uses": {"masked_softmax_fusion": True},
     "SwiGLU": {"gated_linear_unit": True, "add_bias_linear": False},
     "a window": {"window_size": (3, 0)},
     "a window of all tokens": {"window_size": (-1, -1)},
@@ -46,7 +48,7 @@ SUPPORTED = {
     "experts, coefficients zero": {**MOE, "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"],
                                    "moe_aux_loss_coeff": [0.0, 0.0]},
     "coefficients without experts": {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001},
-    "experts, sequence parallel": {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "experts, sequence parallel": {**MOE, **TP2, "sequence_parallel": True},
 }  # fmt: skip
 
 
@@ -59,7 +61,7 @@ SWITCHED_ON = words("""
     tp_comm_overlap gradient_accumulation_fusion delay_wgrad_compute defer_embedding_wgrad_compute
     overlap_moe_expert_parallel_comm calculate_per_token_loss cpu_offloading fine_grained_activation_offloading
     distribute_saved_activations account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
-    heterogeneous_block_specs enable_autocast moe_enable_routing_replay inference_rng_tracker
+    enable_autocast moe_enable_routing_replay inference_rng_tracker
     use_inference_optimized_layers inference_fuse_tp_communication flash_decode mtp_standalone
     init_model_with_meta_device use_kitchen apply_rope_fusion persist_layer_norm
 """)  # the last two on a CPU
@@ -88,15 +90,16 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"window_size=\(-2, 0\)": {"window_size": (-2, 0)},
     r"window_size=\(3,\)": {"window_size": (3,)},
     "sinkhorn": {**MOE, "moe_router_load_balancing_type": "sinkhorn"},
-    "no sequence_parallel": {**MOE, "tensor_model_parallel_size": 2},
-    "expert_tensor_parallel_size": {**MOE, "tensor_model_parallel_size": 2, "sequence_parallel": True,
-                                    "expert_tensor_parallel_size": 4},
+    "no sequence_parallel": {**MOE, **TP2},
+    "expert_tensor_parallel_size": {**MOE, **TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 4},
+    "each rank would add the whole bias": {**MOE, **TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
     "moe_token_dispatcher_type='flex'": {**MOE, "moe_token_dispatcher_type": "flex"},
     "moe_token_dispatcher_type='alltoall'": {**MOE, "moe_token_dispatcher_type": "alltoall"},  # on a CPU
     "recompute_num_layers": {"recompute_granularity": "full", "recompute_method": "uniform",
                              "recompute_num_layers": 2},
     "fp32_residual_connection": {"fp32_residual_connection": True, "params_dtype": torch.bfloat16},
     "inference_optimized": {"transformer_impl": "inference_optimized"},
+    "instead of HeterogeneousTransformerConfig": {"heterogeneous_block_specs": True},
 }  # fmt: skip
 
 

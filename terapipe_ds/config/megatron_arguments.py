@@ -79,7 +79,13 @@ make-vocab-size-divisible-by hidden-dropout attention-dropout transformer-impl u
 tensor-model-parallel-size pipeline-model-parallel-size sequence-parallel recompute-granularity recompute-method
 recompute-num-layers recompute-modules num-experts moe-router-topk moe-ffn-hidden-size seed train-iters eval-interval
 eval-iters save save-interval load finetune data-path data-cache-path split reset-position-ids reset-attention-mask
-eod-mask-loss num-workers tokenizer-type tokenizer-model vocab-file merge-file
+eod-mask-loss num-workers tokenizer-type tokenizer-model vocab-file merge-file mock-data tiktoken-pattern
+no-mmap-bin-files no-create-attention-mask-in-dataloader no-load-optim no-load-rng exit-duration-in-mins manual-gc
+empty-unused-memory-level log-throughput profile profile-step-start profile-step-end wandb-exp-name
+no-position-embedding use-rope-scaling apply-layernorm-1p attention-softmax-in-fp32 no-masked-softmax-fusion
+no-rope-fusion cross-entropy-loss-fusion moe-router-load-balancing-type moe-router-score-function moe-router-dtype
+moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type moe-token-drop-policy moe-grouped-gemm moe-permute-fusion
+moe-layer-freq moe-shared-expert-intermediate-size
 """
 WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
 """The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
@@ -102,6 +108,13 @@ LOST = {
     "--use-mcore-models": "always so",
     "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
     "--fp8-format": "set fp8 and fp8_recipe (mxfp8 or blockwise) of TransformerConfig: docs/megatron.md",
+    "--fp8-amax-history-len": "these layers have no delayed scaling: see --fp8-format",
+    "--fp8-amax-compute-algo": "these layers have no delayed scaling: see --fp8-format",
+    "--fp8-param-gather": "weights stay in bf16, and each forward converts them: docs/megatron.md",
+    "--calculate-per-token-loss": 'set terapipe.loss_reduction to "mean_of_step"',
+    "--decoupled-lr": "give embedding and output matrix to initialize as a group of parameters with a rate of its own",
+    "--decoupled-min-lr": "give embedding and output matrix to initialize as a group of parameters of its own",
+    "--distributed-timeout-minutes": "give timeout to deepspeed.init_distributed",
     "--use-checkpoint-args": "give the arguments of the model",
     "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
     "--distributed-backend": "DeepSpeed's accelerator decides",
@@ -183,7 +196,7 @@ def translation(name: str) -> str:
     if name in SCHEDULER:
         return "set scheduler in the DeepSpeed JSON"
     if name in WITH_SCRIPT:
-        return "stays an argument of the script"
+        return "stays with the script, if that reads it"
     return LOST.get(name, f"unknown{nearest(name, known())}")
 
 

@@ -113,6 +113,19 @@ def test_all_problems_at_once() -> None:
         assert part in str(raised.value)
 
 
+def test_arguments_of_megatron_lms_own_examples_have_a_place() -> None:
+    """Take what examples/mixtral and examples/llama of Megatron-LM give beside the usual ones."""
+    text = (
+        "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-token-dispatcher-type allgather "
+        "--mock-data --no-masked-softmax-fusion --no-position-embedding --no-load-optim --no-load-rng "
+        "--apply-layernorm-1p --decoupled-lr 5e-4 --calculate-per-token-loss --manual-gc --fp8-amax-history-len 1024 "
+        "--tiktoken-pattern v2 --distributed-timeout-minutes 60 --log-throughput"
+    )
+    result = convert(f"{USUAL} {text}")
+    assert "--moe-router-load-balancing-type none" in result.kept and "--mock-data" in result.kept
+    assert "mean_of_step" in result.lost["--calculate-per-token-loss"]
+
+
 def test_an_argument_has_one_place() -> None:
     names = [*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST]
     assert len(names) == len(set(names))

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import terapipe_ds
+from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import gpt_loss
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
@@ -167,6 +168,59 @@ def job_models() -> dict[str, str]:
     return found
 
 
+class Own(torch.nn.Module):
+    """Keep values that a program may give each rank, beside those that decide what the layer computes."""
+
+    def __init__(self, config: Any = None, **settings: Any) -> None:
+        super().__init__()
+        self.config, self.at = config, settings or object()
+        self.window = object() if config is None else 4  # ranks cannot compare objects
+        self.local_rank = torch.distributed.get_rank()
+        self.cache, self.home = f"/tmp/rank{self.local_rank}", f"cpu:{self.local_rank}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def scaled_by(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: factor * x
+
+
+REPLICAS: dict[str, Callable[[int], Any]] = {  # by rank
+    "bias": lambda rank: LayerSpec(torch.nn.Linear, 16, 16, bias=bool(rank)),
+    "dropout": lambda rank: LayerSpec(torch.nn.Dropout, (0.1, 0.2)[rank]),
+    "frozen": lambda rank: LayerSpec(torch.nn.Linear, 16, 16).build().requires_grad_(rank > 0),
+    "partial": lambda rank: functools.partial(F.dropout, p=(0.1, 0.2)[rank]),
+    "closure": lambda rank: scaled_by((1.0, 2.0)[rank]),
+    "config": lambda rank: LayerSpec(
+        Own, [gpt.GPTConfig(vocab_size=8, hidden_size=8 + 8 * rank, num_layers=1, num_heads=2)]
+    ),
+    "accepted": lambda rank: LayerSpec(Own, config=None, **({"a": 1} if rank else {})),
+    "seeds": lambda rank: LayerSpec(Own, config={"seed": rank, "log_file": f"{rank}"}),
+}
+OF_REPLICAS = {
+    "bias": "layer 6: ranks [0]: torch.nn.modules.linear.Linear, weight [16, 16] torch.float32; ranks [1]: torch.nn.",
+    "dropout": "layer 6: p: ranks [0]: 0.1; ranks [1]: 0.2",
+    "frozen": "layer 6: ranks [0]: torch.nn.modules.linear.Linear, weight [16, 16] torch.float32 frozen, ",
+    "partial": "layer 6: p: ranks [0]: 0.1; ranks [1]: 0.2",
+    "closure": "layer 6: factor: ranks [0]: 1.0; ranks [1]: 2.0",
+    "config": "layer 6: config.0.hidden_size: ranks [0]: 8; ranks [1]: 16",
+    "loss": "loss_fn: scale: ranks [0]: 1.0; ranks [1]: 2.0",
+}
+
+
+def job_replicas() -> dict[str, str]:
+    """Return the error for each layer, and each loss, that two replicas have built by themselves."""
+    rank, found, layers = torch.distributed.get_rank(), {}, engines.gpt_layers("float32")
+    for name, layer in REPLICAS.items():
+        own = [*layers[:-1], layer(rank), layers[-1]]
+        found[name] = engines.raised_by(lambda: trained(own, engines.unchecked(), stages=1))[1]  # noqa: B023
+    other = [*layers[:3], LayerSpec(torch.nn.Dropout, p=0.1 * rank), *layers[3:]]  # the second stage does not build it
+    found["stages"] = engines.raised_by(lambda: trained(other, engines.unchecked()))[1]
+    loss = {"loss_fn": Scaled(1.0 + rank), "stages": 1}
+    return {**found, "loss": engines.raised_by(lambda: trained(layers, engines.unchecked(), **loss))[1]}
+
+
 def job_default_dtypes() -> str:
     """Return the error if one rank has another default dtype while its engine is built."""
     module = engines.pipeline_module(engines.gpt_layers("float32"))
@@ -221,6 +275,12 @@ class TestModels:
             for name in ("one more", "another class"):
                 assert DIFFER[name] in found.pop(f"{name}, lay_out")
             assert {name for name, text in found.items() if text} == set(), found
+
+    def test_replicas_compare_the_settings_of_layers(self) -> None:
+        for found in rank_pool(2).run(job_replicas):
+            for name, text in OF_REPLICAS.items():
+                assert text in found.pop(name), name
+            assert {name: text for name, text in found.items() if text} == {}
 
     def test_a_setting_of_one_rank_is_an_error_on_all(self) -> None:
         for found in rank_pool(2).run(job_settings):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import re
 from collections.abc import Mapping
-from types import CodeType, MethodType
+from types import CellType, CodeType, MethodType
 from typing import Any
 
+import torch
+import torch.distributed as torch_dist
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import ProcessTopology
+from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
@@ -16,12 +21,22 @@ from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.strategy import Coordinate
 
+_IS_OF_RANK = re.compile(  # names of settings that a program may give each rank for itself
+    r"(^|[_.: ])(ranks?\d*|local|devices?|seeds?|paths?|dir|files?|filename|folder|groups?|log\w*|verbose|debug|main"
+    r"|master|host|port|time|pid|u?uid)(_|\.|$)",
+    re.IGNORECASE,
+)
+_IS_PLACE = re.compile(r"[/\\]|rank|^(cpu|cuda|meta|xpu|npu|hpu|mps)\b", re.IGNORECASE)  # texts of such settings
+_CONFIGS = "Config", "Arguments", "Args", "Namespace"  # ends of the names of classes that hold settings
+_UNKNOWN = repr(...)  # a value that ranks cannot compare
+_SAME = "Give every rank's PipelineModule the same layers, with the same arguments, partition_method and loss_fn"
+
 
 def require_equal_models(module: Any) -> None:
     """Raise TeraPipeConfigError on every rank if they have not built the same model. A collective over all ranks.
 
     The error names the difference: the number of layers, else the first layer that differs, else the partition, by
-    which each stage builds its share; and `loss_fn`.
+    which each stage builds its share; and `loss_fn`. Replicas of a stage also compare the settings of their layers.
     """
     layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
     method = getattr(module, PARTITION_METHOD, None)
@@ -30,16 +45,19 @@ def require_equal_models(module: Any) -> None:
     )
     facts = {"the number of layers": f"{len(layers)} layers", **layers, "the first layers of the stages": partition}
     facts["loss_fn"] = described(module.loss_fn)
-    if len(set(gather(digest(facts)))) == 1:
+    held, place = _held(module), module.topology().get_coord(torch_dist.get_rank())
+    stage = getattr(place, "pipe", 0), getattr(place, "model", 0)
+    digests = {*gather((digest(facts), stage, digest(held)))}
+    if len({of_all for of_all, *_ in digests}) == 1 and len(digests) == len({stage for _, stage, _ in digests}):
         return
     everyone = gather(facts)
     other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
-    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})])
+    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})] if other else ())
     lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)})}" for key in shown]
-    raise TeraPipeConfigError(
-        "\n  ".join(["the ranks have built different models:", *lines])
-        + "\nGive every rank's PipelineModule the same layers, partition_method and loss_fn; each builds its own share."
-    )
+    lines = lines or _differing(gather((stage, held)))
+    if lines:
+        problem = "\n  ".join(["the ranks have built different models:", *lines])
+        raise TeraPipeConfigError(f"{problem}\n{_SAME}; each builds its own share.")
 
 
 def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
@@ -115,3 +133,64 @@ def _contents(value: Any) -> object:
     if isinstance(value, frozenset):
         return sorted(map(repr, value))
     return [_contents(each) for each in value] if isinstance(value, tuple) else repr(value)
+
+
+# -- layers of replicas --------------------------------------------------------------------------------------
+
+
+def _held(module: PipelineModule) -> dict[str, str]:
+    """Return the modules and functions of this rank, their tensors and their settings, as texts by name."""
+    functions = {str(layer_id): layer for layer_id, layer in enumerate(module.forward_funcs, module._local_start)}
+    held = {}
+    for name, thing in {**functions, "loss_fn": module.loss_fn, **dict(module.named_modules())}.items():
+        if name:  # not the module itself
+            shown = f"layer {name}" if name[0].isdigit() else name
+            tensors = {**thing._parameters, **thing._buffers} if isinstance(thing, nn.Module) else {}
+            given = {key: tensor for key, tensor in tensors.items() if tensor is not None}
+            frozen = {key: "" if tensor.requires_grad else " frozen" for key, tensor in given.items()}
+            texts = [f"{key} {list(tensor.shape)} {tensor.dtype}{frozen[key]}" for key, tensor in given.items()]
+            held[shown] = ", ".join([described(thing), *texts])
+            held |= _plain(f"{shown}: ", _settings(thing))
+    return held
+
+
+def _settings(thing: Any) -> Mapping[str, Any]:
+    """Return the attributes of a layer, or the values that a function was made with."""
+    if isinstance(thing, functools.partial):
+        return {**_settings(thing.func), "arguments": thing.args, **thing.keywords}
+    if isinstance(thing, MethodType):
+        return _settings(thing.__self__)
+    code = getattr(thing, "__code__", None)
+    if isinstance(code, CodeType):
+        cells = zip(code.co_freevars, thing.__closure__ or (), strict=True)
+        values = {name: cell.cell_contents for name, cell in cells if cell != CellType()}
+        return {"defaults": thing.__defaults__, **(thing.__kwdefaults__ or {}), **values}
+    kept = vars(nn.Module()) if isinstance(thing, nn.Module) else ()  # `training` is set in each batch
+    return {key: value for key, value in getattr(thing, "__dict__", {}).items() if key not in kept}
+
+
+def _plain(name: str, value: Any) -> dict[str, str]:
+    """Return the contents of a value by name, as texts, as far as ranks can compare them."""
+    if _IS_OF_RANK.search(name) or (isinstance(value, str) and _IS_PLACE.search(value)):
+        return {name: _UNKNOWN}
+    if isinstance(value, type(None) | bool | int | float | str | torch.dtype):
+        return {name: repr(value)}
+    if dataclasses.is_dataclass(value) or type(value).__name__.endswith(_CONFIGS):
+        value = dict(getattr(value, "__dict__", {}))
+    if isinstance(value, tuple | list):
+        value = dict(enumerate(value))
+    if isinstance(value, dict):
+        start = name if name.endswith(": ") else f"{name}."
+        return {key: text for part, each in value.items() for key, text in _plain(f"{start}{part}", each).items()}
+    return {name: described(value) if callable(value) and not isinstance(value, nn.Module) else _UNKNOWN}
+
+
+def _differing(everyone: list[tuple[tuple[int, int], dict[str, str]]]) -> list[str]:
+    """Return the first difference among the ranks of a stage, if there is one that ranks can tell."""
+    for stage in dict.fromkeys(stage for stage, _ in everyone):
+        of_rank = {rank: held for rank, (at, held) in enumerate(everyone) if at == stage}
+        for key in dict.fromkeys(key for held in of_rank.values() for key in held):
+            texts = {rank: held.get(key, _UNKNOWN if ": " in key else "nothing") for rank, held in of_rank.items()}
+            if len({*texts.values()}) > 1 and _UNKNOWN not in {*texts.values()}:
+                return [f"{key}: {by_text(texts)}"]
+    return []

@@ -232,6 +232,13 @@ def job_default_dtypes() -> str:
         torch.set_default_dtype(torch.float32)
 
 
+def job_autocast(ranks: tuple[int, ...]) -> str:
+    """Return the error if `ranks` train under autocast."""
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(), stages=1) as engine:
+        with torch.autocast("cpu", torch.bfloat16, enabled=torch.distributed.get_rank() in ranks):
+            return engines.raised_by(lambda: engine.train_batch(iter(engines.batches(1)[0])))[1]
+
+
 OF_ONE_RANK: dict[str, Any] = {  # replicas or stages would train apart, or DeepSpeed fail on one rank
     "scheduler": engines.WARMUP,
     "gradient_predivide_factor": 4.0,
@@ -289,3 +296,8 @@ class TestModels:
     def test_a_default_dtype_of_one_rank_is_an_error_on_all(self) -> None:
         text = "torch.get_default_dtype(): ranks [0]: torch.float32; ranks [1]: torch.float64"
         assert all(text in found for found in rank_pool(2).run(job_default_dtypes))
+
+    def test_autocast_of_one_rank_is_an_error_on_all(self) -> None:
+        assert rank_pool(2).run(job_autocast, ranks=(0, 1)) == ["", ""]
+        for found in rank_pool(2).run(job_autocast, ranks=(1,)):
+            assert "torch.autocast off; ranks [1]: " in found and found.count("torch.autocast torch.bfloat16") == 1

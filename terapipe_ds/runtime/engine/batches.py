@@ -107,6 +107,9 @@ class IncomingBatches:
         # draw, and agree with all ranks on the data
         engine, self._num_micro_batches = self._engine, num_micro_batches
         self._source.also_agree_on("global_steps", str(engine.global_steps))
+        kind = torch.device(engine.device).type
+        autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
+        self._source.also_agree_on("torch.autocast", autocast)
         drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
         # every stage computes the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)

@@ -11,20 +11,26 @@ class PlannerError(ValueError):
     """Refuse a question that the planner cannot answer; the text names the value and the fix."""
 
 
-TRY_SEQ1F1B = "schedule 'seq1f1b', which keeps fewer slices live, "
+TRY_SEQ1F1B = "schedule 'seq1f1b', which keeps fewer slices live"
 """Advice of a `MemoryLimitError`, good where nobody has tried that schedule."""
 
 
 class MemoryLimitError(PlannerError):
     """Report that no plan fits in the memory limit. `need_bytes` is the least need of any plan, on `stage_id`."""
 
-    def __init__(self, message: str, need_bytes: int = 0, stage_id: int = 0) -> None:
-        super().__init__(message)
+    def __init__(self, problem: str, need_bytes: int = 0, stage_id: int = 0, advice: tuple[str, ...] = ()) -> None:
+        super().__init__(f"{problem}; try {', '.join(advice)}" if advice else problem)
+        self._problem, self._advice = problem, advice
         self.need_bytes = need_bytes
         self.stage_id = stage_id
 
-    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int]]:
-        return type(self), (str(self), self.need_bytes, self.stage_id)
+    def without(self, advice: str) -> MemoryLimitError:
+        """Return the error without one piece of advice, which has been tried."""
+        kept = tuple(one for one in self._advice if one != advice)
+        return type(self)(self._problem, self.need_bytes, self.stage_id, kept)
+
+    def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int, tuple[str, ...]]]:
+        return type(self), (self._problem, self.need_bytes, self.stage_id, self._advice)
 
 
 check_count = functools.partial(messages.check_count, error=PlannerError)

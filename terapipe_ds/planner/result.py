@@ -192,8 +192,7 @@ class Ranking:
     def best(self) -> PlanResult:
         """Return the best result. Raises MemoryLimitError where the limit refuses every schedule."""
         if not self.results:
-            least = self.refused[0].error
-            raise MemoryLimitError(str(least).replace(TRY_SEQ1F1B, ""), least.need_bytes, least.stage_id)
+            raise self.refused[0].error.without(TRY_SEQ1F1B)
         return self.results[0]
 
     def to_dicts(self) -> list[dict[str, Any]]:

@@ -211,17 +211,17 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     gradient_bytes = getattr(memory, "gradient_bytes", lambda part_id: 0)
     static = memory.process_bytes + sum(memory.static_bytes(part) + gradient_bytes(part) for part in parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
-    schedule = "" if judge.schedule == "seq1f1b" else TRY_SEQ1F1B
-    advice = f"try {schedule}activation checkpointing, a smaller micro-batch, {smaller_model}"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
-    if static > limit:
-        advice = f"these alone are too much: try {smaller_model}, or devices with more memory"
-    message = (
+    problem = (
         f"no plan fits in {limit_text(limit)}: with schedule {judge.schedule!r} the least need found is {gib(need)} "
-        f"on stage {stage_id} ({many(count, 'slice')}); {gib(static)} of it are parameters, gradients{states}; "
-        f"{advice}"
+        f"on stage {stage_id} ({many(count, 'slice')}); {gib(static)} of it are parameters, gradients{states}"
     )
-    return MemoryLimitError(message, need, stage_id)
+    if static > limit:
+        text = f"{problem}; these alone are too much: try {smaller_model}, or devices with more memory"
+        return MemoryLimitError(text, need, stage_id)
+    schedules = () if judge.schedule == "seq1f1b" else (TRY_SEQ1F1B,)
+    advice = *schedules, "activation checkpointing", "a smaller micro-batch", smaller_model
+    return MemoryLimitError(problem, need, stage_id, advice)
 
 
 # --- unequal stages: the exact recursion of a permutation flow shop, with links as machines

@@ -119,7 +119,6 @@ class Space:
         need, candidate = self.least_need()
         if need <= self.limit_bytes or candidate is None:
             return
-        problem = self.memory_error(math.ceil(need), candidate)
         for times in (2, 4, 8, 16, 32, 64, 128):
             cluster = dataclasses.replace(self.cluster, nodes=times * self.cluster.nodes)
             free = dict.fromkeys((*_AXES, "schedule", "chunks_per_stage"))
@@ -130,10 +129,10 @@ class Space:
                 global_batch_size=times * 2**10,
             )
             if larger.least_need()[0] <= self.limit_bytes:
-                devices = f"; from about {cluster.num_devices} of these devices on it can fit"
-                raise MemoryLimitError(str(problem) + devices, problem.need_bytes, problem.stage_id)
-        why = "; more of these devices do not help: a stage has a layer at least"
-        raise MemoryLimitError(str(problem).replace(", or more devices", "") + why, problem.need_bytes)
+                devices = f", or more devices; from about {cluster.num_devices} of these devices on it can fit"
+                raise self.memory_error(math.ceil(need), candidate, devices)
+        devices = "; more of these devices do not help: a stage has a layer at least"
+        raise self.memory_error(math.ceil(need), candidate, devices)
 
     def _zeros(self, data: int) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed sums gradients of bfloat16 in fp32 under ZeRO-1 alone."""
@@ -191,15 +190,17 @@ class Space:
             f"host_memory_bytes in the device's file): {way_out}, or give more host memory"
         )
 
-    def memory_error(self, need: int, candidate: Candidate) -> MemoryLimitError:
-        """Return the error where nothing fits: the least need, and its candidate."""
+    def memory_error(
+        self, need: int, candidate: Candidate, more_devices: str = ", or more devices"
+    ) -> MemoryLimitError:
+        """Return the error where nothing fits: the least need, its candidate, and whether more devices would do."""
         grid, inner = candidate.grid, "sequence rank" if candidate.grid.sequence > 1 else "tensor rank"
         return MemoryLimitError(
             f"no strategy fits in {limit_text(self.limit_bytes)} per device: the least need found is {gib(need)}, with "
             f"{many(grid.pipe, 'stage')}, {many(grid.data, 'replica')}, {many(grid.dims[2], inner)}, ZeRO "
             f"{candidate.zero_stage}, {many(candidate.accumulation, 'micro-batch')} of "
             f"{many(candidate.micro_batch, 'sequence')} and all that can be recomputed; give "
-            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that, or more devices",
+            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that{more_devices}",
             need,
         )
 

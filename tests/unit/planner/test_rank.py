@@ -1,5 +1,6 @@
 """All schedules over all cuts of the layers: against brute force over schedules and plans."""
 
+import pickle
 from typing import Any
 
 import pytest
@@ -7,6 +8,8 @@ from planner_cases import Costs, brute_force_s, every_plan, split_parts
 
 from terapipe_ds import planner
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import TRY_SEQ1F1B
+from terapipe_ds.planner.result import Ranking, Refusal
 from terapipe_ds.schedule import SCHEDULE_NAMES, build
 from terapipe_ds.simulator import UnitCosts, simulate
 from tests.costs import constant
@@ -125,6 +128,14 @@ def test_a_limit_refuses_with_the_least_need(given: bool) -> None:
     with pytest.raises(planner.MemoryLimitError) as caught:
         _ = nothing.best  # type: ignore[attr-defined]
     assert caught.value.need_bytes == min(one.need_bytes for one in nothing.refused)  # type: ignore[attr-defined]
+
+
+def test_a_schedule_that_was_tried_is_no_advice() -> None:
+    error = pickle.loads(pickle.dumps(planner.MemoryLimitError("nothing fits", 5, 1, (TRY_SEQ1F1B, "more stages"))))
+    assert str(error) == f"nothing fits; try {TRY_SEQ1F1B}, more stages"
+    with pytest.raises(planner.MemoryLimitError, match=r"^nothing fits; try more stages$") as caught:
+        _ = Ranking.of((), [Refusal("gpipe", 1, error)]).best
+    assert (caught.value.need_bytes, caught.value.stage_id) == (5, 1)
 
 
 @pytest.mark.parametrize("given", [False, True])

@@ -79,6 +79,12 @@ class Sigterm:
             if descriptor != self._sender.fileno():
                 signal.set_wakeup_fd(descriptor)
 
+    def close(self) -> None:
+        """Close the sockets, unless signals still arrive there because another thread has closed the engine."""
+        if Sigterm.installed is not self:
+            self._receiver.close()
+            self._sender.close()
+
 
 # -- output to stderr ----------------------------------------------------------------------------------------------
 

@@ -133,6 +133,7 @@ class WatchStore:
         self._questions.put(None)
         if self._store is not None:
             self._thread.join(timeout=1.0)
+        self._store = None  # and its connection: a reference to the watch-dog may remain
 
     @property
     def _is_gone(self) -> bool:

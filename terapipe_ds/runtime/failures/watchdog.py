@@ -176,6 +176,7 @@ class Watchdog:
             self._others.beat(ended=CLOSED)
             self._others.close()
             self._words.close()
+            self._sigterm.close()
 
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
 

@@ -550,6 +550,13 @@ print(codes, min(tries) - plain_s < 0.5, tries, file=sys.stderr); dog.close(); o
 
 
 class TestEnd:
+    def test_a_closed_watchdog_that_is_still_referred_to_keeps_no_file_open(self, job: Job) -> None:
+        job.rank(0).close()  # opens what every process opens once
+        before = set(os.listdir("/proc/self/fd"))
+        for _ in range(5):
+            job.rank(1).close()
+        until(lambda: len(os.listdir("/proc/self/fd")) <= len(before))  # the server drops its ends a moment later
+
     def test_what_is_printed_and_what_others_print_share_a_file(self, tmp_path: Path) -> None:
         """Launchers give a rank a file that is not opened to append."""
         script = "import sys; from terapipe_ds.runtime.failures.process_end import Stderr; stderr = Stderr()\n"

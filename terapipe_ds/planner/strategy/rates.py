@@ -123,6 +123,7 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
     whole = [part.working_whole_bytes_per_token for part in singles]
     matrices["working"] = _largest([rate * length for rate in working])
     matrices["working_whole"] = _largest([(rate + more) * length for rate, more in zip(working, whole, strict=True)])
+    matrices["copied"] = _largest([part.working_copied_bytes_per_token * length for part in singles])
     matrices["factors"] = _largest([part.working_factor_bytes_per_token * length for part in singles])
     beside = [part.working_bytes_per_token - part.working_gone_bytes_per_token for part in singles]
     matrices["beside"] = _largest([rate * length for rate in beside])

@@ -88,6 +88,8 @@ class MemoryModel:
             "working_bytes_per_token",
             "working_bytes_per_prefix_token",
             "working_copied_bytes_per_token",
+            "working_whole_bytes_per_token",
+            "working_factor_bytes_per_token",
             "loss_bytes_per_token",
         }
         parts = [
@@ -168,12 +170,17 @@ class MemoryModel:
         """
         part, working = self.parts[part_id], self.working_bytes(part_id, *span, False)
         if is_split:
+            working -= self.factor_bytes(part_id, span[0])
             copies = part.working_bytes + part.working_copied_bytes_per_token * group_tokens
             return max(0, math.ceil(copies) - working)
         if not part.joined_bytes_per_token:
             return 0
         own = self.joined_bytes(part_id, span[0]) - self.slice_bytes(part_id, *span)
         return max(0, own + self.working_bytes(part_id, group_tokens, 0, False) - working)
+
+    def factor_bytes(self, part_id: int, tokens: int) -> int:
+        """Return the bytes that count twice at the end of a split B and in its W: as waiting, and as working bytes."""
+        return math.floor(self.parts[part_id].working_factor_bytes_per_token * tokens)
 
     def sent_bytes(self, part_id: int, tokens: int) -> int:
         """Return the gradients of a slice that the part sends back, which it keeps until they have arrived."""
@@ -182,7 +189,8 @@ class MemoryModel:
     def working_bytes(self, part_id: int, tokens: int, prefix: int, is_whole: bool) -> int:
         """Return the bytes needed on top, only while an F, B or W of that slice, or whole sequence, runs."""
         part = self.parts[part_id]
-        per_slice = part.working_bytes_per_token * tokens
+        per_token = part.working_bytes_per_token + (part.working_whole_bytes_per_token if is_whole else 0)
+        per_slice = per_token * tokens
         beside_prefix = (part.working_bytes_per_token - part.working_gone_bytes_per_token) * tokens
         per_slice = max(per_slice, beside_prefix + part.working_bytes_per_prefix_token * prefix)
         # the loss of a slice is done, and its logits gone, when the layers run

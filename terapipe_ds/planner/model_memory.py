@@ -96,6 +96,8 @@ class PartMemory:
     working_gone_bytes_per_token: float = 0  # of `working_bytes_per_token`, before dK, dV of the prefix come
     working_whole_bytes: float = 0  # on top of `working_bytes`, if the slice is its whole sequence
     working_copied_bytes_per_token: float = 0  # of one weight's factors, which a W copies for all its slices
+    working_whole_bytes_per_token: float = 0  # keys and values of a layer that runs again, if its sequence is one slice
+    working_factor_bytes_per_token: float = 0  # of `working_bytes_per_token`, what is in `weight_bytes_per_token` too
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -170,8 +172,9 @@ class Setup:
         is_first, is_last = part_id == 0, part_id == self.num_stages - 1
         message = self._residual * item
         # kept from F to B by each live slice
-        again = message + (self._attention_kept if self.keeps_attention else 0)
-        kept = layers * (again if self.activation_checkpointing else self._layer_saved)
+        again = self.activation_checkpointing
+        inputs = message + (self._attention_kept if self.keeps_attention else 0)
+        kept = layers * (inputs if again else self._layer_saved)
         kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
@@ -203,10 +206,12 @@ class Setup:
             joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
             joined_tokens=JOINED_ROWS / share,
             working_copied_bytes_per_token=share * self._largest_factors(is_last, layers),
+            working_factor_bytes_per_token=share * self._factors_of_layer if again and layers else 0,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
             loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
-            whole_bytes_per_token=rows * (min(layers, 1) if self.activation_checkpointing else layers) * whole * item,
+            whole_bytes_per_token=0 if again else rows * layers * whole * item,
+            working_whole_bytes_per_token=rows * min(layers, 1) * whole * item if again else 0,
         )
 
     # --- parameters
@@ -305,6 +310,17 @@ class Setup:
         layer = 4 * self._residual + self._routed + divided // degree
         head = self._residual + size.vocab_size // degree if self._has_product_of_head(is_last) else 0
         return (layers * layer + head) * self._item
+
+    @property
+    def _factors_of_layer(self) -> int:
+        """Return the bytes that W needs of the last layer that runs again in a B, which has them then anyway.
+
+        Attention's backward runs beside the factors that the layer's MLP leaves to W.
+        """
+        mlp, attention = self._phases
+        of_mlp = 2 * self._residual + self._routed + (self._into_mlp + self._out_of_mlp) // self.tensor_parallel
+        more = max(mlp, attention + of_mlp * self._item) - max(mlp, attention)
+        return max(0, self._kept_for_weights(False, 1) - more)
 
     def _largest_factors(self, is_last: bool, layers: int) -> int:
         """Return the most bytes that one of these linear layers leaves to W."""

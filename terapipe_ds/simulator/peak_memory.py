@@ -41,6 +41,7 @@ class Memory(Protocol):
     def working_bytes(self, part_id: int, tokens: int, prefix: int, is_whole: bool) -> int: ...
     def weight_groups(self, part_id: int, lengths: Sequence[int]) -> Sequence[Sequence[int]]: ...
     def joined_bytes(self, part_id: int, tokens: int) -> int: ...
+    def factor_bytes(self, part_id: int, tokens: int) -> int: ...
     def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int, is_split: bool) -> int: ...
 
 
@@ -62,7 +63,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
     needed = needed_by(order, schedule.forward_only, spans)
     pooled = _pooled_bytes(needed, spans, memory)
     others = {held: ends for held, ends in needed.items() if held[0] not in _POOLED}
-    gained, after, late = changes_of(order, others, spans, memory)
+    gained, after, late, twice = changes_of(order, others, spans, memory)
     # the gradients of a part's parameters come with its first B, and stay
     backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
     for part_id, index in backwards.items():
@@ -84,7 +85,7 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
         now += gained[index]
         is_whole = len(spans[action.micro_batch_id]) == 1
         working = memory.working_bytes(action.part_id, stop - start, start, is_whole)
-        numbers.append(max(now + late[index], now + after[index]) + working)
+        numbers.append(now + max(late[index], after[index]) + working - twice[index])
         now += after[index]
         numbers.append(now)
     return numbers
@@ -115,26 +116,30 @@ def _pooled_bytes(needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory:
 
 def changes_of(
     order: Sequence[Action], needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory: Memory
-) -> tuple[Counter[int], Counter[int], Counter[int]]:
+) -> tuple[Counter[int], ...]:
     """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
 
-    The third result has the bytes that come before the end of a computation, and go at its end. `needed` has the shares
-    that count, as `needed_by` returns them.
+    The third result has the bytes that come before the end of a computation, and go at its end. The fourth has those of
+    its working bytes that these results count. `needed` has the shares that count, as `needed_by` returns them.
     """
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     gained: Counter[int] = Counter()
     after: Counter[int] = Counter()
+    twice: Counter[int] = Counter()
+    late = _join(order, split, spans, memory, after)
     for index, action in enumerate(order):
         # the bytes for W stay from B to W
         if action.kind is not Kind.FORWARD and (action.part_id, action.unit) in split:
             size = _size(("weight_bytes", action.part_id, *action.unit), spans, memory)
             after[index] += size if action.kind is Kind.BACKWARD else -size
-    late = _join(order, split, spans, memory, after)
+            start, stop = spans[action.micro_batch_id][action.slice_id]
+            twice[index] = memory.factor_bytes(action.part_id, stop - start)
+            late[index] += twice[index] if action.kind is Kind.BACKWARD else 0  # none wait when a B begins
     for held, (first, last) in needed.items():
         size = _size(held, spans, memory)
         gained[first] += size
         after[last] -= size
-    return gained, after, late
+    return gained, after, late, twice
 
 
 def _join(

@@ -48,6 +48,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         PP4 | {"offload_activations": True, "sequence_length": 2 * LENGTH},
         {"recompute": [1, 3], "slices": [512] * 16},
     ),
+    "PP4, whole, recomputed before W": (
+        PP4 | {"schedule": "zb-h1"},
+        {"recompute": "full", "slices": [LENGTH], "accumulation": 4},
+    ),
 }
 """The question of the planner, and changes to its answer, whose bytes it then predicts."""
 

@@ -137,7 +137,8 @@ def memory_of_layers(layers: Sequence[Layer], recompute: int = False) -> dict[st
         numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
         numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)
         if numbers["whole_bytes_per_token"] is not None:
-            numbers["whole_bytes_per_token"] = max(layer.whole_bytes for layer in layers)
+            numbers["whole_bytes_per_token"] = 0.0
+            numbers["working_whole_bytes_per_token"] = max(layer.whole_bytes for layer in layers)
     return numbers
 
 

@@ -19,7 +19,8 @@ from terapipe_ds.simulator.peak_memory import Memory, changes_of, needed_by
 class Holdings:
     """Hold, per node, the amounts that it gains, gives back, and needs as it runs; `limits` and `base` are per stage.
 
-    `with_first_backward` comes with the first B of a part, and stays (the gradients of its parameters).
+    A node has gained its `late` amount before it gives back. `with_first_backward` comes with the first B of a part,
+    and stays (the gradients of its parameters).
     """
 
     nodes: PricedNodes
@@ -27,12 +28,13 @@ class Holdings:
     base: tuple[float, ...]
     gain: list[float]
     after: list[float]
+    late: list[float]
     working: list[float]
     with_first_backward: tuple[float, ...]
 
     def peak(self, stage_id: int, order: Sequence[int]) -> float:
         """Return the largest amount that the order of a stage holds."""
-        gain, after, working = self.gain, self.after, self.working
+        gain, after, late, working = self.gain, self.after, self.late, self.working
         now = peak = self.base[stage_id]
         begun = [not more for more in self.with_first_backward]
         per_part, parts = self.nodes.num_units, self.nodes.num_parts
@@ -43,7 +45,7 @@ class Holdings:
             if 0 <= place < parts and not begun[place]:
                 begun[place] = True
                 change += self.with_first_backward[place]
-            top = (now + change if change > 0 else now) + working[node]
+            top = now + (change if change > late[node] else late[node]) + working[node]
             if top > peak:
                 peak = top
             now += change
@@ -77,7 +79,8 @@ def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequenc
     gain = of_parts + between + nothing
     after = nothing + between + [-amount for amount in of_parts]
     zeros = (0.0,) * nodes.num_stages
-    return Holdings(nodes, tuple(limits), zeros, gain, after, [0.0] * len(gain), (0.0,) * nodes.num_parts)
+    none = [0.0] * len(gain)
+    return Holdings(nodes, tuple(limits), zeros, gain, after, none, none, (0.0,) * nodes.num_parts)
 
 
 def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
@@ -85,18 +88,18 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
 
     Their number depends on the orders of other stages. Here it is always `OUTSTANDING_SENDS`, of the largest message.
     """
-    gain, after, working = ([0.0] * nodes.num_nodes for _ in range(3))
+    gain, after, late, working = ([0.0] * nodes.num_nodes for _ in range(4))
     spans = [plan.spans() for plan in nodes.plans]
     for part in range(nodes.num_parts):
         # F and B of a part have one order in every schedule; W are counted in the order of their B
         order = [nodes.node(kind, part, unit) for kind in range(nodes.num_kinds) for unit in nodes.order_of_kind[kind]]
         actions = [nodes.action(node) for node in order]
-        gained, changed, late = changes_of(actions, needed_by(actions, False, spans), spans, memory)
+        gained, changed, before, twice = changes_of(actions, needed_by(actions, False, spans), spans, memory)
         for index, (node, action) in enumerate(zip(order, actions, strict=True)):
             start, stop = spans[action.micro_batch_id][action.slice_id]
             is_whole = len(spans[action.micro_batch_id]) == 1
-            gain[node], after[node] = gained[index], changed[index]
-            working[node] = memory.working_bytes(part, stop - start, start, is_whole) + late[index]
+            gain[node], after[node], late[node] = gained[index], changed[index], before[index]
+            working[node] = memory.working_bytes(part, stop - start, start, is_whole) - twice[index]
     # parameters, and the messages of each link to another stage
     base = [float(memory.process_bytes)] * nodes.num_stages
     for part, stage_id in enumerate(nodes.stage_of_part):
@@ -106,4 +109,4 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
             base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
     limits = (limit_bytes,) * nodes.num_stages
-    return Holdings(nodes, limits, tuple(base), gain, after, working, gradients_of)
+    return Holdings(nodes, limits, tuple(base), gain, after, late, working, gradients_of)

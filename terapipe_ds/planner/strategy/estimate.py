@@ -243,18 +243,21 @@ class Estimated(Bounded):
         part = self.length / num_slices
         waiting = min(max(0.0, self._part.joined_tokens - part), self.length - part) / self.length
         held = np.stack([rates["static"] + gradients, rates["slice"], rates["weight"], whole, rates["sent"]])
-        running = rates["working"] / num_slices
+        running = rates["working_whole" if num_slices == 1 else "working"] / num_slices
         if num_slices > 1:
             # while a B rereads the longest prefix, one micro-batch fewer has keys and values
             are_all_live = shape.fills_and_drains or self.num_micro_batches == 1
             reread = rates["reread"] if are_all_live else np.maximum(0.0, rates["reread"] - rates["store"])
             running = np.maximum(running, rates["beside"] / num_slices + reread)
-        if waiting:
+        if waiting and shape.is_split:
+            own = (rates["working"] - rates["factors"] - rates["copied"]) / num_slices
+            running += waiting * rates["weight"] + np.maximum(0.0, waiting * rates["copied"] - own)
+        elif waiting:
             stays = (rates["slice"] - rates["joined"]) / num_slices
             copies = np.where(rates["joined"] > 0, np.maximum(0.0, waiting * rates["working"] - stays), 0.0)
-            running += waiting * rates["weight" if shape.is_split else "joined"] + copies
+            running += waiting * rates["joined"] + copies
         if shape.is_split:  # the slice whose B ends waits for its W as well
-            running += np.maximum(0.0, rates["weight"] - rates["slice"]) / num_slices
+            running += np.maximum(0.0, rates["weight"] - rates["slice"] - rates["factors"]) / num_slices
         loss = rates["loss"] * min(part, self._part.loss_chunk_tokens)
         return held, np.maximum(running, loss) + rates["fixed_whole" if num_slices == 1 else "fixed"]
 

@@ -118,8 +118,13 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
     ):
         matrices[name][0, count] = number
     # of the working bytes, a span needs the largest
-    matrices["whole"] = _whole(singles, matrices, recompute, length)
-    matrices["working"] = _largest([part.working_bytes_per_token * length for part in singles])
+    matrices["whole"] = _whole(singles, matrices, length)
+    working = [part.working_bytes_per_token for part in singles]
+    whole = [part.working_whole_bytes_per_token for part in singles]
+    matrices["working"] = _largest([rate * length for rate in working])
+    matrices["working_whole"] = _largest([(rate + more) * length for rate, more in zip(working, whole, strict=True)])
+    matrices["copied"] = _largest([part.working_copied_bytes_per_token * length for part in singles])
+    matrices["factors"] = _largest([part.working_factor_bytes_per_token * length for part in singles])
     beside = [part.working_bytes_per_token - part.working_gone_bytes_per_token for part in singles]
     matrices["beside"] = _largest([rate * length for rate in beside])
     matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
@@ -131,13 +136,12 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
     return matrices
 
 
-def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], recompute: int, length: int) -> Floats:
-    """Return the keys and values of a micro-batch in one slice; with recomputation, those that one layer keeps."""
+def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], length: int) -> Floats:
+    """Return the keys and values of a micro-batch in one slice."""
     rates = [part.whole_bytes_per_token for part in singles]
     if None in rates:
         return matrices["store"] + matrices["store_grad"]
-    numbers = np.array(rates, float) * length
-    return _largest(numbers.tolist()) if recompute else spans_matrix(numbers)
+    return spans_matrix(np.array(rates, float) * length)
 
 
 def _largest(values: Sequence[float]) -> Floats:

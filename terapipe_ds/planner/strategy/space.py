@@ -106,7 +106,8 @@ class Space:
         """Return bytes that the fullest stage of a candidate has at least, whatever the cut."""
         (whole,) = self.layers.memory_of_spans(candidate.setting, [Span(0, self.layers.num_layers, True)])
         kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
-        kept += min(whole.store_bytes_per_token, whole.whole_bytes_per_token or math.inf)
+        if whole.whole_bytes_per_token is None:  # with recomputation a sequence in one slice keeps no keys and values
+            kept += whole.store_bytes_per_token
         # every stage needs the working bytes of some layer, and one stage has the layer that needs most
         spans = [Span(layer, layer + 1, True) for layer in range(self.layers.num_layers)]
         working = [part.working_bytes for part in self.layers.memory_of_spans(candidate.setting, spans)]

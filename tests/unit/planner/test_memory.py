@@ -18,8 +18,11 @@ from terapipe_ds.models.gpt import GPTConfig, gpt_loss
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.memory import MemoryModel, PartMemory, fill_drain_peak_bytes
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.profiling.all_parts import store_rates
+from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import build
+from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 from terapipe_ds.simulator import Replay
 
 # --- against torch
@@ -129,7 +132,32 @@ def test_checkpointing_keeps_the_input_and_recomputes_one_layer(family: dict[str
     part = middle_part(family, "float32", activation_checkpointing=True)
     plain = middle_part(family, "float32")
     assert part.slice_bytes_per_token * TOKENS == pytest.approx(inputs + x.nbytes, rel=0.02)
+    assert (part.whole_bytes_per_token, part.working_whole_bytes_per_token) == (0, plain.whole_bytes_per_token)
     assert (part.working_bytes_per_token - plain.working_bytes_per_token) * TOKENS == pytest.approx(whole, rel=0.05)
+
+
+@FAMILIES
+def test_the_layer_that_runs_again_has_factors_of_its_w(family: dict[str, Any]) -> None:
+    """At the end of a split B the other layer has left its factors; those of the last one are among its tensors."""
+    config, size = config_and_size(family, "float32", num_layers=6)
+    layers = nn.Sequential(*[gpt.DecoderLayer(config, index) for index in range(2)])
+    gradients, x = accumulate_in_products(layers, None), leaf(config)
+    for weight in layers.parameters():
+        weight.grad = torch.zeros_like(weight)
+    key, active = (0, 0, 0), ActiveSlice(0, TOKENS, TOKENS, store=SliceStore())
+    with push_slice(active):
+        y = x
+        gradients.open_batch([key])
+        for layer in layers:
+            y = checkpoint(layer, y, use_reentrant=True)
+    with push_slice(active.replace(mode="recompute")), MemoryPeak() as peak, gradients.deferred(key):
+        y.sum().backward()
+    options: dict[str, Any] = {"num_stages": 3, "dtype": "float32", "micro_batch": ROWS, "fused_norm": False}
+    memory = MemoryModel.of_model(size, **options, activation_checkpointing=True)
+    messages = (1 + 2 * RECEIVE_AHEAD) * x.nbytes  # of links, which a layer alone does not have
+    running = memory.working_bytes(1, TOKENS, 0, True) - memory.parts[1].working_bytes - messages
+    predicted = memory.weight_bytes(1, TOKENS, 0) - memory.factor_bytes(1, TOKENS) + running - x.nbytes
+    assert peak.grown_bytes <= predicted < 1.25 * peak.grown_bytes
 
 
 @FAMILIES

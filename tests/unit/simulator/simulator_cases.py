@@ -54,6 +54,7 @@ MEMORY: Any = SimpleNamespace(
     working_bytes=lambda part_id, tokens, prefix, is_whole: 70 * tokens + 11 * prefix + part_id + 5 * is_whole,
     sent_bytes=lambda part_id, tokens: 130 * tokens + part_id,
     joined_bytes=lambda part_id, tokens: 560 * tokens + part_id,
+    factor_bytes=lambda part_id, tokens: 40 * tokens + part_id,
     product_bytes=lambda part_id, span, group_tokens, is_split: (
         21 * span[0] + 5 * span[1] + 13 * group_tokens + part_id + 9000 * is_split
     ),
@@ -243,7 +244,12 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
     for i, action in enumerate(order):
         if times[i][0] <= time_s < times[i][1]:
             start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
-            return max(held(i) + late(action), held(i + 0.5)) + memory.working_bytes(
+            working = memory.working_bytes(
                 action.part_id, stop - start, start, case.plans[action.micro_batch_id].num_slices == 1
             )
+            twice = memory.factor_bytes(action.part_id, stop - start)  # as factors of W, and as working bytes
+            if action.kind is Kind.BACKWARD and indices(action.part_id, "W", *action.unit):
+                return max(held(i), held(i + 0.5) - twice) + working
+            twice *= action.kind is Kind.WEIGHT
+            return max(held(i) + late(action), held(i + 0.5)) + working - twice
     return held(sum(end_s <= time_s for _, end_s in times) - 0.5)

@@ -255,3 +255,15 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
         errors = priced._peaks_of(cut, owners, shape, slices, again) - peaks
         shares.append(1 + errors / (peaks + 2 * of_stages))
     assert len(shares) > 30 and np.concatenate(shares).min() > least and np.concatenate(shares).max() < most
+
+
+@pytest.mark.parametrize("slices", [16, 64])
+def test_estimated_bytes_of_split_backwards_have_the_copies_of_their_w(slices: int) -> None:
+    """Several slices have one W, which copies the factors of a weight for all of them."""
+    cluster, length, shape = Cluster("v100", 1, 4), 8192, Shape("seq1f1b-zb")
+    layers = layers_of("mini", cluster, length, "float32")
+    priced = Priced(layers, cluster, length, Candidate(Grid(4, 1, 1), 1, 8, 0))
+    [cut], owners = priced.equal_cuts(slices, 1), owners_of(shape.schedule, 4, 1)
+    for again in layers.kinds:
+        _, peaks = priced.price(cut, shape.schedule, SlicePlan.equal(length, slices), 1, [again] * 4)
+        assert priced._peaks_of(cut, owners, shape, slices, again) == pytest.approx(peaks, rel=2e-3), again

@@ -193,7 +193,7 @@ REPLICAS: dict[str, Callable[[int], Any]] = {  # by rank
     "partial": lambda rank: functools.partial(F.dropout, p=(0.1, 0.2)[rank]),
     "closure": lambda rank: scaled_by((1.0, 2.0)[rank]),
     "config": lambda rank: LayerSpec(
-        Own, [gpt.GPTConfig(vocab_size=8, hidden_size=8 + 8 * rank, num_layers=1, num_heads=2)]
+        Own, [gpt.GPTConfig(vocab_size=8, hidden_size=8, num_layers=1, num_heads=2, dropout=0.1 * rank)]
     ),
     "accepted": lambda rank: LayerSpec(Own, config=None, **({"a": 1} if rank else {})),
     "seeds": lambda rank: LayerSpec(Own, config={"seed": rank, "log_file": f"{rank}"}),
@@ -204,7 +204,7 @@ OF_REPLICAS = {
     "frozen": "layer 6: ranks [0]: torch.nn.modules.linear.Linear, weight [16, 16] torch.float32 frozen, ",
     "partial": "layer 6: p: ranks [0]: 0.1; ranks [1]: 0.2",
     "closure": "layer 6: factor: ranks [0]: 1.0; ranks [1]: 2.0",
-    "config": "layer 6: config.0.hidden_size: ranks [0]: 8; ranks [1]: 16",
+    "config": "layer 6: config.0.dropout: ranks [0]: 0.0; ranks [1]: 0.1",
     "loss": "loss_fn: scale: ranks [0]: 1.0; ranks [1]: 2.0",
 }
 

@@ -21,14 +21,10 @@ from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.strategy import Coordinate
 
-_IS_OF_RANK = re.compile(  # names of settings that a program may give each rank for itself
-    r"(^|[_.: ])(ranks?\d*|local|devices?|seeds?|paths?|dir|files?|filename|folder|groups?|log\w*|verbose|debug|main"
-    r"|master|host|port|time|pid|u?uid)(_|\.|$)",
-    re.IGNORECASE,
+_IS_OF_RANK = re.compile(  # names of flags and times that a program may give each rank for itself
+    r"(^|[_.: ])(rank\d*|local|main|master|log|logs|logging|verbose|debug|seed|time|start|t0)(_|\.|$)", re.IGNORECASE
 )
-_IS_PLACE = re.compile(r"[/\\]|rank|^(cpu|cuda|meta|xpu|npu|hpu|mps)\b", re.IGNORECASE)  # texts of such settings
 _CONFIGS = "Config", "Arguments", "Args", "Namespace"  # ends of the names of classes that hold settings
-_UNKNOWN = repr(...)  # a value that ranks cannot compare
 _SAME = "Give every rank's PipelineModule the same layers, with the same arguments, partition_method and loss_fn"
 
 
@@ -169,20 +165,19 @@ def _settings(thing: Any) -> Mapping[str, Any]:
     return {key: value for key, value in getattr(thing, "__dict__", {}).items() if key not in kept}
 
 
-def _plain(name: str, value: Any) -> dict[str, str]:
-    """Return the contents of a value by name, as texts, as far as ranks can compare them."""
-    if _IS_OF_RANK.search(name) or (isinstance(value, str) and _IS_PLACE.search(value)):
-        return {name: _UNKNOWN}
-    if isinstance(value, type(None) | bool | int | float | str | torch.dtype):
-        return {name: repr(value)}
+def _plain(name: str, value: Any, depth: int = 3) -> dict[str, str]:
+    """Return the contents of a value by name, as texts, as far as ranks can compare them, and `depth` containers."""
+    # integers and texts are ranks, offsets, seeds, devices and paths as often as sizes, which the tensors show
+    if isinstance(value, bool | float | torch.dtype):
+        return {} if _IS_OF_RANK.search(name) else {name: repr(value)}
     if dataclasses.is_dataclass(value) or type(value).__name__.endswith(_CONFIGS):
         value = dict(getattr(value, "__dict__", {}))
     if isinstance(value, tuple | list):
         value = dict(enumerate(value))
     if isinstance(value, dict):
-        start = name if name.endswith(": ") else f"{name}."
-        return {key: text for part, each in value.items() for key, text in _plain(f"{start}{part}", each).items()}
-    return {name: described(value) if callable(value) and not isinstance(value, nn.Module) else _UNKNOWN}
+        start, parts = name if name.endswith(": ") else f"{name}.", value.items() if depth else ()
+        return {key: text for part, each in parts for key, text in _plain(f"{start}{part}", each, depth - 1).items()}
+    return {name: described(value)} if callable(value) and not isinstance(value, nn.Module) else {}
 
 
 def _differing(everyone: list[tuple[tuple[int, int], dict[str, str]]]) -> list[str]:
@@ -190,7 +185,8 @@ def _differing(everyone: list[tuple[tuple[int, int], dict[str, str]]]) -> list[s
     for stage in dict.fromkeys(stage for stage, _ in everyone):
         of_rank = {rank: held for rank, (at, held) in enumerate(everyone) if at == stage}
         for key in dict.fromkeys(key for held in of_rank.values() for key in held):
-            texts = {rank: held.get(key, _UNKNOWN if ": " in key else "nothing") for rank, held in of_rank.items()}
-            if len({*texts.values()}) > 1 and _UNKNOWN not in {*texts.values()}:
+            texts = {rank: held.get(key, "nothing") for rank, held in of_rank.items()}
+            # an attribute that one rank lacks says little about what the layers compute
+            if len({*texts.values()}) > 1 and not (": " in key and "nothing" in texts.values()):
                 return [f"{key}: {by_text(texts)}"]
     return []

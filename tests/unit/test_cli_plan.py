@@ -190,6 +190,17 @@ def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str]
     assert found["predicted_s"] == pytest.approx(8 * whole, rel=1e-6)  # one after the other: nothing overlaps
     assert found["terapipe"]["partition"] == [0, 1, 8] and "layers cut at 0, 1, 8" in found["setup"]
     assert "cannot be cut in 4 parts" in refused(capsys, *options, "--schedule", "zbv")
+    # the config of a strategy that was planned by the size of a model: the layer before the head goes with the head
+    other = LayerProfile(kind.samples, 2, 2, 8.0)
+    dataclasses.replace(one, layers=LayerProfiles((kind, other), (0, *[1] * 5, 0, 0), (0, 4, 8))).save(path)
+    config.write_text(json.dumps({"terapipe": {"partition": [0, 3, 7], "schedule": "seq1f1b"}}))
+    assert as_json(capsys, *options)["terapipe"]["partition"] == [0, 3, 8]
+    # the module's own method of partition may cut elsewhere, with as little on the fullest part
+    config.write_text(json.dumps({"terapipe": {"schedule": "seq1f1b"}}))
+    assert "partition" not in as_json(capsys, *options)["terapipe"]
+    assert as_json(capsys, *options, "--stages", "3")["terapipe"]["partition"] == [0, 3, 5, 8]
+    chunks = ("--schedule", "interleaved", "--chunks-per-stage", "2")
+    assert len(as_json(capsys, *options, *chunks)["terapipe"]["partition"]) == 5
 
 
 def one_layer_s(profile: Profile) -> list[list[float]]:

@@ -127,7 +127,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         options.micro_batches,
         options.granule,
         options.schedule,
-        options.memory_limit_gb * 1e9,
+        round(options.memory_limit_gb * 1e9, 0),
         schedule_options=options.schedule_options,
     )
 

@@ -195,7 +195,7 @@ class PlanSetup:
         from terapipe_ds.planner.strategy import USABLE
 
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
-            return self.options.memory_limit_gb * 1e9
+            return max(1.0, round(self.options.memory_limit_gb * 1e9, 0))  # 2.048769856 * 1e9 is below 2048769856
         if not (self.memory_of and self.options.device):
             return None
         return USABLE * device_card(self.options.device).memory_bytes

@@ -17,7 +17,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -264,3 +264,25 @@ class Strategy(BaseModel):
             f"{many(self.micro_batch_size, 'sequence')}, {self.schedule} with {slices}, "
             f"ZeRO {self.zero_stage}, recompute {self.recompute}{', attention kept' * self.keep_attention}{stopped}"
         )
+
+
+def bounds_among(kinds: Sequence[object], partition: Sequence[int]) -> tuple[int, ...] | None:
+    """Return the first layer of each part of a module with layers of these kinds, and the end; None: they do not fit.
+
+    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more layers before
+    and after its decoder layers, such as positions and the last norm: these go with the embedding and with the head.
+    """
+    bounds, layers = tuple(partition), len(kinds)
+    if bounds[-1] == layers:
+        return bounds
+    first, count = decoder_layers(kinds)
+    if bounds[-1] != count + 2 or not 0 < first < layers - count:
+        return None
+    return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
+
+
+def decoder_layers(kinds: Sequence[object]) -> tuple[int, int]:
+    """Return the first and the number of the layers in the longest run of one kind."""
+    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
+    longest = max(runs, key=len)
+    return longest[0], len(longest)

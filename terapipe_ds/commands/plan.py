@@ -127,7 +127,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         options.micro_batches,
         options.granule,
         options.schedule,
-        options.memory_limit_gb * 1e9,
+        round(options.memory_limit_gb * 1e9, 0),
         schedule_options=options.schedule_options,
     )
 
@@ -164,6 +164,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """
     from terapipe_ds.plan import SlicePlan
+    from terapipe_ds.schedule import count_parts
 
     options, plan, granularity = setup.options, result.plan, setup.options.granule
     order = options.order or (result.schedule if result.order is None else _ORDER)
@@ -178,8 +179,9 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
         section["slices"] = list(plan.lengths)
     if result.recompute is not None:
         section |= {"recompute": "auto", "planner": {"memory_limit_gb": options.memory_limit_gb}}
-    if setup.bounds is not None:
-        section["partition"] = list(setup.bounds)
+    num_parts = count_parts(result.schedule, result.num_stages, result.chunks_per_stage)
+    if (bounds := setup.bounds_of(num_parts)) is not None:
+        section["partition"] = list(bounds)
     if options.schedule_options and not options.order:
         section["schedule_options"] = options.schedule_options
     return section

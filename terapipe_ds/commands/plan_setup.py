@@ -16,7 +16,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from terapipe_ds.costs.model_sizes import ModelSize
     from terapipe_ds.costs.profile import Profile
@@ -165,7 +165,7 @@ class PlanSetup:
     both_ways_s_of: SecondsOf  # seconds of bidirectional schedules on top of their makespan
     notes: str = ""
     size: ModelSize | None = None  # of a counted model
-    bounds: Sequence[int] | None = None  # of the parts, where the config cuts the layers by hand
+    bounds_of: Callable[[int], Sequence[int] | None] = lambda num_parts: None  # where the engine has to be told
 
     @property
     def title(self) -> str:
@@ -195,7 +195,7 @@ class PlanSetup:
         from terapipe_ds.planner.strategy import USABLE
 
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
-            return self.options.memory_limit_gb * 1e9
+            return max(1.0, round(self.options.memory_limit_gb * 1e9, 0))  # 2.048769856 * 1e9 is below 2048769856
         if not (self.memory_of and self.options.device):
             return None
         return USABLE * device_card(self.options.device).memory_bytes
@@ -262,20 +262,28 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     from terapipe_ds.costs.fitted import CostModel
     from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+    from terapipe_ds.strategy import bounds_among
 
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
     if len(models) == 1:  # the stages are copies of it
         parts = parts.copies(stages)
-    if bounds and (len(models) == 1 or not parts.has_layers or bounds[-1] != len(parts.layers)):
+    if (wanted := bounds) is not None and profile.layers is not None and len(models) > 1:
+        bounds = bounds_among(profile.layers.kind_of, wanted)  # as the engine reads a partition for a model's size
+    if wanted and (len(models) == 1 or not parts.has_layers or not bounds):
         raise CommandError(
-            f"terapipe.partition = {list(bounds)} in --config: {options.profile} knows no such layers (it has "
+            f"terapipe.partition = {list(wanted)} in --config: {options.profile} knows no such layers (it has "
             f"{many(len(models), 'part')} and {len(parts.layers)} to cut); measure with the same config, or take "
             "the key out"
         )
 
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if bounds and num_parts != len(bounds) - 1 else parts.cut(num_parts, bounds)
+
+    def bounds_of(num_parts: int) -> Sequence[int] | None:
+        # the planner evens out other numbers of parts, where the module's own method may cut elsewhere
+        is_new = parts.has_layers and num_parts != len(models) > 1
+        return parts.bounds(num_parts) if bounds is None and is_new else bounds
 
     if not bounds and parts.cut(stages) is None:
         raise CommandError(f"--stages {stages}: {options.profile} has {len(models)} parts; give --stages {len(models)}")
@@ -294,7 +302,7 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         _memory(options, profile.key.dtype) if options.model else None,
         parts.both_ways_s,
         notes,
-        bounds=bounds,
+        bounds_of=bounds_of,
     )
 
 

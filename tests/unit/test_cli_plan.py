@@ -21,6 +21,7 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.strategy import Cluster, check_limit
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
 from tests.processes import run_python
@@ -190,6 +191,17 @@ def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str]
     assert found["predicted_s"] == pytest.approx(8 * whole, rel=1e-6)  # one after the other: nothing overlaps
     assert found["terapipe"]["partition"] == [0, 1, 8] and "layers cut at 0, 1, 8" in found["setup"]
     assert "cannot be cut in 4 parts" in refused(capsys, *options, "--schedule", "zbv")
+    # the config of a strategy that was planned by the size of a model: the layer before the head goes with the head
+    other = LayerProfile(kind.samples, 2, 2, 8.0)
+    dataclasses.replace(one, layers=LayerProfiles((kind, other), (0, *[1] * 5, 0, 0), (0, 4, 8))).save(path)
+    config.write_text(json.dumps({"terapipe": {"partition": [0, 3, 7], "schedule": "seq1f1b"}}))
+    assert as_json(capsys, *options)["terapipe"]["partition"] == [0, 3, 8]
+    # the module's own method of partition may cut elsewhere, with as little on the fullest part
+    config.write_text(json.dumps({"terapipe": {"schedule": "seq1f1b"}}))
+    assert "partition" not in as_json(capsys, *options)["terapipe"]
+    assert as_json(capsys, *options, "--stages", "3")["terapipe"]["partition"] == [0, 3, 5, 8]
+    chunks = ("--schedule", "interleaved", "--chunks-per-stage", "2")
+    assert len(as_json(capsys, *options, *chunks)["terapipe"]["partition"]) == 5
 
 
 def one_layer_s(profile: Profile) -> list[list[float]]:
@@ -236,6 +248,15 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [line.split()[0] for line in text.splitlines() if line.startswith("  ") and line.split()[:1]]
     assert [row for row in rows if row in ranking] == [one["schedule"] for one in found["ranking"]]
     assert f"needs {ranking['chimera']['need_bytes'] / 2**30:.2f} GiB" in text and "GiB (12.6 GB), " in text
+
+
+def test_a_limit_may_be_met_exactly(capsys: pytest.CaptureFixture[str]) -> None:
+    """The float 2.048769856 times 1e9 is less than 2048769856."""
+    options = "--model mini --device a100 --stages 3 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856"
+    found = as_json(capsys, *options.split())
+    assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2048769856
+    assert check_limit(2.048769856, Cluster("v100", 1, 1)) == 2048769856
 
 
 def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -218,4 +218,4 @@ def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:
     is_number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)
     if not (is_number and math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
         raise PlannerError(f"memory_limit_gb = {show_value(memory_limit_gb)}: give a number > 0")
-    return 1e9 * float(memory_limit_gb)
+    return round(1e9 * float(memory_limit_gb), 0)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.schedule import Schedule, ScheduleError, load, placement_for
 from terapipe_ds.schedule.placement import Placement
+from terapipe_ds.strategy import bounds_among, decoder_layers
 
 WireEnds = tuple[int, int, int, int]
 """`(source stage, source chunk, stage, chunk)` of a way of activations between two stages; gradients go back."""
@@ -194,7 +195,7 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
         num_layers, strategy = len(module._layer_specs), config.planned
         if strategy is not None:
             of_model = f" of {strategy.model}" if strategy.model else ""
-            num_decoders = _decoder_layers(module._layer_specs)[1]
+            num_decoders = decoder_layers(_kinds(module._layer_specs))[1]
             raise TeraPipeConfigError(
                 f"terapipe.strategy = {config.strategy!r}: it is for the {strategy.partition[-1]} layers{of_model}, "
                 f"embedding and head among them, and the module has {num_layers}, {num_decoders} of them "
@@ -213,23 +214,9 @@ def _partition_by_hand(config: TeraPipeConfig, module: Any) -> tuple[int, ...] |
 
 
 def bounds_in(specs: Sequence[Any], partition: Sequence[int]) -> tuple[int, ...] | None:
-    """Return the first layer of each part of a module with these layers, and the end; None if they do not fit.
-
-    A model that was planned by its size is an embedding, decoder layers, and a head. A module has more layers before
-    and after its decoder layers, such as positions and the last norm: these go with the embedding and with the head.
-    """
-    bounds, layers = tuple(partition), len(specs)
-    if bounds[-1] == layers:
-        return bounds
-    first, count = _decoder_layers(specs)
-    if bounds[-1] != count + 2 or not 0 < first < layers - count:
-        return None
-    return (0, *(first + bound - 1 for bound in bounds[1:-1]), layers)
+    """Return the first layer of each part of a module with these layers, and the end; None if they do not fit."""
+    return bounds_among(_kinds(specs), partition)
 
 
-def _decoder_layers(specs: Sequence[Any]) -> tuple[int, int]:
-    """Return the first and the number of the layers in the longest run of one kind."""
-    kinds = [getattr(spec, "typename", type(spec)) for spec in specs]
-    runs = [list(run) for _, run in itertools.groupby(range(len(kinds)), key=lambda index: kinds[index])]
-    longest = max(runs, key=len)
-    return longest[0], len(longest)
+def _kinds(specs: Sequence[Any]) -> list[type]:
+    return [getattr(spec, "typename", type(spec)) for spec in specs]

@@ -84,7 +84,7 @@ class AutoPlanner:
         cuts = parts.running(
             engine.module.parts, length, has_other_cuts=is_free, offloads=offloads, process_bytes=outside
         )
-        limit_bytes = None if limit_gb is None else limit_gb * 1e9
+        limit_bytes = None if limit_gb is None else round(limit_gb * 1e9, 0)
         costs, more = cuts.cut(layout.num_parts), list[str]()
         if config.recompute == "auto":
             result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice
 from terapipe_ds.attention.sliced import sliced_attention
 
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")  # of F.scaled_dot_product_attention
 # torch's own functions, under whatever names callers use, and the token dimension of their queries and keys
 _TOKEN_DIMS = {F.scaled_dot_product_attention: -2, F.multi_head_attention_forward: 0}
 _KERNELS = ("dot_product_attention", "flash_attention", "efficient_attention", "flash_attn", "varlen_attn", "xformers")
@@ -98,11 +99,12 @@ class GuardCapturedNames(TorchFunctionMode):
     ) -> Any:
         token_dim = _TOKEN_DIMS.get(func)
         if token_dim is not None and not _intercepted:
-            arguments = dict(zip(("query", "key"), args, strict=False)) | (kwargs or {})
-            _check(arguments["query"], arguments["key"], token_dim, _CAPTURED if token_dim == -2 else "")
+            arguments = dict(zip(_ARGUMENTS, args, strict=False)) | (kwargs or {})
+            _check(arguments, token_dim, _CAPTURED if token_dim == -2 else "")
         elif _is_kernel(func) and not _from_backends():
             q, k, *_ = (argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, Tensor))
-            _check(q, k, -2 if "dot_product" in str(func) else -3)  # others take [B, T, H, D] or [T, H, D]
+            token_dim = -2 if "dot_product" in str(func) else -3  # others take [B, T, H, D] or [T, H, D]
+            _check({"query": q, "key": k}, token_dim)
         return func(*args, **(kwargs or {}))
 
 
@@ -124,9 +126,9 @@ def _from_backends() -> bool:
 
 def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
     @functools.wraps(function)
-    def guarded(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
-        _check(query, key, token_dim)
-        return function(query, key, *args, **kwargs)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        _check(dict(zip(_ARGUMENTS, args, strict=False)) | kwargs, token_dim)
+        return function(*args, **kwargs)
 
     return guarded
 
@@ -146,7 +148,7 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
     ) -> Tensor:
         # cross-attention and whole sequences are none of ours
         active = active_slice()
-        is_plain = active is None or active.is_whole or _allowed
+        is_plain = _sees_all(active, is_causal and attn_mask is None)
         if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return attention(query, key, value, attn_mask, **options)  # type: ignore[no-any-return]
@@ -168,14 +170,11 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
     @functools.wraps(multi_head)
     def intercepting(*args: Any, **kwargs: Any) -> Any:
         global _intercepted
-        active = active_slice()
-        if active is None or active.is_whole or _allowed:
-            return multi_head(*args, **kwargs)
         # it has some 25 arguments, which callers give by place or by name
         bound = _signature(multi_head).bind(*args, **kwargs)
         bound.apply_defaults()
         query, key = bound.arguments["query"], bound.arguments["key"]
-        if query.shape[0] != key.shape[0]:
+        if _sees_all(active_slice(), bound.arguments["is_causal"]) or query.shape[0] != key.shape[0]:
             return multi_head(*args, **kwargs)
         if bound.arguments["need_weights"]:
             raise _error(query, key, "it returns weights, and a slice has only a part of them: pass need_weights=False")
@@ -192,11 +191,17 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
     return intercepting
 
 
-def _check(query: Tensor, key: Tensor, token_dim: int, advice: str = "") -> None:
-    active = active_slice()
-    if active is None or active.is_whole or _allowed or query.shape[token_dim] != key.shape[token_dim]:
-        return
-    raise _error(query, key, advice or _CALL_OURS)
+def _sees_all(active: ActiveSlice | None, is_causal: bool) -> bool:
+    """Return whether plain attention sees what it should: not in a slice, nor in rows of documents if it only knows
+    that it is causal."""
+    return active is None or _allowed > 0 or (active.is_whole and not (is_causal and active.documents is not None))
+
+
+def _check(arguments: Mapping[str, Any], token_dim: int, advice: str = "") -> None:
+    query, key = arguments["query"], arguments["key"]
+    is_causal = token_dim == -2 and arguments.get("attn_mask") is None and bool(arguments.get("is_causal"))
+    if not _sees_all(active_slice(), is_causal) and query.shape[token_dim] == key.shape[token_dim]:
+        raise _error(query, key, advice or _CALL_OURS)
 
 
 _NOT_CAUSAL = (
@@ -217,7 +222,8 @@ def _error(query: Tensor, key: Tensor, advice: str) -> PlainAttentionError:
     assert active is not None
     return PlainAttentionError(
         f"plain attention was called on slice [{active.start}, {active.stop}) of a sequence of "
-        f"{active.sequence_length} tokens{_place_of_call()}: it would see nothing of the tokens before the slice, "
+        f"{active.sequence_length} tokens{_place_of_call()}: it would see "
+        f"{'other documents of its row' if active.is_whole else 'nothing of the tokens before the slice'}, "
         f"which has {active.num_tokens} (queries of shape {list(query.shape)}, keys of shape {list(key.shape)}). "
         f"Cause and fix: {advice}. Attention over something else than the tokens of the sequence "
         "(features, heads, a memory of as many entries), or among the tokens of one slice on purpose: call it inside "

@@ -70,11 +70,16 @@ def hand_on(hidden: Tensor) -> Tensor:
     return hidden.view_as(hidden)
 
 
+ONLY_LOOKS = "_terapipe_only_looks"
+"""The attribute of hooks that change nothing: a layer with such hooks is as it was."""
+
+
 def head_of(layer: nn.Module) -> Head | str:
     """Return torch's own linear layer as an output matrix, or the reason why its product cannot be left to a loss."""
     if type(layer) is not nn.Linear:
         return f"the output matrix is a {type(layer).__name__}, not torch's own nn.Linear"
-    if any((layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)):
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    if any(not hasattr(hook, ONLY_LOOKS) for each in hooks for hook in each.values()):
         return "the output matrix has hooks"
     if _is_replaced(vars(layer).get("forward")):
         return "the forward of the output matrix was replaced"

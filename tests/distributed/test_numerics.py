@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.slice_store import SliceEntry
+from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     LENGTH,
@@ -28,7 +29,7 @@ from tests.distributed.engines import (
     train,
 )
 from tests.distributed.harness import rank_pool
-from tests.small_models import tuples
+from tests.small_models import parts, tuples
 
 PLAN = [8, 9, 6]  # slice 1 has the tokens [8, 17)
 WATCHED = section(slices=PLAN, check_finite="every_step", verify="off")
@@ -230,8 +231,16 @@ def masked_layers() -> list[LayerSpec]:
 # -- it disturbs nothing -----------------------------------------------------------------------------------------------
 
 TIED = functools.partial(gpt_layers, "float32", tied_embedding=True)
+
+
+def with_linear_head() -> list[Any]:
+    """End with torch's own linear layer, which gets the hooks itself, and leaves its product to the loss."""
+    return [*gpt_layers()[:-1], parts.seeded(nn.Linear(16, parts.VOCAB_SIZE))]
+
+
 KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "an infinite mask, which is no mistake": (masked_layers, {}),
+    "a linear head and a loss of hidden states": (with_linear_head, {"loss_fn": LinearCrossEntropy()}),
     "fp32, reentrant": (TIED, REENTRANT),
     "bf16 and ZeRO 1 with sums in fp32, non-reentrant": (TIED, {**BF16, **SUMS, **NON_REENTRANT}),
 }

@@ -138,6 +138,36 @@ def test_a_group_that_is_empty_on_one_stage_keeps_its_learning_rate(schedule: st
     assert engines.violations([engines.differences(rank, stock) for rank in ours]) == {}
 
 
+def job_left_out(terapipe: dict[str, Any] | None, stages: int, **changes: Any) -> tuple[engines.Run, float]:
+    """Leave out the group of the embeddings where it is empty; return the norm of the last step as well."""
+    model = engines.pipeline_module(engines.fp32_layers(), stages)
+    named = list(model.named_parameters())
+    groups = [{"params": [p for name, p in named if name.startswith("0.") == first]} for first in (True, False)]
+    initialize = {"model_parameters": [group for group in groups if group["params"]]}
+    options = {"optimizer": engines.SMALL_STEPS, "gradient_clipping": 0.05, **engines.ZERO1, **changes}
+    with engines.started(model, terapipe, initialize=initialize, **options) as engine:
+        return engines.train(engine, engines.batches(2)), float(engine.get_global_grad_norm())
+
+
+def test_stages_with_fewer_groups_join_in_the_norm_of_zero() -> None:
+    """The stock engine hangs: each group's norm is a sum over the stages."""
+    stock, norm = rank_pool(1).run(job_left_out, terapipe=None, stages=1)[0]
+    ours = rank_pool(2).run(job_left_out, terapipe=engines.unchecked(), stages=2, timeout_s=60)
+    assert engines.violations([engines.differences(run, stock) for run, _ in ours], 1e-5) == {}
+    assert [ours_norm for _, ours_norm in ours] == pytest.approx([norm] * 2, rel=1e-5)
+
+
+def job_left_out_in_fp16() -> tuple[str, str]:
+    sgd = {"type": "SGD", "params": {"lr": 1e-2}}
+    changes = {"fp16": {"enabled": True}, "optimizer": sgd, "zero_optimization": {"stage": 0}}
+    return engines.raised_by(lambda: job_left_out(engines.unchecked(), 2, **changes))
+
+
+def test_fewer_groups_without_zero_in_fp16_are_refused() -> None:
+    for kind, text in rank_pool(2).run(job_left_out_in_fp16, timeout_s=60):
+        assert kind == "TeraPipeConfigError" and "have 1 to 2 parameter groups" in text
+
+
 # -- combinations that users of DeepSpeed have -----------------------------------------------------------------
 
 

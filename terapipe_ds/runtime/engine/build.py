@@ -22,6 +22,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     forget_marks,
+    join_in_each_group,
     may_overflow,
     problem_of_curriculum,
     problem_of_grad_scaler,
@@ -181,6 +182,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     count_every_stage_in_norm(module, engine.grid)
     setattr(module, _ENGINE, id(engine))
     count_nothing_as_zero(engine.optimizer)
+    join_in_each_group(engine.optimizer, groups.world)
     # from here on the watch-dog reports a stage that hangs
     watchdog = Watchdog(
         engine.global_rank,

@@ -15,9 +15,12 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.utils import combine_grad_norm_groups
 from torch import nn
 
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
+from terapipe_ds.runtime.agreement import gather
 
 _COUNTED = "by terapipe_ds"  # as `model_parallel` of a parameter; DeepSpeed asks whether it is true
 
@@ -99,6 +102,33 @@ def count_nothing_as_zero(optimizer: Any) -> None:
         return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def join_in_each_group(optimizer: Any, world: Any) -> None:
+    """Let ZeRO take its norm where ranks have different numbers of parameter groups, as programs that leave out empty
+    groups have: the stages sum the norm of each group by itself, and those with more groups would wait.
+
+    Raises TeraPipeConfigError on every rank for another optimizer that would wait.
+    """
+    is_zero, is_unfused = hasattr(optimizer, "scaled_global_norm"), isinstance(optimizer, FP16_UnfusedOptimizer)
+    if not (is_zero or is_unfused):  # a collective follows, and ranks have the same kind
+        return
+    own = len(optimizer.bit16_groups if is_zero else optimizer.fp16_groups)
+    most, fewest = max(counts := gather(own, world)), min(counts)
+    if is_unfused and fewest < most:
+        raise TeraPipeConfigError(
+            f"ranks have {fewest} to {most} parameter groups, and without ZeRO DeepSpeed's optimizer for fp16 needs as "
+            'many on each: keep groups that are empty on a rank, or set "zero_optimization": {"stage": 1}'
+        )
+    if own < most:
+        stock = optimizer.scaled_global_norm
+
+        def scaled_global_norm(norm_type: int = 2) -> Any:
+            norms = [stock(norm_type)]
+            norms += [optimizer.get_grad_norm_direct([], [], norm_type) for _ in range(most - own)]
+            return combine_grad_norm_groups(norms, norm_type)
+
+        optimizer.scaled_global_norm = scaled_global_norm
 
 
 def steps_between_prints(engine: PipelineEngine) -> int | None:

@@ -23,6 +23,7 @@ from terapipe_ds.attention import (
     plain_attention_guard,
     push_slice,
 )
+from terapipe_ds.attention.documents import Documents
 
 PART = ActiveSlice(4, 8, 12)
 X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
@@ -269,6 +270,32 @@ def test_what_passes_an_interception_as_it_is() -> None:
             assert torch.equal(F.scaled_dot_product_attention(X, X, X, is_causal=True), expected)
         with push_slice(PART):  # cross-attention
             assert F.scaled_dot_product_attention(X, LONG, LONG).shape == X.shape
+
+
+def test_whole_rows_of_documents() -> None:
+    """Plain causal attention would mix the documents of a row, in one slice too. A mask is the caller's own."""
+    q, k, v = (torch.randn(1, 2, 7, 4, dtype=torch.float64) for _ in range(3))
+    multi, x = nn.MultiheadAttention(8, 2).double(), torch.randn(7, 1, 8, dtype=torch.float64)
+    options = {"attn_mask": torch.ones(7, 7, dtype=torch.bool).triu(1), "is_causal": True, "need_weights": False}
+    plain = lambda *tensors: F.scaled_dot_product_attention(*tensors, is_causal=True)  # noqa: E731
+    whole = ActiveSlice(0, 7, 7, documents=Documents(((0, 3),), 0, 7))
+    with guard_plain_attention(True), GuardCapturedNames(), push_slice(whole):
+        out = Calls()(lambda: plain(q, k, v))
+        out_multi, _ = multi(x, x, x, **options)
+    expected = [plain(*(each[:, :, part] for each in (q, k, v))) for part in (slice(3), slice(3, 7))]
+    assert torch.allclose(out, torch.cat(expected, 2), rtol=0, atol=1e-12)
+    alone = [
+        multi(part, part, part, **options | {"attn_mask": options["attn_mask"][: len(part), : len(part)]})[0]
+        for part in (x[:3], x[3:])
+    ]
+    assert torch.allclose(out_multi, torch.cat(alone), rtol=0, atol=1e-12)
+
+    captured, mask = F.scaled_dot_product_attention, torch.ones(7, 7, dtype=torch.bool).tril()
+    for guard in (guard_plain_attention, GuardCapturedNames):
+        with guard(), push_slice(whole), pytest.raises(PlainAttentionError, match="other documents of its row"):
+            plain(q, k, v)
+    with guard_plain_attention(True), GuardCapturedNames(), push_slice(whole):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), captured(q, k, v, mask))
 
 
 def test_dropout_acts() -> None:

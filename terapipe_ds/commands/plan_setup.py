@@ -74,6 +74,9 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = _from_profile(profile, options, configured)
     options = options.filled(usual, configured)
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
+    if options.sequence_parallel and options.sequence_length % options.tensor_parallel:
+        problem = f"--sequence-length {options.sequence_length}: --sequence-parallel divides the tokens over"
+        raise CommandError(f"{problem} {options.tensor_parallel} ranks; give a multiple of {options.tensor_parallel}")
     if options.stages * options.micro_batches > MAX_UNITS:
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")

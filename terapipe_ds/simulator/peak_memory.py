@@ -45,9 +45,12 @@ class Memory(Protocol):
     def product_bytes(self, part_id: int, span: tuple[int, int], group_tokens: int, is_split: bool) -> int: ...
 
 
-def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int) -> list[int]:
+def bytes_of_stage(
+    schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int, apart: bool = False
+) -> list[int]:
     """Return the bytes of a stage before its first computation, and then two numbers per computation of its order: the
-    bytes while it runs, and the bytes once it has run.
+    bytes while it runs, and the bytes once it has run. With `apart` the bytes at its start and end are in place of the
+    larger of both.
 
     A slice counts from its F to the end of its B; then the bytes for its weight gradients count, until the W or B of
     the last slice that shares their products. The store of a micro-batch counts from its first F to its last B on the
@@ -84,8 +87,9 @@ def bytes_of_stage(schedule: Schedule, stage_id: int, spans: Spans, memory: Memo
         start, stop = spans[action.micro_batch_id][action.slice_id]
         now += gained[index]
         is_whole = len(spans[action.micro_batch_id]) == 1
-        working = memory.working_bytes(action.part_id, stop - start, start, is_whole)
-        numbers.append(now + max(late[index], after[index]) + working - twice[index])
+        running = now + memory.working_bytes(action.part_id, stop - start, start, is_whole) - twice[index]
+        both = running + late[index], running + after[index]
+        numbers += both if apart else [max(both)]
         now += after[index]
         numbers.append(now)
     return numbers

@@ -138,7 +138,7 @@ class Replay:
     def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
         """Return, per stage, the bytes under each memory at the peak of the first one."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
-        numbers = [self._bytes_of_stages(plans, memory) for memory in memories]
+        numbers = [self._bytes_of_stages(plans, memory, apart=True) for memory in memories]
         peaks = [stage.index(max(stage)) for stage in numbers[0]]
         return [tuple(of[stage_id][peak] for of in numbers) for stage_id, peak in enumerate(peaks)]
 
@@ -290,10 +290,10 @@ class Replay:
     def _outstanding(self) -> int:
         return budget_of_sends(self.schedule)
 
-    def _bytes_of_stages(self, plans: Sequence[SlicePlan], memory: Memory) -> list[list[int]]:
+    def _bytes_of_stages(self, plans: Sequence[SlicePlan], memory: Memory, apart: bool = False) -> list[list[int]]:
         spans = [plan.spans() for plan in plans]
         stages = range(self.schedule.num_stages)
-        return [bytes_of_stage(self.schedule, k, spans, memory, self._outstanding) for k in stages]
+        return [bytes_of_stage(self.schedule, k, spans, memory, self._outstanding, apart) for k in stages]
 
     def _event(self, i: int, action: Action, start_s: float, end_s: float) -> TimelineEvent:
         what = str(action), *action.unit, action.kind.code

@@ -54,6 +54,7 @@ _LEAST_TOKENS = 64
 _ERROR = 1.05  # estimates exceed replays by less, nearly always
 _NEAR = 1.03  # more and planned slices and moved layers save less, nearly always
 _EXAMINED = 1.05  # the search for proposals ends at a bound that exceeds the best estimate by more
+_OVER = 1.05  # estimated bytes exceed those of a replay by less, nearly always
 _SURE = 0.5  # of the memory, where a candidate surely fits
 _ROUGH = 1.1  # the best cut saves less than equal stages, nearly always
 _BUDGET = 15_000  # for the slices of the best, as `plan_slices` counts it
@@ -71,6 +72,7 @@ class Search:
     open_s: float = math.inf  # the least bound of a candidate that is not settled
     is_complete: bool = True
     work: int = 0  # replayed computations
+    about: float = 1.0  # of the memory: proposals have at most that by their estimates
 
     def run(self) -> list[Score]:
         """Return the best score of each replayed candidate, the best first.
@@ -89,6 +91,9 @@ class Search:
             raise PlannerError(f"{problem}; give a schedule with whole backwards")
         try:
             self._search(priced)
+            if not self.scores:  # replays may still fit
+                self.about = _OVER
+                self._search(priced)
         except (_StoppedError, KeyboardInterrupt) as stopped:
             if not self.scores and isinstance(stopped, KeyboardInterrupt):
                 raise
@@ -99,6 +104,10 @@ class Search:
         for score in self._ranked():
             best.setdefault(score.candidate, score)
         return list(best.values())
+
+    @property
+    def _about_bytes(self) -> float:
+        return self.about * self.space.limit_bytes
 
     def _ranked(self) -> list[Score]:
         return sorted(self.scores.values(), key=lambda score: score.rank)
@@ -184,12 +193,12 @@ class Search:
         """Return whether a candidate with equal stages fits, and takes clearly more, with the least memory."""
         shapes = [(self._shapes(costs, slices)[0], slices) for slices in self._slice_counts()]
         likely = sorted(shapes, key=lambda one: costs.even_s(*one))[:_BEST]
-        return _ROUGH * seconds <= min(costs.rough_s(*one, self.space.limit_bytes) for one in likely) < math.inf
+        return _ROUGH * seconds <= min(costs.rough_s(*one, self._about_bytes) for one in likely) < math.inf
 
     def _is_unhindered(self, costs: Priced, slices: int) -> bool:
         """Return whether the limit of memory changes no estimate, for shapes with little and with much memory."""
         shapes = self._shapes(costs, slices)
-        limits = math.inf, self.space.limit_bytes
+        limits = math.inf, self._about_bytes
         free, limited = ([costs.propose(shape, slices, limit) for shape in (shapes[0], shapes[-1])] for limit in limits)
         return all(a and b and a[0][0] >= (1 - 1e-9) * b[0][0] for a, b in zip(free, limited, strict=True))
 
@@ -224,7 +233,7 @@ class Search:
         """Return the best proposal of a candidate with the shapes that hold the least memory; None where none fits."""
         counts = self._slice_counts()
         ends = {counts[0], counts[-1]}
-        if all(costs.least_bytes(self._shapes(costs, n)[0], n) > self.space.limit_bytes for n in ends):
+        if all(costs.least_bytes(self._shapes(costs, n)[0], n) > self._about_bytes for n in ends):
             return None
         shapes = [(self._shapes(costs, slices)[0], slices) for slices in counts]
         return min(self._proposals_with(costs, shapes), default=None)
@@ -235,7 +244,7 @@ class Search:
         Where none of these has a cut that fits, the others are tried: with more slices less is live. Those that take
         too long even without a limit of memory are left out.
         """
-        limit, latest_s = self.space.limit_bytes, _ERROR * self._best_s
+        limit, latest_s = self._about_bytes, _ERROR * self._best_s
         even_s = {one: seconds for one in shapes if (seconds := costs.even_s(*one)) < latest_s}
         ordered = sorted(even_s, key=even_s.__getitem__)
         likely = sorted(ordered[:_LIKELY], key=lambda one: (costs.rough_s(one[0], one[1], limit), even_s[one]))
@@ -244,7 +253,7 @@ class Search:
             proposals = [
                 _Proposal(seconds, costs.candidate.rank, shape, bounds, slices, costs.candidate)
                 for shape, slices in some
-                for seconds, bounds in costs.propose(shape, slices, self.space.limit_bytes)
+                for seconds, bounds in costs.propose(shape, slices, self._about_bytes)
             ]
             if proposals:
                 return proposals
@@ -279,7 +288,7 @@ class Search:
             costs, most = priced[score.candidate], score.plan.num_slices
             for slices in dict.fromkeys((most, max(1, most // 2))):
                 for shape in self._shapes(costs, slices):
-                    for _, bounds in costs.propose(shape, slices, self.space.limit_bytes):
+                    for _, bounds in costs.propose(shape, slices, self._about_bytes):
                         self._score(costs, shape, bounds, slices, near_s=_NEAR * self._best_s)
 
     def _tried(self, costs: Priced) -> list[tuple[Shape, int]]:
@@ -291,7 +300,7 @@ class Search:
         likely: dict[Shape, tuple[float, int]] = {}
         for shape, slices in self._tried(costs):
             likely[shape] = min(likely.get(shape, (math.inf, 0)), (costs.even_s(shape, slices), slices))
-        return min(costs.rough_s(shape, slices, self.space.limit_bytes) for shape, (_, slices) in likely.items())
+        return min(costs.rough_s(shape, slices, self._about_bytes) for shape, (_, slices) in likely.items())
 
     def _proposals_of(self, costs: Priced) -> list[_Proposal]:
         """Return the best proposals of a candidate for each shape."""

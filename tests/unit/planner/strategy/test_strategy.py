@@ -268,6 +268,17 @@ def test_configs_of_other_models_are_refused(change: dict[str, Any], message: st
         size_of_config(str(tmp_path / "config.json"))
 
 
+@pytest.mark.parametrize(("devices", "length", "schedule"), [(1, 63, None), (4, 512, "interleaved")])
+def test_a_strategy_may_need_exactly_the_limit(devices: int, length: int, schedule: str | None) -> None:
+    """Estimates exceed the bytes of a replay by little, and a strategy that fits is none to refuse."""
+    question: dict[str, Any] = {"global_batch_size": 1, "sequence_length": length, "schedule": schedule}
+    cluster = Cluster("v100", devices, 1)
+    free = plan_strategy("mini" if schedule else "tiny", cluster, **question)
+    limit_gb = max(free.memory_bytes) / 1e9
+    tight = plan_strategy("mini" if schedule else "tiny", cluster, memory_limit_gb=limit_gb, **question)
+    assert (tight.predicted_s, tight.memory_bytes) == (free.predicted_s, free.memory_bytes)
+
+
 def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_the_least_need() -> None:
     cluster, batch = Cluster("h100", 1, 4), {"global_batch_size": 4, "sequence_length": 2048, "schedule": "1f1b"}
     free = plan_strategy("gpt3-1b", cluster, memory_limit_gb=1000, **batch)

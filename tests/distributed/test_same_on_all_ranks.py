@@ -239,6 +239,27 @@ def job_autocast(ranks: tuple[int, ...]) -> str:
             return engines.raised_by(lambda: engine.train_batch(iter(engines.batches(1)[0])))[1]
 
 
+def change(engine: Any, setting: str) -> None:
+    if setting == "learning rates":
+        engine.optimizer.param_groups[0]["lr"] *= 10
+    elif setting == "trained parameters":
+        next(engine.module.parameters()).requires_grad_(False)
+    else:
+        engine.step_label_counts = [30.0, 30.0]
+
+
+def job_changes(setting: str, ranks: tuple[int, ...], **options: Any) -> list[str]:
+    """Return the errors of two batches, with a change on `ranks` between them."""
+    section = engines.unchecked(loss_reduction="mean_of_step")
+    with engines.engine_of(engines.fp32_layers(), section, stages=1, **options) as engine:
+        texts = []
+        for batch in engines.batches(2):
+            texts.append(engines.raised_by(lambda: engine.train_batch(iter(batch)))[1])  # noqa: B023
+            if torch.distributed.get_rank() in ranks:
+                change(engine, setting)
+        return texts
+
+
 OF_ONE_RANK: dict[str, Any] = {  # replicas or stages would train apart, or DeepSpeed fail on one rank
     "scheduler": engines.WARMUP,
     "gradient_predivide_factor": 4.0,
@@ -301,3 +322,13 @@ class TestModels:
         assert rank_pool(2).run(job_autocast, ranks=(0, 1)) == ["", ""]
         for found in rank_pool(2).run(job_autocast, ranks=(1,)):
             assert "torch.autocast off; ranks [1]: " in found and found.count("torch.autocast torch.bfloat16") == 1
+
+    @pytest.mark.parametrize("options", [{}, engines.ZERO1])
+    @pytest.mark.parametrize("setting", ["learning rates", "trained parameters", "step_label_counts"])
+    def test_a_setting_that_one_replica_changes_is_an_error_on_all(self, setting: str, options: dict[str, Any]) -> None:
+        """Replicas would train apart, or hang."""
+        if setting != "trained parameters" or not options:  # DeepSpeed's ZeRO wants a gradient of each
+            assert rank_pool(2).run(job_changes, setting=setting, ranks=(0, 1), **options) == [["", ""]] * 2
+        for first, second in rank_pool(2).run(job_changes, setting=setting, ranks=(1,), **options):
+            assert first == "" and "the ranks disagree on the settings of stage 0: ranks [0]: " in second
+            assert setting in second.split("ranks [1]: ")[1]

@@ -113,7 +113,7 @@ class StageReport:
     ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
     batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
     is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
-    batch, else 2.
+    batch, else 2. `of_stage` is, as text, all that must be equal on the ranks of one stage.
     """
 
     training: bool
@@ -127,6 +127,7 @@ class StageReport:
     dicts: int = 0
     contents: int = 0
     model_change: int = 0
+    of_stage: str = ""
 
 
 class _Header(NamedTuple):
@@ -223,6 +224,7 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         header = header._replace(is_uniform=is_uniform, rows=first.rows, length=first.length)
     # ranks compare their calls and configs with all others, and their data with their peers
     call, data, peers = share(digest(report.training, report.agreement), rank, num_ranks), 0, place.peers
+    call += share(digest(place.stage_id, report.of_stage), place.pipeline_id, place.num_pipelines)
     if peers is not None:
         drawn = digest(peers.ranks, report.num_micro_batches, *report.sums)
         data = share(drawn, peers.ranks.index(rank), len(peers.ranks))
@@ -299,6 +301,9 @@ def _disagreement(messages: Sequence[_Message]) -> BatchError:
     everyone = range(len(messages))
     lines = differing("training or evaluation", everyone, lambda one: "training" if one.training else "evaluation")
     lines += differing("config and plans", everyone, lambda one: one.agreement)
+    for stage_id in range(messages[0].place.num_stages):
+        replicas = [rank for rank in everyone if messages[rank].place.stage_id == stage_id]
+        lines += differing(f"the settings of stage {stage_id}", replicas, lambda one: one.of_stage)
     if lines:
         return BatchError(f"the ranks disagree on {'; '.join(lines)}. {_SAME_CALLS}")
     # ranks that share layers or slices must have the same samples

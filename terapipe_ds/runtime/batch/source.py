@@ -57,6 +57,7 @@ class BatchSource:
             it may raise.
         look_at: called with the labels of each micro-batch that is trained on; like `check`, it may raise.
         check: called before anything is drawn.
+        of_stage: returns, as text, all that must be equal on the ranks of one stage.
         model_change: returns how the model of this rank differs from the batch before, as `StageReport` has it.
         when_changed: called on every rank if any model has changed, with whether that is for the first time.
         require: called on the rank of the last part, with the lengths of the micro-batches and whether they are trained
@@ -76,6 +77,7 @@ class BatchSource:
         look_at: Callable[[SliceableTensors], None] = lambda labels: None,
         check: Callable[[], None] = lambda: None,
         require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
+        of_stage: Callable[[], str] = lambda: "",
         model_change: Callable[[], int] = lambda: 0,
         when_changed: Callable[[bool], None] = lambda is_new: None,
     ) -> None:
@@ -85,7 +87,7 @@ class BatchSource:
         self._is_cut, self._length_multiple = is_cut, length_multiple
         self._tells = self._tells_of_labels = tells  # once each
         self._accept, self._look_at, self._check, self._require = accept, look_at, check, require
-        self._model_change, self._when_changed = model_change, when_changed
+        self._of_stage, self._model_change, self._when_changed = of_stage, model_change, when_changed
         self._agreements: dict[str, str] = {"config": config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
@@ -122,9 +124,10 @@ class BatchSource:
         agreement = ", ".join(f"{what} {text}" for what, text in self._agreements.items())
         starts = tuple(each.starts for each in drawn)
         by_kind = [each.dicts for each in drawn], [each.contents for each in drawn]
-        of_data = [checksum(each) if any(each) else 0 for each in by_kind]
-        of_data.append(self._model_change())
-        report = StageReport(training, num_micro_batches, agreement, shapes, error, sums, seen, starts, *of_data)
+        dicts, contents = (checksum(each) if any(each) else 0 for each in by_kind)
+        of_model = self._model_change(), self._of_stage()
+        drawn_here = shapes, error, sums, seen, starts, dicts, contents
+        report = StageReport(training, num_micro_batches, agreement, *drawn_here, *of_model)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn), self._when_changed)
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:

@@ -34,6 +34,7 @@ from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from terapipe_ds.schedule.action import Action, Kind
+from terapipe_ds.schedule.show import many
 
 CLOSING = (Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP)
 
@@ -61,6 +62,7 @@ class IncomingBatches:
         self._num_micro_batches = 0  # of the batch that is drawn
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
+        self._changes = ModelChanges(engine.module)
         self._source = BatchSource(
             self._config,
             self._next_batch,
@@ -74,7 +76,8 @@ class IncomingBatches:
             look_at=self._first_batch.look_at_labels,
             check=self._check_options,
             require=plans.require,
-            model_change=ModelChanges(engine.module).since_the_last_batch,
+            of_stage=self._settings_of_stage,
+            model_change=self._changes.since_the_last_batch,
             when_changed=self._renew,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
@@ -136,6 +139,14 @@ class IncomingBatches:
         problem = problem or self._problem_of_label_counts()
         if problem is not None:
             raise TeraPipeConfigError(problem)
+
+    def _settings_of_stage(self) -> str:
+        """Return the settings that a program may change on one rank alone: replicas would train apart, or hang."""
+        groups = getattr(self._engine.optimizer, "param_groups", ())
+        rates = [f"{rate:.6g}" for group in groups if isinstance(rate := group.get("lr"), int | float)]
+        is_counted = self._config.loss_reduction != "mean_of_step" or self._engine.step_label_counts is None
+        settings = f"{many(self._changes.num_trained, 'trained parameter')}, learning rates [{', '.join(rates)}]"
+        return settings + ("" if is_counted else ", with step_label_counts")
 
     def _problem_of_label_counts(self) -> str | None:
         """Return what is wrong with `engine.step_label_counts`, which a program sets before each batch."""

@@ -186,6 +186,11 @@ class ModelChanges:
         self._seen.add(self._last)
         return 1 + is_new
 
+    @property
+    def num_trained(self) -> int:
+        """Return how many parameters were trained at the last call."""
+        return self._last.count(True)
+
     def _all(self) -> Iterator[Any]:
         for name in HOOKS_OF_MODULES:
             yield from map(_code_of, getattr(nn.modules.module, f"_global{name}", {}).values())

@@ -42,6 +42,10 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "bf16_zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
     "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **engines.ZERO1, **FP32_SUMS},
 }
+FORMS = [
+    ("fp32", "fp32_zero1"), ("fp32_zero1", "fp32"), ("fp32_zero1", "bf16_zero1"), ("bf16_zero1", "fp16_zero1"),
+    ("fp32", "fp16"), ("fp16", "fp32"), ("fp16_zero1", "fp16"), ("fp16", "fp16_zero1"),
+]  # fmt: skip
 STEPS = 2
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
 LAYER_2 = "layer_02-model_states.pt"
@@ -163,6 +167,35 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
 )
 def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
     run_chain(Chain(("interleaved", "stock", "chimera", "terapipe"), precision), tmp_path)
+
+
+def job_another_form(saver: str, loader: str, folder: str) -> tuple[tuple[str, str], float]:
+    """Return the error of a load, and how far the parameters are from those before."""
+    with Chain((), saver).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), loader).engine("seq1f1b") as engine:
+        before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+        error = engines.raised_by(lambda: engine.load_checkpoint(folder))
+        distance = engines.error_of(dict(engine.module.named_parameters()), before)
+        engines.train(engine, engines.batches(1))
+        return error, distance
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("fp32", "bf16_zero1"), ("bf16_zero1", "fp16"), *map(full, *zip(*FORMS, strict=True))],
+)
+def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loader: str, tmp_path: Path) -> None:
+    for error, distance in rank_pool(2).run(job_another_form, saver=saver, loader=loader, folder=str(tmp_path)):
+        text = rf"saved in {_form(saver)}, and this engine trains in {_form(loader)}, .*load_module_only=True"
+        assert error[0] == "TeraPipeConfigError"
+        assert re.search(text, error[1])
+        assert distance == 0.0
+
+
+def _form(precision: str) -> str:
+    return f"{precision[:4]} with ZeRO stage {int('zero1' in precision)}"
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,30 @@ def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loade
         assert distance == 0.0
 
 
+def job_scale(saver: str, loader: str, folder: str) -> list[float]:
+    """Return the loss scales before and after a load, and after three more steps."""
+    with Chain((), saver).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), loader).engine("seq1f1b") as engine:
+        scales = [float(engine.optimizer.loss_scale)]
+        engine.load_checkpoint(folder)
+        scales.append(float(engine.optimizer.loss_scale))
+        engines.train(engine, engines.batches(3))
+        return [*scales, float(engine.optimizer.loss_scale)]
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "scales"),
+    [("fp32_zero1", "fp16_zero1", [64.0, 64.0, 128.0]), full("fp16_zero1", "fp32_zero1", [1.0, 1.0, 1.0])],
+)
+def test_the_loss_scale_of_another_precision_stays_there(
+    saver: str, loader: str, scales: list[float], tmp_path: Path
+) -> None:
+    for found in rank_pool(2).run(job_scale, saver=saver, loader=loader, folder=str(tmp_path)):
+        assert found == scales
+
+
 def _form(precision: str) -> str:
     return f"{precision[:4]} with ZeRO stage {int('zero1' in precision)}"
 

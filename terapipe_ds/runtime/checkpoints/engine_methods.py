@@ -113,12 +113,16 @@ class SafeCheckpoints:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
             # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
+            scaler = getattr(engine.optimizer, "loss_scaler", None)
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
                 self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
+            if scaler is not None and type(engine.optimizer.loss_scaler) is not type(scaler):
+                # ZeRO has taken the scaler of another precision: a constant 1.0 in place of fp16's
+                engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
@@ -226,7 +230,7 @@ def _problem_of_form(
     ds_config, precision = saved.get("ds_config"), "bf16" if engine.bfloat16_enabled() else "fp32"
     if engine.zero_optimization():
         is_read = not options.module_only  # for the fp32 copies, whatever else is asked
-        fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00{OPTIMIZER_FILES}").is_file()
+        fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
     else:
         is_read, state = options.with_optimizer and engine.optimizer is not None, saved.get("optimizer")
         state = state.get(ENVELOPE, state) if isinstance(state, Mapping) else {}

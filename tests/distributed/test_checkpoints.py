@@ -39,12 +39,14 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32_zero1": engines.ZERO1,
     "fp16": HALF,
     "fp16_zero1": {**HALF, **engines.ZERO1},
+    "bf16": {"bf16": {"enabled": True}},
     "bf16_zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
     "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **engines.ZERO1, **FP32_SUMS},
 }
 FORMS = [
     ("fp32", "fp32_zero1"), ("fp32_zero1", "fp32"), ("fp32_zero1", "bf16_zero1"), ("bf16_zero1", "fp16_zero1"),
     ("fp32", "fp16"), ("fp16", "fp32"), ("fp16_zero1", "fp16"), ("fp16", "fp16_zero1"),
+    ("bf16", "fp16"),
 ]  # fmt: skip
 STEPS = 2
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}

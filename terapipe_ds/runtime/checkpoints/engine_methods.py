@@ -234,7 +234,8 @@ def _problem_of_form(
     else:
         is_read, state = options.with_optimizer and engine.optimizer is not None, saved.get("optimizer")
         state = state.get(ENVELOPE, state) if isinstance(state, Mapping) else {}
-        fits = bool(state) and ("param_groups" in state) != hasattr(engine.optimizer, "refresh_fp32_params")
+        key = "fp32_groups" if hasattr(engine.optimizer, "refresh_fp32_params") else "param_groups"
+        fits = any(str(each).startswith(key) for each in state)
     if fits or not is_read or not isinstance(ds_config, Mapping):
         return None
     ours = "fp16" if engine.fp16_enabled() else precision, engine.zero_optimization_stage()

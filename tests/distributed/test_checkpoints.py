@@ -39,9 +39,15 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "fp32_zero1": engines.ZERO1,
     "fp16": HALF,
     "fp16_zero1": {**HALF, **engines.ZERO1},
+    "bf16": {"bf16": {"enabled": True}},
     "bf16_zero1": {"bf16": {"enabled": True}, **engines.ZERO1},
     "bf16_zero1_fp32_sums": {"bf16": {"enabled": True}, **engines.ZERO1, **FP32_SUMS},
 }
+FORMS = [
+    ("fp32", "fp32_zero1"), ("fp32_zero1", "fp32"), ("fp32_zero1", "bf16_zero1"), ("bf16_zero1", "fp16_zero1"),
+    ("fp32", "fp16"), ("fp16", "fp32"), ("fp16_zero1", "fp16"), ("fp16", "fp16_zero1"),
+    ("bf16", "fp16"),
+]  # fmt: skip
 STEPS = 2
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 1e-3, "warmup_num_steps": 9}}
 LAYER_2 = "layer_02-model_states.pt"
@@ -163,6 +169,59 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
 )
 def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
     run_chain(Chain(("interleaved", "stock", "chimera", "terapipe"), precision), tmp_path)
+
+
+def job_another_form(saver: str, loader: str, folder: str) -> tuple[tuple[str, str], float]:
+    """Return the error of a load, and how far the parameters are from those before."""
+    with Chain((), saver).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), loader).engine("seq1f1b") as engine:
+        before = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+        error = engines.raised_by(lambda: engine.load_checkpoint(folder))
+        distance = engines.error_of(dict(engine.module.named_parameters()), before)
+        engines.train(engine, engines.batches(1))
+        return error, distance
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader"),
+    [("fp32", "bf16_zero1"), ("bf16_zero1", "fp16"), *map(full, *zip(*FORMS, strict=True))],
+)
+def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loader: str, tmp_path: Path) -> None:
+    for error, distance in rank_pool(2).run(job_another_form, saver=saver, loader=loader, folder=str(tmp_path)):
+        text = rf"saved in {_form(saver)}, and this engine trains in {_form(loader)}, .*load_module_only=True"
+        assert error[0] == "TeraPipeConfigError"
+        assert re.search(text, error[1])
+        assert distance == 0.0
+
+
+def job_scale(saver: str, loader: str, folder: str) -> list[float]:
+    """Return the loss scales before and after a load, and after three more steps."""
+    with Chain((), saver).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), loader).engine("seq1f1b") as engine:
+        scales = [float(engine.optimizer.loss_scale)]
+        engine.load_checkpoint(folder)
+        scales.append(float(engine.optimizer.loss_scale))
+        engines.train(engine, engines.batches(3))
+        return [*scales, float(engine.optimizer.loss_scale)]
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "scales"),
+    [("fp32_zero1", "fp16_zero1", [64.0, 64.0, 128.0]), full("fp16_zero1", "fp32_zero1", [1.0, 1.0, 1.0])],
+)
+def test_the_loss_scale_of_another_precision_stays_there(
+    saver: str, loader: str, scales: list[float], tmp_path: Path
+) -> None:
+    for found in rank_pool(2).run(job_scale, saver=saver, loader=loader, folder=str(tmp_path)):
+        assert found == scales
+
+
+def _form(precision: str) -> str:
+    return f"{precision[:4]} with ZeRO stage {int('zero1' in precision)}"
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from terapipe_ds.messages import describe, logger
 from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
-from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
@@ -113,12 +113,16 @@ class SafeCheckpoints:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
                     stack.enter_context(states.loaded_in_order_of(path))
             # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
+            scaler = getattr(engine.optimizer, "loss_scaler", None)
             try:
                 loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
             except Exception as error:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
                 self._half_loaded |= dict.fromkeys(options.loaded(), why)
                 raise
+            if scaler is not None and type(engine.optimizer.loss_scaler) is not type(scaler):
+                # ZeRO has taken the scaler of another precision: a constant 1.0 in place of fp16's
+                engine.optimizer.loss_scaler, engine.optimizer.dynamic_loss_scale = scaler, scaler.dynamic
         if loaded[0] is not None:
             self._half_loaded = {what: why for what, why in self._half_loaded.items() if what not in options.loaded()}
         for key in (LISTED, ENVELOPE):
@@ -156,7 +160,8 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
         saved = read_states(path)
         problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
         if problem is not None or not engine.load_universal_checkpoint():
-            return problem or _problem_of_sizes(engine, saved, options.with_optimizer)
+            problem = problem or _problem_of_sizes(engine, saved, options.with_optimizer)
+            return problem or _problem_of_form(engine, saved, path.parent, options)
         if stage == 1:
             return None
         return (
@@ -187,8 +192,8 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
         return None
     if isinstance(engine.optimizer, BF16_Optimizer):
         return (
-            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. Load the "
-            'parameters alone, with load_module_only=True, and set "zero_optimization": {"stage": 1} for the next time'
+            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. "
+            f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} for the next time'
         )
     if not load_optimizer_states:
         return (
@@ -216,6 +221,34 @@ def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_opt
         if matters and theirs != ours:
             return f"the checkpoint was saved by {theirs} {who}, and {ours} would load it: {reason}{_CONVERT}"
     return None
+
+
+def _problem_of_form(
+    engine: PipelineEngine, saved: Mapping[str, Any], folder: Path, options: LoadOptions
+) -> str | None:
+    """Say why DeepSpeed cannot read the optimizer states that another precision or ZeRO stage has saved."""
+    ds_config, precision = saved.get("ds_config"), "bf16" if engine.bfloat16_enabled() else "fp32"
+    if engine.zero_optimization():
+        is_read = not options.module_only  # for the fp32 copies, whatever else is asked
+        fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
+    else:
+        is_read, state = options.with_optimizer and engine.optimizer is not None, saved.get("optimizer")
+        state = state.get(ENVELOPE, state) if isinstance(state, Mapping) else {}
+        key = "fp32_groups" if hasattr(engine.optimizer, "refresh_fp32_params") else "param_groups"
+        fits = any(str(each).startswith(key) for each in state)
+    if fits or not is_read or not isinstance(ds_config, Mapping):
+        return None
+    ours = "fp16" if engine.fp16_enabled() else precision, engine.zero_optimization_stage()
+    enabled = {name for name, each in ds_config.items() if isinstance(each, Mapping) and each.get("enabled")}
+    theirs = "fp16" if "fp16" in enabled else "bf16" if enabled & {"bf16", "bfloat16"} else "fp32"
+    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    if (theirs, stage) == ours:  # a file is missing, as DeepSpeed reports
+        return None
+    return (
+        f"the checkpoint was saved in {theirs} with ZeRO stage {stage}, and this engine trains in {ours[0]} with ZeRO "
+        f"stage {ours[1]}, whose optimizer states have another form. {PARAMETERS_ALONE}. Another way keeps the states. "
+        f"{_CONVERT}"
+    )
 
 
 def _problem_of_model(module: Any, saved: Mapping[str, Any]) -> str | None:

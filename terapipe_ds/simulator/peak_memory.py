@@ -123,8 +123,8 @@ def changes_of(
 ) -> tuple[Counter[int], ...]:
     """Return, by index in the order, the bytes that come when a computation starts, and when it has run.
 
-    The third result has the bytes that come before the end of a computation, and go at its end. The fourth has those of
-    its working bytes that these results count. `needed` has the shares that count, as `needed_by` returns them.
+    The third result has the bytes that a computation holds at its end alone. The fourth has its working bytes that the
+    other results count already. `needed` has the shares that count, as `needed_by` returns them.
     """
     split = {(action.part_id, action.unit) for action in order if action.kind is Kind.WEIGHT}
     gained: Counter[int] = Counter()

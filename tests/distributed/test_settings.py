@@ -1,5 +1,6 @@
 """Test settings that DeepSpeed fails on, or ignores: values for Trainer to fill in, losses as a list, empty groups."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -166,6 +167,23 @@ def job_left_out_in_fp16() -> tuple[str, str]:
 def test_fewer_groups_without_zero_in_fp16_are_refused() -> None:
     for kind, text in rank_pool(2).run(job_left_out_in_fp16, timeout_s=60):
         assert kind == "TeraPipeConfigError" and "have 1 to 2 parameter groups" in text
+
+
+def job_clipped(is_sparse: bool, terapipe: dict[str, Any] | None, stages: int) -> engines.Run:
+    torch.manual_seed(0)
+    table, sgd = nn.Embedding(engines.VOCAB_SIZE, 16, sparse=is_sparse), {"type": "SGD", "params": {"lr": 1.0}}
+    module = engines.pipeline_module([table, *engines.fp32_layers()[1:]], stages)
+    with engines.started(module, terapipe, optimizer=sgd, gradient_clipping=0.3) as engine:
+        run = engines.train(engine, engines.batches(3))
+        gradients = [{name: each.to_dense() for name, each in step.items()} for step in run.gradients]
+        return dataclasses.replace(run, gradients=gradients)
+
+
+def test_gradients_of_sparse_embeddings_are_clipped() -> None:
+    """The stock engine clips none: the reference has a dense one."""
+    dense = rank_pool(1).run(job_clipped, is_sparse=False, terapipe=None, stages=1)[0]
+    ours = rank_pool(2).run(job_clipped, is_sparse=True, terapipe=engines.unchecked(), stages=2)
+    assert engines.violations([engines.differences(run, dense) for run in ours], 1e-5) == {}
 
 
 # -- combinations that users of DeepSpeed have -----------------------------------------------------------------

@@ -78,6 +78,17 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
         yield
 
 
+@torch.no_grad()
+def clip_sparse(module: nn.Module, coefficient: torch.Tensor) -> None:
+    """Scale the sparse gradients of embeddings, which DeepSpeed's fp32 `clip_grad_norm_` counts and does not scale.
+
+    It multiplies `.data` of each gradient in place, and for a sparse one this is a copy.
+    """
+    for parameter in module.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad.mul_(coefficient.clamp(max=1.0))
+
+
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
     """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm reads them.
 

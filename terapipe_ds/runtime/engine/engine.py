@@ -51,7 +51,12 @@ from terapipe_ds.runtime.batch.loss import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage, give_back
-from terapipe_ds.runtime.engine.deepspeed_faults import steps_between_prints, tell_of_clipping, tied_copies_left_out
+from terapipe_ds.runtime.engine.deepspeed_faults import (
+    clip_sparse,
+    steps_between_prints,
+    tell_of_clipping,
+    tied_copies_left_out,
+)
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
@@ -416,6 +421,7 @@ class TeraPipeEngine(ModelEndsEngine):
         """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once. Keep the norm."""
         with tied_copies_left_out(self.module):
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
+        clip_sparse(self.module, self.gradient_clipping() / (self._global_grad_norm + 1e-6))
 
     # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
     #

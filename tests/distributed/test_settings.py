@@ -158,6 +158,18 @@ def test_stages_with_fewer_groups_join_in_the_norm_of_zero() -> None:
     assert [ours_norm for _, ours_norm in ours] == pytest.approx([norm] * 2, rel=1e-5)
 
 
+def job_adagrad() -> tuple[str, str]:
+    adagrad = {"type": "Adagrad", "params": {"lr": 1e-2}}
+    return engines.raised_by(
+        lambda: job_left_out(engines.unchecked(), 1, optimizer=adagrad, zero_allow_untested_optimizer=True)
+    )
+
+
+def test_groups_of_adagrad_under_zero_are_refused() -> None:
+    for kind, text in rank_pool(2).run(job_adagrad, timeout_s=60):
+        assert kind == "TeraPipeConfigError" and "Adagrad has 2 parameter groups" in text
+
+
 def job_left_out_in_fp16() -> tuple[str, str]:
     sgd = {"type": "SGD", "params": {"lr": 1e-2}}
     changes = {"fp16": {"enabled": True}, "optimizer": sgd, "zero_optimization": {"stage": 0}}

@@ -119,13 +119,18 @@ def join_in_each_group(optimizer: Any, world: Any) -> None:
     """Let ZeRO take its norm where ranks have different numbers of parameter groups, as programs that leave out empty
     groups have: the stages sum the norm of each group by itself, and those with more groups would wait.
 
-    Raises TeraPipeConfigError on every rank for another optimizer that would wait.
+    Raises TeraPipeConfigError on every rank for another optimizer that would wait, and for groups that ZeRO loses.
     """
     is_zero, is_unfused = hasattr(optimizer, "scaled_global_norm"), isinstance(optimizer, FP16_UnfusedOptimizer)
     if not (is_zero or is_unfused):  # a collective follows, and ranks have the same kind
         return
     own = len(optimizer.bit16_groups if is_zero else optimizer.fp16_groups)
     most, fewest = max(counts := gather(own, world)), min(counts)
+    if is_zero and isinstance(optimizer.optimizer, torch.optim.Adagrad) and most > 1:
+        raise TeraPipeConfigError(
+            f"torch.optim.Adagrad has {most} parameter groups, of which DeepSpeed's ZeRO makes one before it fails in "
+            'the first step: use one group, "zero_optimization": {"stage": 0}, or another optimizer'
+        )
     if is_unfused and fewest < most:
         raise TeraPipeConfigError(
             f"ranks have {fewest} to {most} parameter groups, and without ZeRO DeepSpeed's optimizer for fp16 needs as "

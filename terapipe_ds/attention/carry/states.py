@@ -45,6 +45,7 @@ class CarriedEntry:
         self.closed = False
         self._owner = owner
         self._kept: dict[int, _Kept] = {}
+        self._without_state: ActiveSlice | None = None  # a probe that found none, and none in its recomputation either
 
     def __str__(self) -> str:
         return f"state {self.name!r} of layer {self.layer!r} (part {self.part_id}, micro-batch {self.micro_batch_id})"
@@ -93,7 +94,8 @@ class CarriedEntry:
     def _state_to_measure_with(self, active: ActiveSlice) -> Tensor | None:
         """Return what a probe reads, whose previous slice never ran: the last state written, as a leaf of its own."""
         kept = next(iter(self._kept.values()), None)
-        if active.start == 0 or kept is None or kept.state is None:
+        if active.start == 0 or active is self._without_state or kept is None or kept.state is None:
+            self._without_state = active
             return None
         return kept.state.detach().requires_grad_(kept.state.requires_grad)
 
@@ -257,10 +259,14 @@ class CarriedStates:
 
     def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None:
         """Return the state that the slice reads; see `carry.read`."""
-        entry: CarriedEntry | None = self._of(active.part_id, active.micro_batch_id).get((CarriedEntry, layer, name))
+        key = CarriedEntry, layer, name
+        entry: CarriedEntry | None = self._of(active.part_id, active.micro_batch_id).get(key)
         if entry is not None:
             return entry.read(active)
-        if active.start == 0 or active.mode == "probe":
+        if active.mode == "probe":  # a recomputation must find none either
+            entry = self._of(active.part_id, active.micro_batch_id)[key] = CarriedEntry(active, layer, name, self)
+            return entry.read(active)
+        if active.start == 0:
             return None
         raise SliceStoreError(
             f"layer {layer!r} (part {active.part_id}, micro-batch {active.micro_batch_id}): slice [{active.start}, "

@@ -151,6 +151,22 @@ def test_a_probe_may_run_any_slice_at_any_time() -> None:
     store.release(0, 0)
 
 
+def test_a_probe_that_runs_again_in_its_backward_reads_what_it_read_before() -> None:
+    """Checkpoints without reentry compare what both runs save."""
+    store, leaf, found = SliceStore(), torch.ones(2, 2, 2, requires_grad=True), []
+
+    def layer(x: Tensor) -> Tensor:
+        state = carry.read("layer", "sum")
+        found.append(state is None)
+        total = x.exp().sum(1) + (0 if state is None else state.exp())
+        return carry.write("layer", "sum", total, x * total[:, None])
+
+    for _ in range(2):
+        with push_slice(ActiveSlice(4, 6, 8, store=store, mode="probe")):
+            checkpoint(layer, leaf, use_reentrant=False).sum().backward()
+    assert found == [True, True, False, False]
+
+
 # -- documents --------------------------------------------------------------------------------------------------------
 
 

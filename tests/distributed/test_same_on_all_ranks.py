@@ -176,7 +176,7 @@ class Own(torch.nn.Module):
         self.config, self.at = config, settings or object()
         self.window = object() if config is None else 4  # ranks cannot compare objects
         self.local_rank = torch.distributed.get_rank()
-        self.cache, self.home = f"/tmp/rank{self.local_rank}", f"cpu:{self.local_rank}"
+        self.cache, self.home = f"caches/rank{self.local_rank}", f"cpu:{self.local_rank}"
 
     def forward(self, x: Tensor) -> Tensor:
         return x

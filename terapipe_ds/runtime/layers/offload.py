@@ -223,8 +223,8 @@ class ActivationOffload:
             if not self._goes(tensor):
                 return functools.partial(_unchanged, tensor, tensor._version)
             storage = tensor.untyped_storage()
-            # views of one memory are copied once
-            of = storage.data_ptr(), tensor._version
+            # views of one memory are copied once; its address may be another's by now, if a layer has emptied it
+            of = storage._cdata, tensor._version
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
                 away.append(weakref.ref(made[of][0]))

@@ -213,6 +213,19 @@ def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
             explain_refusal(error)
 
 
+def test_two_tensors_of_a_slice_may_have_had_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron's selective recomputation empties outputs, and the allocator gives their addresses to other tensors."""
+    offload, batch = ActivationOffload(nn.Module(), torch.device("cpu")), Batch()
+    first, second = (torch.rand(64, 32).requires_grad_() for _ in range(2))
+    owner = torch.rand(64, 32)
+    offload.open_batch(batch)  # type: ignore[arg-type]
+    offload.begin(computations(batch)[0])
+    monkeypatch.setattr(torch.UntypedStorage, "data_ptr", lambda _: 1)
+    with offload.saving((0, 0, 0)):
+        total = first.exp().sum() + (owner * second).sum()
+    torch.testing.assert_close(torch.autograd.grad(total, second)[0], owner)
+
+
 def test_noise_that_an_operator_writes_after_autograd_has_saved_it() -> None:
     """Autograd saves the noise of `rrelu` empty, and the operator then draws it: a copy must not begin before."""
     offload, batch = ActivationOffload(nn.Linear(1, 1), torch.device("cpu")), Batch()

@@ -59,7 +59,7 @@ class Case:
     plan: str = "uneven"
     accumulation: int = 1
     clipping: bool = False
-    recompute: str = "off"  # off | uniform | block | core_attn | layernorm | mlp | mla_up_proj | kept (terapipe's)
+    recompute: str = "off"  # off | uniform | block | core_attn | layernorm | mlp | mla_up_proj | kept | offloaded, ...
     precision: str = "fp64"  # fp32_megatron: Megatron's own cross entropy on both sides; more in megatron_models.py
     block: str = "swiglu"  # swiglu (RMSNorm, no biases) | swiglu_biases | gelu (LayerNorm, biases) | moe
     heads: str = "mha"

@@ -88,6 +88,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     },
 }
 _RECOMPUTE |= {"kept": {}, "kept, core_attn": _RECOMPUTE["core_attn"]}  # by DeepSpeed
+_RECOMPUTE |= {f"offloaded, {name}": _RECOMPUTE[name] for name in ("layernorm", "mla_up_proj")}
 _LATENT = {
     "kv_lora_rank": 12, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4, "v_head_dim": 6,
     "original_max_position_embeddings": 16,
@@ -321,6 +322,7 @@ def is_gated(case: Case) -> bool:
 
 def terapipe_section(case: Case) -> dict[str, Any]:
     again = {"recompute": "full", "keep_attention": True} if case.recompute.startswith("kept") else {}
+    again |= {"offload_activations": True} if case.recompute.startswith("offloaded") else {}
     return section(schedule=case.schedule, slices=case.slices, documents=1 if case.documents else "off", **again)
 
 

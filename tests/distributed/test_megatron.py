@@ -196,6 +196,18 @@ FURTHER_CASES = [
 ]
 
 
+# megatron-core empties the memory of outputs that it computes again
+OFFLOADED = [
+    Case(layout="pp2", recompute="offloaded, layernorm", accumulation=2),
+    Case(layout="tp2_pp2_sp", recompute="offloaded, mla_up_proj", attention="latent queries", qk_norm=True),
+]
+
+
+@pytest.mark.parametrize("case", OFFLOADED, ids=str)
+def test_memory_that_a_layer_empties_is_not_offloaded(case: Case) -> None:
+    assert not violations(errors(case), case.limits())
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("case", FURTHER_CASES, ids=str)
 def test_what_the_pairs_leave_out(case: Case) -> None:

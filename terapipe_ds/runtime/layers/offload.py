@@ -11,8 +11,9 @@ the computation after F at the latest, so that one computation hides the copy. O
 
 A copy contains the memory under a tensor, once for all tensors of a slice that share it. So views come back unchanged,
 strides included, and the backward has the same bits. These tensors stay: parameters and buffers of the module, which
-are not the slice's own; small tensors; views of a much larger memory; and keys and values, which are in the slice store
-and never saved by slices. A tensor that is changed in place after it was saved is an error, as in torch.
+are not the slice's own; small tensors; views of a much larger memory; memory that a layer empties itself, to compute it
+again; and keys and values, which are in the slice store and never saved by slices. A tensor that is changed in place
+after it was saved is an error, as in torch.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class Offloaded:
 
     def begin_to_leave(self) -> None:
         """Begin the copy out. The memory has to have its final content by now."""
-        if self._buffer is not None and self._on_device is not None:
+        if self._buffer is not None and self._on_device is not None and not self._is_discarded():
             flat = torch.empty(0, dtype=torch.uint8, device=self._device)
             flat.set_(self._on_device)  # type: ignore[call-overload]
             self._leaves = self.lane.copy(self._buffer, flat)
@@ -105,7 +106,9 @@ class Offloaded:
     def leave(self) -> None:
         """Free the memory of the device: work that is issued from now on begins when the copy is done."""
         # a backward that came early has given the buffer back, and the memory stays
-        if self._buffer is not None:
+        if self._buffer is not None and self._is_discarded():
+            self._give_buffer()
+        elif self._buffer is not None:
             # the device waits, not the host: the memory goes to the next work in its own stream
             if self._leaves is not None:
                 torch.cuda.current_stream().wait_event(self._leaves)
@@ -127,6 +130,10 @@ class Offloaded:
             torch.cuda.current_stream().wait_event(self._back)
         made = torch.empty(0, dtype=dtype, device=self._device)
         return made.set_(self._on_device, offset, size, stride)  # type: ignore[call-overload, no-any-return]
+
+    def _is_discarded(self) -> bool:
+        """Return whether a layer has emptied the memory, to fill it again in the backward (Megatron's recompute)."""
+        return self._on_device is not None and self._on_device.nbytes() != self._size
 
     def _give_buffer(self) -> None:
         # the next copy into it runs on the same stream after the one out of it
@@ -223,7 +230,7 @@ class ActivationOffload:
             if not self._goes(tensor):
                 return functools.partial(_unchanged, tensor, tensor._version)
             storage = tensor.untyped_storage()
-            # views of one memory are copied once; its address may be another's by now, if a layer has emptied it
+            # views of one memory are copied once; an address may be another memory's, if a layer has emptied this one
             of = storage._cdata, tensor._version
             if of not in made:
                 made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()

@@ -45,6 +45,11 @@ def gib(size_bytes: float) -> str:
     return f"{size_bytes / 2**30:.4g} GiB"
 
 
+def bytes_of_gb(size: float) -> float:
+    """Return a size in 10^9 bytes as whole bytes: 2.048769856 * 1e9 is below 2,048,769,856."""
+    return round(1e9 * size, 0)
+
+
 def limit_text(size_bytes: float) -> str:
     """Return a limit in GiB, and in the 10^9 bytes of the key and the option `memory_limit_gb`."""
     return f"{gib(size_bytes)} ({size_bytes / 1e9:.4g} GB)"

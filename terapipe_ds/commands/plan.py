@@ -11,6 +11,7 @@ from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
 from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
 from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.messages import bytes_of_gb
 
 if TYPE_CHECKING:
     from terapipe_ds.planner import PlanResult, Ranking
@@ -127,7 +128,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         options.micro_batches,
         options.granule,
         options.schedule,
-        round(options.memory_limit_gb * 1e9, 0),
+        bytes_of_gb(options.memory_limit_gb),
         schedule_options=options.schedule_options,
     )
 

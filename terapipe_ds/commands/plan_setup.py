@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import bytes_of_gb, show_value
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class PlanSetup:
         from terapipe_ds.planner.strategy import USABLE
 
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
-            return max(1.0, round(self.options.memory_limit_gb * 1e9, 0))  # 2.048769856 * 1e9 is below 2048769856
+            return max(1.0, bytes_of_gb(self.options.memory_limit_gb))
         if not (self.memory_of and self.options.device):
             return None
         return USABLE * device_card(self.options.device).memory_bytes

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.messages import gib, limit_text, show_value
+from terapipe_ds.messages import bytes_of_gb, gib, limit_text, show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.parts import Layers, Span
@@ -218,4 +218,4 @@ def check_limit(memory_limit_gb: Any, cluster: Cluster) -> float:
     is_number = isinstance(memory_limit_gb, int | float) and not isinstance(memory_limit_gb, bool)
     if not (is_number and math.isfinite(memory_limit_gb) and memory_limit_gb > 0):
         raise PlannerError(f"memory_limit_gb = {show_value(memory_limit_gb)}: give a number > 0")
-    return round(1e9 * float(memory_limit_gb), 0)
+    return bytes_of_gb(memory_limit_gb)

@@ -192,7 +192,7 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
         return None
     if isinstance(engine.optimizer, BF16_Optimizer):
         return (
-            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it has saved those of one replica. "
+            "DeepSpeed cannot load optimizer states in bf16 without ZeRO: it saved the states of one replica. "
             f'{PARAMETERS_ALONE}, and set "zero_optimization": {{"stage": 1}} for the next time'
         )
     if not load_optimizer_states:
@@ -229,7 +229,7 @@ def _problem_of_form(
     """Say why DeepSpeed cannot read the optimizer states that another precision or ZeRO stage has saved."""
     ds_config, precision = saved.get("ds_config"), "bf16" if engine.bfloat16_enabled() else "fp32"
     if engine.zero_optimization():
-        is_read = not options.module_only  # for the fp32 copies, whatever else is asked
+        is_read = not options.module_only  # the fp32 copies, with any other option
         fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
     else:
         is_read, state = options.with_optimizer and engine.optimizer is not None, saved.get("optimizer")

@@ -79,14 +79,14 @@ def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
 
 
 @torch.no_grad()
-def clip_sparse(module: nn.Module, coefficient: torch.Tensor) -> None:
-    """Scale the sparse gradients of embeddings, which DeepSpeed's fp32 `clip_grad_norm_` counts and does not scale.
+def clip_sparse(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
+    """Clip the sparse gradients of embeddings, which DeepSpeed's fp32 `clip_grad_norm_` counts and does not scale.
 
     It multiplies `.data` of each gradient in place, and for a sparse one this is a copy.
     """
     for parameter in module.parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad.mul_(coefficient.clamp(max=1.0))
+            parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
 
 
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
@@ -116,8 +116,9 @@ def count_nothing_as_zero(optimizer: Any) -> None:
 
 
 def join_in_each_group(optimizer: Any, world: Any) -> None:
-    """Let ZeRO take its norm where ranks have different numbers of parameter groups, as programs that leave out empty
-    groups have: the stages sum the norm of each group by itself, and those with more groups would wait.
+    """Let ZeRO take its norm where ranks have different numbers of parameter groups, because some left out empty ones.
+
+    The stages sum the norm of each group by itself, so that those with more groups would wait.
 
     Raises TeraPipeConfigError on every rank for another optimizer that would wait, and for groups that ZeRO loses.
     """
@@ -128,8 +129,8 @@ def join_in_each_group(optimizer: Any, world: Any) -> None:
     most, fewest = max(counts := gather(own, world)), min(counts)
     if is_zero and isinstance(optimizer.optimizer, torch.optim.Adagrad) and most > 1:
         raise TeraPipeConfigError(
-            f"torch.optim.Adagrad has {most} parameter groups, of which DeepSpeed's ZeRO makes one before it fails in "
-            'the first step: use one group, "zero_optimization": {"stage": 0}, or another optimizer'
+            f"torch.optim.Adagrad has {most} parameter groups. DeepSpeed's ZeRO joins them, and fails in the first "
+            'step: use one group, "zero_optimization": {"stage": 0}, or another optimizer'
         )
     if is_unfused and fewest < most:
         raise TeraPipeConfigError(

@@ -421,7 +421,7 @@ class TeraPipeEngine(ModelEndsEngine):
         """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once. Keep the norm."""
         with tied_copies_left_out(self.module):
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
-        clip_sparse(self.module, self.gradient_clipping() / (self._global_grad_norm + 1e-6))
+        clip_sparse(self.module, self.gradient_clipping(), self._global_grad_norm)
 
     # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
     #

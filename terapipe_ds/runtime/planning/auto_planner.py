@@ -8,7 +8,7 @@ from typing import Any
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile
-from terapipe_ds.messages import logger
+from terapipe_ds.messages import bytes_of_gb, logger
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
@@ -84,7 +84,7 @@ class AutoPlanner:
         cuts = parts.running(
             engine.module.parts, length, has_other_cuts=is_free, offloads=offloads, process_bytes=outside
         )
-        limit_bytes = None if limit_gb is None else round(limit_gb * 1e9, 0)
+        limit_bytes = None if limit_gb is None else bytes_of_gb(limit_gb)
         costs, more = cuts.cut(layout.num_parts), list[str]()
         if config.recompute == "auto":
             result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)

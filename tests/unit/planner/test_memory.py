@@ -138,7 +138,7 @@ def test_checkpointing_keeps_the_input_and_recomputes_one_layer(family: dict[str
 
 @FAMILIES
 def test_the_layer_that_runs_again_has_factors_of_its_w(family: dict[str, Any]) -> None:
-    """At the end of a split B the other layer has left its factors; those of the last one are among its tensors."""
+    """At the end of a split B the other layer has left its factors; the last one still holds its own in its tensors."""
     config, size = config_and_size(family, "float32", num_layers=6)
     layers = nn.Sequential(*[gpt.DecoderLayer(config, index) for index in range(2)])
     gradients, x = accumulate_in_products(layers, None), leaf(config)

@@ -80,8 +80,9 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         _cut(module, bounds, method)
         module.__class__ = module_class
         module.terapipe_layout = layout
-        _build(module, built, names)
-    _move_layers(module, bounds_before, built, names)
+        moves = _moves(module, bounds_before, names)
+        _build(module, {name: built[name] for name in built if module.stage_id not in moves[name][1]}, names)
+    _move_layers(module, moves, built)
     _tell(module)
     # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
@@ -200,55 +201,77 @@ def _log_cut(module: Any, by: str, more: str = "") -> None:
     logger.info("partition %s: %s (%s)%s", by, [*map(int, module.parts)], parts, more)  # numpy's ints
 
 
+Moves = dict[LayerName, tuple[int, list[int]]]
+"""Of each layer: the stage that sends its values, and those that get them."""
+
+
+def _moves(module: Any, bounds_before: Sequence[int], names: Sequence[LayerName]) -> Moves:
+    """Return which layers move. DeepSpeed had built one part on each stage, and a tied layer once on each.
+
+    A stage makes a tied layer from the first of its specs. If that is another one now, the layer may have more in it.
+    """
+    before: dict[LayerName, dict[int, int]] = defaultdict(dict)  # by stage: the first spec of the layer there
+    now: dict[LayerName, dict[int, int]] = defaultdict(dict)
+    for layer_id, name in enumerate(names):
+        before[name].setdefault(part_of(bounds_before, layer_id), layer_id)
+        for stage, _ in module.terapipe_layout.homes(part_of(module.parts, layer_id)):
+            now[name].setdefault(stage, layer_id)
+    sources = {name: min(before[name]) for name in before}
+    return {
+        name: (source, sorted(s for s, i in now[name].items() if s != source and before[name].get(s) != i))
+        for name, source in sources.items()
+    }
+
+
 def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:
-    """Build the layers of this stage's parts; take layers that were built already unchanged."""
+    """Build the layers of this stage's parts; take those that were `built` already and stay as they are."""
     specs = module._layer_specs
+    for key in set(module.tied_modules) - set(built):
+        del module.tied_modules[key]
     for name in built:
         module._modules.pop(str(name), None)
     # a built layer replaces its spec while DeepSpeed builds the new layers
     module._layer_specs = [
         spec if isinstance(spec, TiedLayerSpec) else built.get(layer_id, spec) for layer_id, spec in enumerate(specs)
     ]
-    module.held_parts, here = [], set()
-    for place in module.terapipe_layout.places(module.stage_id):
-        start, stop = module.parts[place.part_id], module.parts[place.part_id + 1]
+    ids = [place.part_id for place in module.terapipe_layout.places(module.stage_id)]
+    places = [(module.parts[part_id], module.parts[part_id + 1]) for part_id in ids]
+    here = sorted(layer_id for start, stop in places for layer_id in range(start, stop))
+    for layer_id in here:  # whatever the order of the parts: the first of a tied layer's specs makes it
+        spec = specs[layer_id]
+        if isinstance(spec, TiedLayerSpec) and spec.key not in module.tied_modules:
+            module.tied_modules[spec.key] = spec.build()
+            module.tied_weight_attrs[spec.key] = spec.tied_weight_attr
+    module.held_parts = []
+    for start, stop in places:
         module._set_bounds(start, stop)
         module.forward_funcs, module.fwd_map = [], {}
         module._build()
         module.held_parts.append(HeldPart(start, stop, module.forward_funcs, fwd_map=module.fwd_map))
-        here |= set(names[start:stop])
     module._layer_specs = specs
-    for key in set(module.tied_modules) - here:
+    for key in set(module.tied_modules) - {names[layer_id] for layer_id in here}:
         del module.tied_modules[key]
     module.activate(0)
 
 
-def _move_layers(
-    module: Any, bounds_before: Sequence[int], built: Mapping[LayerName, Any], names: Sequence[LayerName]
-) -> None:
+def _move_layers(module: Any, moves: Moves, built: Mapping[LayerName, Any]) -> None:
     """Send each layer's values from the stage that built it to those that hold it now, in one order on all stages.
 
     Every rank refuses layers that the program has changed since they were built: only values can move.
     """
-    layout, held, grid = module.terapipe_layout, module.held_layers(), module._grid
-    layer_ids: dict[LayerName, list[int]] = defaultdict(list)
-    for layer_id, name in enumerate(names):
-        layer_ids[name].append(layer_id)
+    held, grid = module.held_layers(), module._grid
     # on the CPU: DeepSpeed has not chosen this rank's device yet
     group = group_of(module.global_rank, grid.topology().get_axis_comm_lists("pipe"), backend="gloo")
     problem = None
-    for name, ids in layer_ids.items():
-        # a tied layer may have been built on several stages: the first one sends
-        sources = {part_of(bounds_before, i) for i in ids}  # DeepSpeed had built one part on each stage
-        targets = {stage for i in ids for stage, _ in layout.homes(part_of(module.parts, i))} - sources
-        for target in sorted(targets):
-            if module.stage_id == min(sources):
+    for name, (source, targets) in moves.items():
+        for target in targets:
+            if module.stage_id == source:
                 values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]
                 sent = [_form_of(built[name]), values]
                 torch_dist.send_object_list(sent, dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
                 tensors, received = _tensors(held[name]), list[Any]([None, None])
-                torch_dist.recv_object_list(received, src=grid.pp_group[min(sources)], group=group)
+                torch_dist.recv_object_list(received, src=grid.pp_group[source], group=group)
                 changed = [key for key, _ in sorted(received[0] ^ _form_of(held[name]))]
                 if changed:
                     problem = problem or _problem_of_changes(name, changed)

@@ -124,6 +124,11 @@ TENSOR_RANKS: dict[str, dict[str, Any]] = {
         "args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8},
         "ds": {**TENSOR["ds"], "pipeline": {"stages": 1}},
     },
+    "sequence ranks": {
+        "ds": {"sequence_parallel_size": 2}, "section": {"slices": [8, 2, 6]}, "rows": 12, "fp64": True,
+        "args": {**EVALUATE, "save_strategy": "steps", "save_steps": 2, "max_steps": 3}, "metrics": "logits",
+        "phases": ["evaluate", "train", "resume", "predict"],
+    },
 }  # fmt: skip
 
 
@@ -135,8 +140,10 @@ def test_stages_of_tensor_parallel_ranks_train_as_one_process(name: str, tmp_pat
 
 
 @pytest.mark.full
-def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
-    path = written(tmp_path, dims=[2, 1, 2], devices_per_node=4, slices=[7, 3, 6], accumulation=3)
+@pytest.mark.parametrize("axis", ["model", "sequence"])
+def test_a_strategy_brings_its_grid(axis: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"axes": ["pipe", "data", axis], "dims": [2, 1, 2], "devices_per_node": 4}
+    path = written(tmp_path, **sizes, slices=[8, 2, 6], accumulation=3)
     args = {"gradient_checkpointing": True}  # the strategy says on which stages
     setting = {
         "rows": 12,
@@ -145,6 +152,12 @@ def test_a_strategy_brings_its_grid(tmp_path: Path) -> None:
         "ds": {"terapipe": {"enabled": True, "strategy": path, "granularity_tokens": 1}},
     }
     check_same(rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+
+
+def test_dropout_differs_between_sequence_ranks(tmp_path: Path) -> None:
+    """Seeds of CPUs stay the same: samplers draw by them."""
+    first, second = rank_pool(2).run(trainer_jobs.seeds_of_devices, folder=str(tmp_path))
+    assert not first and [seed - given for seed, given in second] == [1]
 
 
 def test_labels_of_a_step_weigh_alike_without_trainer() -> None:

@@ -41,10 +41,25 @@ def test_sft_trains_as_in_one_process(name: str, tmp_path: Path) -> None:
     check_same(rank_pool(2).run(compare, given=SETTINGS[name], folder=str(tmp_path))[0], 1e-4)
 
 
-def test_sft_trains_over_stages_of_tensor_parallel_ranks(tmp_path: Path) -> None:
-    setting = {"args": {"assistant_only_loss": True, "max_steps": 3, **EVALUATE}, "model": {"vocab_size": 31},
-               "ds": {"tensor_parallel": {"autotp_size": 2}}}  # fmt: skip
-    check_same(rank_pool(4).run(compare, given=setting, folder=str(tmp_path))[0], 1e-4)
+GROUPS: dict[str, dict[str, Any]] = {
+    "tensor-parallel ranks": {
+        "args": {"assistant_only_loss": True, "max_steps": 3, **EVALUATE}, "model": {"vocab_size": 31},
+        "ds": {"tensor_parallel": {"autotp_size": 2}},
+    },
+    "sequence ranks": {
+        "args": {"assistant_only_loss": True, "max_steps": 3, "pad_to_multiple_of": 6, **EVALUATE},
+        "ds": {"sequence_parallel_size": 2}, "section": {"slices": 3, "granularity_tokens": 2},
+    },
+    "sequence ranks, packed, LoRA": {
+        "args": {"packing": True, "max_steps": 3, "pad_to_multiple_of": 6, **EVALUATE}, "lora": LORA,
+        "ds": {"sequence_parallel_size": 2}, "section": {"slices": 3, "granularity_tokens": 2},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", usual(("tensor-parallel ranks", "sequence ranks"), GROUPS))
+def test_sft_trains_over_stages_of_two_ranks(name: str, tmp_path: Path) -> None:
+    check_same(rank_pool(4).run(compare, given=GROUPS[name], folder=str(tmp_path))[0], 1e-4)
 
 
 @pytest.mark.skipif(not IS_5, reason="4-bit layers need transformers 5")

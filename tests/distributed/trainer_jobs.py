@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -20,7 +21,7 @@ from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 import terapipe_ds
-from terapipe_ds.integrations.trainer import PipelineTrainer
+from terapipe_ds.integrations.trainer import PipelineTrainer, stages
 from terapipe_ds.integrations.trainer.mixin import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages
 from terapipe_ds.models.hugging_face.refusals import gathered
@@ -368,6 +369,19 @@ def sharded_by_rank(folder: str) -> str:
             except Exception as error:
                 return str(error)
     return ""
+
+
+def seeds_of_devices(folder: str) -> list[tuple[int, int]]:
+    """Return the seeds that the engine's start gives to a device, beside the seed of the arguments."""
+    setting = setting_of({"ds": {"pipeline": {"stages": 1}, "sequence_parallel_size": 2}, "section": {"slices": 2}})
+    seeds = list[tuple[int, int]]()
+    device = SimpleNamespace(device_name=lambda: "cuda", manual_seed_all=lambda seed: seeds.append((seed, args.seed)))
+    trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    args = trainer.args
+    with mock.patch.object(stages, "get_accelerator", lambda: device):
+        trainer.save_model(folder)
+    trainer._stages.engine.destroy()
+    return seeds
 
 
 def collate_wrong(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:

@@ -31,7 +31,8 @@ _REFUSED_ARGS = {
     "predict_with_generate": f"generation {_WHOLE}: save the model, load it and generate",
     "eval_use_gather_object": "objects would be gathered from all stages, which have the same data: leave it out",
     "activation_offloading": 'set "offload_activations": true in the terapipe section',
-    "parallelism_config": "DeepSpeed's config describes the ranks: leave it out",
+    "parallelism_config": "DeepSpeed's config describes the ranks (pipeline.stages, tensor_parallel.autotp_size, "
+    "sequence_parallel_size): leave it out",
     "torch_empty_cache_steps": "the engine owns its memory within a step: leave it out",
     "debug": f"it {_WHOLE}: leave it out, and set check_finite in the terapipe section",
     "save_on_each_node": "the stages of one model may be on several machines: save to a folder that all of them share",

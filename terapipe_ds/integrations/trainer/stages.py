@@ -11,6 +11,7 @@ import torch
 import torch.distributed as torch_dist
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError
 from terapipe_ds.models.rank_gradients import of_all_stages
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
 from terapipe_ds.runtime.layout.topology import topology_of
 from terapipe_ds.runtime.register import lay_out, register
 
@@ -43,15 +45,16 @@ def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
     raw = {} if source is None else HfDeepSpeedConfig(source).config
     refuse_misspelt_section(raw)
     # null means an absent section, and DeepSpeed and Trainer would look into it
-    present = {key: each for key, each in raw.items() if each is not None or key not in ("pipeline", "tensor_parallel")}
+    of_ranks = ("pipeline", "tensor_parallel", "sequence_parallel_size")
+    present = {key: each for key, each in raw.items() if each is not None or key not in of_ranks}
     return present if is_enabled(raw) else None
 
 
 class Stages:
     """Hold the pipeline of a Trainer.
 
-    Ranks with one `replica` are the stages and tensor-parallel ranks of one pipeline, and get the same data. All ranks
-    call all methods.
+    Ranks with one `replica` are the stages, tensor-parallel and sequence ranks of one pipeline, and get the same data.
+    All ranks call all methods.
     """
 
     engine: TeraPipeEngine  # absent before `start_engine`
@@ -65,7 +68,7 @@ class Stages:
         place = self._topology.get_coord(torch_dist.get_rank())
         self.replicas: int = self._topology.get_dim("data")
         self.replica: int = place.data
-        self.is_first: bool = place.pipe == 0 and getattr(place, "model", 0) == 0
+        self.is_first: bool = all(getattr(place, axis, 0) == 0 for axis in ("pipe", "model", "sequence"))
 
     def _wanted_topology(self) -> ProcessTopology:
         """Return the grid of ranks that the config asks for, in a strategy's file or itself."""
@@ -74,34 +77,30 @@ class Stages:
         path = self.section.get("strategy")
         if path is not None:
             strategy = read_strategy(path)
-            if strategy.grid.get("sequence", 1) > 1:
-                raise TeraPipeConfigError(
-                    f"terapipe.strategy = {path!r}: it divides sequences over {strategy.grid['sequence']} ranks, and "
-                    "Trainer gets whole ones; plan without sequence ranks, or train without Trainer"
-                )
-            count = self._wanted_sizes()[0]
+            count = self._raw.get("pipeline", {}).get("stages", "auto")
             if count not in ("auto", strategy.grid["pipe"]):
                 raise TeraPipeConfigError(
                     f"pipeline.stages = {count!r}, and terapipe.strategy = {path!r} has {strategy.grid['pipe']}: leave "
                     "out pipeline.stages"
                 )
             return topology_of(strategy)
-        world, (count, tensor) = torch_dist.get_world_size(), self._wanted_sizes()
-        shown = f"pipeline.stages = {count!r}" + f", tensor_parallel.autotp_size = {tensor!r}" * (tensor != 1)
-        if count == "auto" and type(tensor) is int and tensor > 0:
-            count = world // tensor
-        if any(type(size) is not int or size < 1 for size in (count, tensor)) or world % (count * tensor):
+        world, count = torch_dist.get_world_size(), self._raw.get("pipeline", {}).get("stages", "auto")
+        tensor = self._raw.get("tensor_parallel", {}).get("autotp_size", 0)
+        shown, others = f"pipeline.stages = {count!r}", {"sequence": self._raw.get("sequence_parallel_size", 1)}
+        others["model"] = 1 if tensor == 0 else tensor
+        ranks = list(others.values())
+        if count == "auto" and all(type(size) is int and size > 0 for size in ranks):
+            count = world // math.prod(ranks)
+        if any(type(size) is not int or size < 1 for size in (count, *ranks)) or world % (count * math.prod(ranks)):
+            keys = zip(("sequence_parallel_size", "tensor_parallel.autotp_size"), ranks, strict=True)
+            shown += "".join(f", {key} = {size!r}" for key, size in keys if size != 1)
             raise TeraPipeConfigError(
                 f'{shown}: give a number of stages that divides the {world} ranks, or "auto" for as many stages as '
-                "ranks; with tensor-parallel ranks, their product must divide the ranks"
+                "ranks; with tensor-parallel or sequence ranks, their product must divide the ranks"
             )
-        sizes = {"pipe": count, "data": world // (count * tensor)} | ({"model": tensor} if tensor > 1 else {})
+        sizes = {"pipe": count, "data": world // (count * math.prod(ranks))}
+        sizes |= {axis: size for axis, size in others.items() if size > 1}
         return ProcessTopology(axes=[*sizes], dims=[*sizes.values()])
-
-    def _wanted_sizes(self) -> tuple[Any, Any]:
-        """Return the numbers of stages and of tensor-parallel ranks as the config gives them."""
-        tensor = self._raw.get("tensor_parallel", {}).get("autotp_size", 0)
-        return self._raw.get("pipeline", {}).get("stages", "auto"), 1 if tensor == 0 else tensor
 
     def build_module(self, model: PreTrainedModel, loss: TokenLoss | None, seed: int) -> None:
         """Cut the model into stages; this rank keeps the weights of its own stage."""
@@ -147,6 +146,11 @@ class Stages:
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
+        rank, device = sequence_ranks_of(self.module.mpu()).rank, get_accelerator()
+        if (
+            rank > 0 and device.device_name() != "cpu"
+        ):  # dropout draws for other tokens and heads; samplers draw on CPUs
+            device.manual_seed_all(torch.initial_seed() + rank)
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
@@ -200,8 +204,19 @@ class Stages:
         return next(each for each in of_stages if each is not None)
 
     def sums(self) -> Sums:
-        """Return the sums of all micro-batches since the last call, whichever stage computed their loss."""
-        return {} if self._loss is None else of_all_stages(self._loss.take_sums(), self.module.mpu())
+        """Return the sums of all micro-batches since the last call, whichever ranks computed their loss."""
+        if self._loss is None:
+            return {}
+        of_pipeline = of_all_stages(self._loss.take_sums(), self.module.mpu())
+        sequence = sequence_ranks_of(self.module.mpu())
+        if sequence.size == 1:
+            return of_pipeline
+        of_ranks = [of_pipeline] * sequence.size  # each has the sums of its own tokens
+        torch_dist.all_gather_object(of_ranks, of_pipeline, group=sequence.group)
+        return {
+            index: [math.fsum(of_one) for of_one in zip(*(sums[index] for sums in of_ranks), strict=True)]
+            for index in of_pipeline
+        }
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, one after the other."""

@@ -237,8 +237,8 @@ class BatchSource:
             raise BatchError(
                 f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
                 "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "
-                f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens, or switch "
-                "sequence parallelism off."
+                f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens (collators "
+                "have pad_to_multiple_of), or switch sequence parallelism off."
             )
         return MicroBatchShape.of(labels)
 

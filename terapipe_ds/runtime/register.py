@@ -86,7 +86,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     """Return each name that is bound: its owner, the name, and (DeepSpeed's value, ours).
 
     Our `PipelineModule._partition_layers` records the partition method, by which layers are cut anew if stages hold
-    several parts; it also refuses modules for which the rest of that constructor would wait without end. Our
+    several parts. Our `_index_tied_modules` makes the groups of tied layers for each sequence rank. Our
     `DeepSpeedConfig._configure_train_batch_size` applies a strategy's batch sizes before DeepSpeed computes the sizes
     that the config leaves open; `_initialize_params` sees the values that Trainer would fill in.
     `DeepSpeedEngine.__init__` sees engines that read no section. Our `build_shm_op` compiles nothing when a script on a
@@ -100,11 +100,12 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     from deepspeed.runtime.pipe.engine import PipelineEngine
     from torch.utils.file_baton import FileBaton
 
-    from terapipe_ds.runtime.layout.sequence_axis import problem_of_tied_layers
+    from terapipe_ds.compat.tied_groups import index_tied_modules
     from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
+    stock_tied = PipelineModule._index_tied_modules
     guard_unregistered()  # stays after `unregister`
     stock_params = DeepSpeedConfig._initialize_params
     comm = importlib.import_module("deepspeed.comm.torch")  # in deepspeed.comm this name is torch itself
@@ -116,8 +117,6 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
 
     @functools.wraps(stock_partition)
     def partition_layers(self: Any, method: str = "uniform") -> Any:
-        if problem := problem_of_tied_layers(self):
-            raise TeraPipeConfigError(problem)
         setattr(self, PARTITION_METHOD, method)
         return stock_partition(self, method)
 
@@ -138,6 +137,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
         (deepspeed, "PipelineEngine", (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine))),
         (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
         (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
+        (PipelineModule, "_index_tied_modules", (stock_tied, functools.wraps(stock_tied)(index_tied_modules))),
         (DeepSpeedConfig, "_initialize_params", (stock_params, initialize_params)),
         (DeepSpeedConfig, "_configure_train_batch_size", (stock_sizes, configure_train_batch_size)),
         (DeepSpeedEngine, "__init__", (DeepSpeedEngine.__init__, guarded(DeepSpeedEngine.__init__, always=True))),

@@ -44,8 +44,12 @@ def topology(stages: int, replicas: int = 1, axis: str = "sequence") -> ProcessT
 def engine_on(case: Case, changes: dict[str, Any], axis: str = "sequence", **more: Any) -> Iterator[Any]:
     found = {**options(case), **more}
     found["module"] = {**found.get("module", {}), "topology": topology(case.stages, case.data_parallel, axis)}
-    with engine_of(layers(case), {**terapipe_section(case), **changes}, **found) as engine:
-        yield engine
+    terapipe_ds.register()  # for the constructor of a module with tied layers
+    try:
+        with engine_of(layers(case), {**terapipe_section(case), **changes}, **found) as engine:
+            yield engine
+    finally:
+        terapipe_ds.unregister()
 
 
 def train_on_sequence_ranks(case: Case, **changes: Any) -> RankRecord:
@@ -82,26 +86,19 @@ def _from_checkpoint(engine: Any, case: Case, folder: str) -> RankRecord:
     return record
 
 
-def train_llama() -> dict[str, float]:
+def train_of_transformers(family: str) -> dict[str, float]:
     from tests.distributed.hugging_face_jobs import train_family
 
-    return train_family("llama", engines.section(slices=[8, 4, 4]), topology=topology(2))[0]
+    return train_family(family, engines.section(slices=[8, 4, 4]), topology=topology(2))[0]
 
 
-def refusal_of_tied_embeddings() -> tuple[str, str]:
-    from tests.hugging_face_families import config_of
-
-    return engines.raised_by(lambda: terapipe_ds.from_config(config_of("gpt2"), topology=topology(2)))
-
-
-def refusal_of_tied_layers(axis: str) -> tuple[str, str]:
-    """Build a module of one's own, whose constructor would wait forever without the refusal."""
+def ranks_of_tied_layers(axis: str) -> list[int]:
+    """Build a module of one's own, whose constructor waits forever in DeepSpeed alone."""
     tied = [TiedLayerSpec("one weight", torch.nn.Linear, 4, 4) for _ in range(2)]
     terapipe_ds.register()
     try:
-        return engines.raised_by(
-            lambda: PipelineModule(tied, topology=topology(2, axis=axis), partition_method="uniform")
-        )
+        module = PipelineModule(tied, topology=topology(2, axis=axis), partition_method="uniform")
+        return list(module.tied_comms["one weight"]["ranks"])
     finally:
         terapipe_ds.unregister()
 
@@ -185,6 +182,10 @@ class TestSequenceRanks:
             replace(BASE, precision="fp32_zero1", clipping=True),
             PACKED,
             replace(PACKED, positions="learned", schedule="zbv"),
+            replace(BASE, tied=True, clipping=True),
+            replace(BASE, tied=True, schedule="zbv", precision="fp32_zero1"),
+            replace(BASE, tied=True, schedule="chimera-seq", clipping=True),
+            replace(BASE, tied=True, schedule="seq1f1b-interleaved-zb", clipping=True),
         ],
         ids=str,
     )
@@ -201,19 +202,15 @@ class TestSequenceRanks:
         limits = {**dict.fromkeys(cases.KINDS, 2e-2), "gradient": cases.BF16_GRADIENT_CAP}
         assert not cases.violations(cases.errors(run, alone), limits)
 
-    def test_a_llama_of_transformers_equals_the_whole_model(self) -> None:
+    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    def test_models_of_transformers_equal_the_whole_model(self, family: str) -> None:
+        """The embeddings of GPT-2 are tied."""
         pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-        assert not engines.violations(rank_pool(RANKS).run(train_llama))
-
-    def test_tied_embeddings_of_transformers_are_refused(self) -> None:
-        pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-        for kind, text in rank_pool(RANKS).run(refusal_of_tied_embeddings):
-            assert (kind, "makes wrong groups of tied layers" in text) == ("ModelRefusedError", True)
+        assert not engines.violations(rank_pool(RANKS).run(train_of_transformers, family=family))
 
     @pytest.mark.parametrize("axis", ["sequence", "tensor"])
-    def test_tied_layers_of_a_module_are_refused_while_it_is_built(self, axis: str) -> None:
-        for kind, text in rank_pool(RANKS).run(refusal_of_tied_layers, axis=axis):
-            assert kind == "TeraPipeConfigError" and f"the axis '{axis}'" in text and "tied layers (one weight)" in text
+    def test_tied_layers_have_a_group_for_each_place_on_an_axis(self, axis: str) -> None:
+        assert rank_pool(RANKS).run(ranks_of_tied_layers, axis=axis) == [[0, 2], [1, 3]] * 2
 
     @pytest.mark.parametrize("slices", [(6, 2, 4), (12,)], ids=["three", "one"])
     def test_logits_of_an_evaluation_are_those_of_whole_sequences(self, slices: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.compat.tied_groups import index_tied_modules
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict
 from terapipe_ds.models.gpt import gpt_loss
@@ -89,12 +90,6 @@ class HuggingFaceModule(PipelineModule):
     ) -> None:
         # all refusals come before the base class makes groups and layers
         axes = {} if topology is None else dict(zip(topology.axes, topology.dims, strict=True))
-        if blueprint.outline.tied is not None and min(axes.get("sequence", 1), axes.get("pipe", 1)) > 1:
-            raise ModelRefusedError(
-                "input and output embeddings are tied, and the topology has stages and an axis 'sequence', for which "
-                "DeepSpeed (0.19.8) makes wrong groups of tied layers: give config.tie_word_embeddings = False, or a "
-                "topology without that axis"
-            )
         if partition is not None and "partition_method" in options:
             raise ValueError(
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
@@ -159,6 +154,8 @@ class HuggingFaceModule(PipelineModule):
                 return self
             self._read()  # whole layers: quantized weights are moved by code of their own
         return super()._apply(fn, recurse)
+
+    _index_tied_modules = index_tied_modules  # also before `register`
 
     def _synchronize_tied_weights(self) -> None:
         """Send tied weights to the other stages that hold them; stages that read a folder all read the same ones."""

@@ -47,8 +47,6 @@ class CountedLayers(Layers):
         return None
 
     def refuse_sequence(self, ranks: int) -> str | None:
-        if ranks > 1 and self.size.tied_embedding:
-            return "DeepSpeed has no right groups for tied layers with sequence ranks"
         if self.size.num_heads % ranks:
             return f"num_heads = {self.size.num_heads} of {self.size.name} does not divide by {ranks} sequence ranks"
         return None

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid, ProcessTopology
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.compat.replaced import replaced
+from terapipe_ds.compat.tied_groups import further_axes
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 
 AXIS = "sequence"
@@ -72,9 +73,10 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f"{module.topology().dims}: build it with topology=ProcessTopology(axes={list(_AXES)}, dims=[stages, "
             f"replicas, {wanted}]), or remove the key"
         )
-    if other := [axis for axis in _further(module) if axis != AXIS and raw.get("gradient_clipping", 1.0)]:
+    others = [axis for axis in further_axes(module.topology()) if axis != AXIS]
+    if others and raw.get("gradient_clipping", 1.0):
         return (
-            f"gradient_clipping = {raw.get('gradient_clipping', 1.0)} with the axis {other[0]!r} of the topology: "
+            f"gradient_clipping = {raw.get('gradient_clipping', 1.0)} with the axis {others[0]!r} of the topology: "
             "DeepSpeed's norm does not know which gradients its ranks divide and which they repeat. Name the axis of "
             f"tensor-parallel ranks 'model' and of ranks that divide tokens {AXIS!r}, or set gradient_clipping to 0"
         )
@@ -91,31 +93,7 @@ def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw
             f'gradient_allreduce_op = "sum" with {shown}: DeepSpeed would take them for replicas, and gradients would '
             f"be {size} times as large. Remove the key, and let loss_fn multiply by the number of replicas"
         )
-    return problem_of_tied_layers(module)
-
-
-def _further(module: PipelineModule) -> dict[str, int]:
-    """Return the sizes of the axes that DeepSpeed does not know, if they have several ranks."""
-    topology = module.topology()
-    sizes = zip(topology.get_axis_names(), topology.dims, strict=True)
-    return {axis: size for axis, size in sizes if axis not in ("pipe", "data", "model") and size > 1}
-
-
-def problem_of_tied_layers(module: PipelineModule) -> str | None:
-    """Return why these layers cannot be tied; None if they can. The module's layers need not have stages yet.
-
-    The constructor of DeepSpeed's module would wait forever: it makes groups that differ among the ranks of the axis.
-    """
-    topology = module.topology()
-    tied = sorted({str(spec.key) for spec in module._layer_specs if isinstance(spec, TiedLayerSpec)})
-    further = _further(module)
-    if not tied or not further or topology.get_dim("pipe") == 1:
-        return None
-    axis, size = next(iter(further.items()))
-    return (
-        f"a topology with {size} ranks on the axis {axis!r} cannot be combined with tied layers ({', '.join(tied)}): "
-        "DeepSpeed (0.19.8) makes wrong groups for them. Use LayerSpec in place of TiedLayerSpec"
-    )
+    return None
 
 
 def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:

@@ -116,7 +116,8 @@ class PipelineGroups:
         for group in self._groups():
             for kind in group._device_types:  # noqa: SLF001 - as torch's own function, which knows no subclass of gloo's
                 backend = group._get_backend(kind)
-                if backend.name() in ("nccl", "gloo"):  # others may know no limit
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+                if hasattr(backend, "_set_default_timeout"):  # others than NCCL and gloo may know no limit
                     backend._set_default_timeout(NO_LIMIT)  # noqa: SLF001
 
     def close(self) -> None:

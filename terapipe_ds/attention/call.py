@@ -153,6 +153,7 @@ class Call:
     def backward(self, grad: Tensor, q: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor | None, ...]:
         """Return dQ, dK, dV of the slice, complete because all later slices have run."""
         assert self.entry is not None
+        grad = grad if grad.stride(-1) == 1 else grad.contiguous()  # as q in `prepare`
         start, stop = self.active.start, self.active.stop
         self.entry.begin_backward(start, stop)
         # the same spans in the same order as in the forward: each finds the state that its kernel left

@@ -50,9 +50,9 @@ def _nccl(environment: Mapping[str, str]) -> Iterator[Line]:
 
 def _loading(value: str) -> Line:
     if value == "EAGER":
-        return Line("ok", _LOADING, "EAGER: no batch goes by way of the host")
+        return Line("ok", _LOADING, "EAGER: one batch of a kind goes by way of the host")
     text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
-    return Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares that")
+    return Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares two of three")
 
 
 def _bound_device(environment: Mapping[str, str]) -> Iterator[Line]:

@@ -211,3 +211,19 @@ def test_measured_links_carry_the_formats(tmp_path: Path) -> None:
     of_token = {0: 2 * 64, 1: 2 * (20 + 64) // 2, 2: 2 * (20 + 32) // 2}
     for index, (_, measured) in enumerate(seen):
         assert measured and all(0 <= size - of_token[index] * tokens <= 16 for tokens, size in measured.items())
+
+
+def limits_of_groups() -> list[float]:
+    """Return the seconds after which torch would end a wait of each group that an engine waits on within a batch."""
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
+        groups = engine._groups
+        made = [groups.control, groups.world, *(each for both in groups.by_wire.values() for each in both)]
+        kind = torch.device("cpu")
+        return [each._get_backend(kind).options._timeout.total_seconds() for each in made]
+
+
+def test_torch_ends_no_wait_that_the_watchdog_allows() -> None:
+    """A draw may take `data_timeout_s`, and a receive that is posted ahead waits from the first action on."""
+    for limits in rank_pool(2).run(limits_of_groups):
+        assert len(limits) == 4
+        assert min(limits) > 24 * 3600.0

@@ -48,6 +48,7 @@ def train_over_nccl(
     changes: dict[str, Any] | None = None,
     num_layers: int | None = None,
     mixed: bool = False,
+    lengths: Sequence[int] = (LENGTH,) * 3,
     **options: Any,
 ) -> Trained:
     """Train three steps, with an evaluation before the second and the third, as the stock engine does in one stage.
@@ -55,6 +56,7 @@ def train_over_nccl(
     Args:
         changes: keys of the `terapipe` section. The first batch is verified unless they say otherwise.
         mixed: whether layers hand on tensors of several dtypes.
+        lengths: of the sequences in each step, unless `mixed`.
         options: further options of `engines.build`.
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
@@ -67,8 +69,9 @@ def train_over_nccl(
     )
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
     make = tuples.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
-    draw = tuples.guided_micro_batch if mixed else functools.partial(engines.micro_batch, length=LENGTH)
-    data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step in range(3)]
+    of_length = engines.micro_batch
+    draws = [tuples.guided_micro_batch if mixed else functools.partial(of_length, length=each) for each in lengths]
+    data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step, draw in enumerate(draws)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
     with emulated_nccl(eager, patience_s) as nccl, engines.few_rounds():
         ours, evaluated = _train(make, section, data, stages=stages, **options)
@@ -234,6 +237,11 @@ LOADING = {"slices": 3, "changes": {"verify": "off"}}  # a check of the first ba
 ])  # fmt: skip
 def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None:
     job = {"schedule": schedule, "stages": 2, "eager": True, **LOADING}
+    assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
+
+
+def test_loading_kernels_of_longer_and_shorter_sequences_does_not_hang() -> None:
+    job = {"schedule": "seq1f1b", "stages": 2, "eager": True, "lengths": (24, 30, 18), **LOADING}
     assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
 
 

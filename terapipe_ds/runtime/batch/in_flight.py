@@ -100,10 +100,16 @@ class BatchInFlight:
             groups += [frozenset((part_id, m, s) for s in group) for group in weight_groups(lengths, rows / ranks)]
         return groups
 
-    def kinds(self) -> frozenset[Hashable]:
-        """Return all that decides on the kernels, apart from lengths: mode, schedule, packed or not, cut or whole."""
-        how = self.training, self.schedule.name
-        return frozenset((*how, each.shape.starts is not None, each.plan.num_slices > 1) for each in self.micro_batches)
+    def kinds(self) -> dict[Hashable, list[tuple[int, int]]]:
+        """Return all that decides on the kernels apart from lengths: mode, schedule, packed or not, cut or whole.
+
+        Each comes with its lengths, of a sequence and of a slice.
+        """
+        kinds: dict[Hashable, list[tuple[int, int]]] = {}
+        for each in self.micro_batches:
+            kind = self.training, self.schedule.name, each.shape.starts is not None, each.plan.num_slices > 1
+            kinds.setdefault(kind, []).extend((each.shape.length, length) for length in each.plan.lengths)
+        return kinds
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return the values that decide the shapes of activations: (mode, rows, sequence length, slice length)."""

@@ -136,6 +136,7 @@ class TeraPipeEngine(ModelEndsEngine):
         # build the objects that the actions work with, then those that draw batches for them
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
+        groups.leave_hangs_to_watchdog()
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
         self._batch = OpenBatch(stage, self._parts, self.terapipe_config.attention == "intercept")

@@ -48,8 +48,13 @@ class HostBuffers:
     """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
 
     For a CPU a file is the memory outside its own, so that tests measure how much would leave a device. Buffers go back
-    to a pool by their size, because pinning memory takes long. Sizes that a batch did not need leave the pool, or
-    lengths that change from batch to batch would pile up memory.
+    to a pool by their size. Sizes that a batch did not need leave the pool, or lengths that change from batch to batch
+    would pile up memory.
+
+    Pinning takes long, and may wait for the whole device, even for receives that wait for this rank. So it happens
+    between batches: a batch that needs more buffers than before gets ordinary memory, where copies wait for their
+    stream, and the next one begins with pinned memory in its place. Torch rounds pinned memory up to powers of two, and
+    keeps it. So do sizes here, which then serve other lengths.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -57,31 +62,40 @@ class HostBuffers:
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._needed: set[int] = set()  # sizes, since the batch began
+        self._ordinary: list[Tensor] = []  # buffers that wait to be replaced by pinned ones
 
     def begin_batch(self) -> None:
-        """Drop free buffers of the sizes that nobody took since the batch before began."""
-        for num_bytes in self._free.keys() - self._needed:
+        """Pin what the batch before lacked, or drop free buffers of the sizes that nobody took since it began."""
+        for buffer in self._ordinary:
+            free = self._free[buffer.numel()]
+            free[:] = [each for each in free if each is not buffer] + [self._new(buffer.numel(), is_pinned=True)]
+        self._ordinary.clear()
+        for num_bytes in () if self._is_pinned else self._free.keys() - self._needed:
             self.reserved_bytes -= num_bytes * len(self._free.pop(num_bytes))
         self._needed.clear()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of exactly `num_bytes` bytes."""
+        """Return a buffer of `num_bytes` bytes, or more if it is for an accelerator."""
+        num_bytes = 1 << (num_bytes - 1).bit_length() if self._is_pinned else num_bytes
         self._needed.add(num_bytes)
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if free := self._free[num_bytes]:
             return free.pop()
         self.reserved_bytes += num_bytes
-        return self._new(num_bytes)
+        buffer = self._new(num_bytes)
+        if self._is_pinned:
+            self._ordinary.append(buffer)
+        return buffer
 
     def give(self, buffer: Tensor) -> None:
         """Take back a buffer that `take` lent."""
         self.live_bytes -= buffer.numel()
         self._free[buffer.numel()].append(buffer)
 
-    def _new(self, num_bytes: int) -> Tensor:
+    def _new(self, num_bytes: int, is_pinned: bool = False) -> Tensor:
         if self._is_pinned:
-            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True, device="cpu")
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
         with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
             return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(num_bytes,)))
 
@@ -101,24 +115,24 @@ class Offloaded:
         if self._buffer is not None and self._on_device is not None and not self._is_discarded():
             flat = torch.empty(0, dtype=torch.uint8, device=self._device)
             flat.set_(self._on_device)  # type: ignore[call-overload]
-            self._leaves = self.lane.copy(self._buffer, flat)
+            self._leaves = self.lane.copy(self._buffer[: self._size], flat)
 
     def leave(self) -> None:
         """Free the memory of the device: work that is issued from now on begins when the copy is done."""
+        # the device waits, not the host: the memory goes to the next work in its own stream, even if it is freed later
+        if self._leaves is not None:
+            torch.cuda.current_stream().wait_event(self._leaves)
         # a backward that came early has given the buffer back, and the memory stays
-        if self._buffer is not None and self._is_discarded():
+        if self._is_discarded():
             self._give_buffer()
         elif self._buffer is not None:
-            # the device waits, not the host: the memory goes to the next work in its own stream
-            if self._leaves is not None:
-                torch.cuda.current_stream().wait_event(self._leaves)
             self._on_device = None
 
     def come_back(self) -> None:
         """Begin to bring the memory back, if it is away."""
         if self._on_device is None and self._buffer is not None:
             flat = torch.empty(self._size, dtype=torch.uint8, device=self._device)
-            self._back = self.lane.copy(flat, self._buffer)
+            self._back = self.lane.copy(flat, self._buffer[: self._size])
             self._on_device = flat.untyped_storage()
         self._give_buffer()
 

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ NCCL_DTYPES = frozenset({
 """What NCCL and every other backend can send. Other dtypes travel as bytes: NCCL lacks bool, int16 and complex ones."""
 
 _TAGS_BY_HOST = 1 << 16  # added to a link's tag for messages in the control group, which also carries announcements
+
+NO_LIMIT = timedelta(days=365)
+"""Of waits that the watch-dog ends: torch's own limit is 10 minutes over NCCL, and 30 over gloo."""
 
 
 class MessageBuffers:
@@ -103,6 +107,11 @@ class Wire:
     def irecv(self, buffer: torch.Tensor) -> Any:
         """Begin to receive into a `buffer`; return the handle to wait for."""
         return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a message: on the host, or in the current stream if messages are in streams."""
+        # with a limit a wait over NCCL would block the host; without one gloo takes the limit that its group began with
+        work.wait() if self.streamed else work.wait(NO_LIMIT)
 
     def by_host(self) -> Wire:
         """Return the same wire over the control group, where no message makes the device wait for the other end."""
@@ -216,7 +225,7 @@ class SendChannel(_Channel):
     def _wait_oldest(self) -> None:
         _, works, _ = self._in_flight.popleft()
         for work in works:
-            work.wait()
+            self.wire.wait(work)
 
 
 @dataclass(slots=True)
@@ -280,7 +289,7 @@ class ReceiveChannel(_Channel):
         assert posted.spec is not None
         # Here the main thread waits for the peer
         for work in posted.works:
-            work.wait()
+            self.wire.wait(work)
         incoming, buffers = (
             self.wire.incoming,
             zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),

@@ -22,7 +22,7 @@ from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.batch.batch_agreement import PlaceInJob, TensorPeers
 from terapipe_ds.runtime.layout.layout import Layout, WireEnds, rounds_of
 from terapipe_ds.runtime.layout.sequence_axis import peers_of
-from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.channel import NO_LIMIT, Wire
 from terapipe_ds.runtime.links.queues import loads_kernels_at_start, queue_count
 from terapipe_ds.runtime.links.specs import LinkError
 from terapipe_ds.runtime.links.staging import needs_staging
@@ -106,12 +106,29 @@ class PipelineGroups:
         """Return a group of all ranks on the CPU; None for a single rank."""
         return self.everyone if self.everyone is not None else self.control
 
+    def leave_hangs_to_watchdog(self) -> None:
+        """Let no wait of these groups end by torch's own limit.
+
+        A receive that is posted ahead waits from the first action of a batch on: over NCCL torch would end a job whose
+        stages compute for 10 minutes before its message. Over gloo it would end a job that draws its data for half an
+        hour, whatever `data_timeout_s` is.
+        """
+        for group in self._groups():
+            for kind in group._device_types:  # noqa: SLF001 - as torch's own function, which knows no subclass of gloo's
+                backend = group._get_backend(kind)
+                backend = getattr(backend, "wrapped_pg", backend)  # TORCH_DISTRIBUTED_DEBUG=DETAIL wraps it
+                if hasattr(backend, "_set_default_timeout"):  # others than NCCL and gloo may know no limit
+                    backend._set_default_timeout(NO_LIMIT)  # noqa: SLF001
+
     def close(self) -> None:
         """Close the connections of gloo, which are files; connections of devices end with the process group."""
-        groups = {id(g): g for g in (self.control, self.everyone, *itertools.chain(*self.by_wire.values())) if g}
-        for group in groups.values() if torch_dist.is_initialized() else ():
+        for group in self._groups() if torch_dist.is_initialized() else ():
             if torch_dist.get_backend(group) == "gloo":
                 torch_dist.destroy_process_group(group)
+
+    def _groups(self) -> list[Any]:
+        groups = self.control, self.everyone, *itertools.chain(*self.by_wire.values())
+        return list({id(group): group for group in groups if group}.values())
 
     def place(self, layout: Layout, stage_id: int) -> PlaceInJob:
         """Return the place of this rank among those that agree on a batch."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -23,9 +24,29 @@ from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
 BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, for other lengths as well."""
+"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, also for all lengths
+between theirs."""
 
 _Channel = TypeVar("_Channel")
+
+
+class _KindRun:
+    """Hold how many batches of a kind have run, and how short and long their sequences and slices were."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 2  # of sequences, of slices
+
+    def covers(self, lengths: Sequence[tuple[int, int]]) -> bool:
+        """Return whether the lengths, of a sequence and of a slice each, lie between those that have run."""
+        both = [(length, of) for each in lengths for length, of in zip(each, self._ranges, strict=True)]
+        return all(least <= length <= largest for length, (least, largest) in both)
+
+    def add(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """Count a batch with these lengths."""
+        self.count += 1
+        both = zip(zip(*lengths, strict=True), self._ranges, strict=True)
+        self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
 
 @dataclass
@@ -48,8 +69,10 @@ class StageLinks:
     this budget. Between two parts of this stage there is no wire: the tensors of one part wait here for the other.
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
-    host. CUDA loads a kernel at its first launch, and may then wait for all work on the device, even for receives that
-    end only after the next work of this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads them at the start.
+    host, and so do those of a batch that is longer or shorter than all before, or has such slices: a window limits
+    longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may then wait for
+    all work on the device, even for receives that end only after the next work of this stage.
+    CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
@@ -60,7 +83,7 @@ class StageLinks:
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
         self._post_on_device, self._loads_at_start = wires.post_on_device, wires.loads_at_start
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
-        self._batches_run: Counter[Hashable] = Counter()  # by kind
+        self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind
         self._num_batches = self._num_by_host = 0
         self._batch: BatchInFlight | None = None
         # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
@@ -124,8 +147,10 @@ class StageLinks:
 
     def goes_by_host(self, batch: BatchInFlight) -> bool:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
-        is_new = any(self._batches_run[kind] < BATCHES_BY_HOST for kind in batch.kinds())
-        return self._post_on_device and is_new and not self._loads_at_start
+        # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
+        count, kinds = 1 if self._loads_at_start else BATCHES_BY_HOST, batch.kinds()
+        is_known = all(self._run[kind].count >= count and self._run[kind].covers(kinds[kind]) for kind in kinds)
+        return self._post_on_device and not is_known
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
@@ -137,7 +162,8 @@ class StageLinks:
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
-            self._batches_run.update(self._batch.kinds())
+            for kind, lengths in self._batch.kinds().items():
+                self._run[kind].add(lengths)
         self._batch = None
 
     def _open(self) -> BatchInFlight:

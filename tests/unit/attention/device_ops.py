@@ -186,6 +186,8 @@ class FlashAttnPackage:
         grad, q, k, v, out, lse, lengths, p, seed, deterministic, *options = inputs
         self.deterministic.add(deterministic)
         assert lse.is_contiguous()
+        # version 3 raises otherwise ("must have contiguous last dimension"); torch's own call of it copies
+        assert all(x.stride(-1) == 1 for x in (grad, q, k, v, out))
         found = [torch.full_like(x, math.nan) for x in (q, k, v)]
         for own, keys in self._documents(q, k, lengths):
             parts = [x[place].transpose(0, 1) for x, place in ((q, own), (k, keys), (v, keys))]

@@ -81,6 +81,22 @@ def test_where_each_version_of_flash_attn_runs(
         assert [n for n, version in versions.items() if version().is_available()] == list(found)
 
 
+@VERSIONS
+@pytest.mark.parametrize("documents", [None, ((0, 4, 12), (0, 10))], ids=["rows", "packed"])
+def test_flash_attn_gets_gradients_whose_features_lie_side_by_side(version: type[FlashAttn], documents: Any) -> None:
+    """A convolution over tokens, behind attention, hands back gradients in which tokens do."""
+    case, attend = Case(starts=documents), Case.attend
+
+    def attend_before_it(case: Case, *inputs: Any) -> Tensor:
+        out = attend(case, *inputs)
+        out.register_hook(lambda grad: grad.mT.contiguous().mT)
+        return out
+
+    with pytest.MonkeyPatch.context() as patch, flash_attn_on_cpu(version):
+        patch.setattr(Case, "attend", attend_before_it)
+        assert error(run_in_slices(case), run_formula(case)) <= 1e-10
+
+
 class _Wrong(FlashAttnPackage):
     def attend(self, *inputs: Any) -> Any:
         out, lse = super().attend(*inputs)

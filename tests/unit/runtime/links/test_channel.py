@@ -3,6 +3,7 @@
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -28,9 +29,10 @@ class Work:
 
     finish: Callable[[], object] = lambda: None
     waited: bool = False
+    limit: timedelta | None = None
 
-    def wait(self) -> None:
-        self.waited = True
+    def wait(self, timeout: timedelta | None = None) -> None:
+        self.waited, self.limit = True, timeout
         self.finish()
 
 
@@ -276,3 +278,12 @@ def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytes
     for device in ("cpu", "cuda"):
         host_buffer((4, 8), torch.bfloat16, torch.device(device))
     assert [(options["device"], options["pin_memory"]) for options in asked] == [("cpu", False), ("cpu", True)]
+
+
+@pytest.mark.parametrize(("streamed", "limit"), [(False, link.NO_LIMIT), (True, None)])
+def test_a_wait_has_no_limit_and_over_nccl_none_that_would_block_the_host(
+    streamed: bool, limit: timedelta | None
+) -> None:
+    """gloo takes the limit that its group was made with; `Work.wait(timeout)` of NCCL waits on the host."""
+    replace(wire(), streamed=streamed).wait(work := Work())
+    assert (work.waited, work.limit) == (True, limit)

@@ -72,3 +72,17 @@ def test_over_gloo_each_pipeline_has_groups_of_its_own(monkeypatch: pytest.Monke
     """A group connects each of its ranks with each other, and tags tell its messages apart."""
     calls = made_on(0, "gloo", monkeypatch)
     assert Counter(len(call["ranks"] or range(128)) for call in calls) == {STAGES: 3 * REPLICAS * TENSOR, 128: 1}
+
+
+def test_every_group_gets_the_limit_of_the_watchdog_as_torch_has_wrapped_it() -> None:
+    """`TORCH_DISTRIBUTED_DEBUG=DETAIL` wraps each backend in one without that method; MPI has none either."""
+    limits: list[object] = []
+    plain = SimpleNamespace(_set_default_timeout=limits.append)
+    backends = [plain, SimpleNamespace(wrapped_pg=plain), SimpleNamespace()]
+    control, everyone, other = (
+        SimpleNamespace(_device_types=["cpu"], _get_backend=lambda kind, backend=backend: backend)
+        for backend in backends
+    )
+    of = groups.PipelineGroups((0, 1), {(0, 0, 1, 0): (control, other)}, control, everyone)
+    of.leave_hangs_to_watchdog()
+    assert limits == [groups.NO_LIMIT] * 2

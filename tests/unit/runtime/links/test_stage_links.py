@@ -1,6 +1,7 @@
 """Which batches go by way of the host, where CUDA may load kernels while receives wait on the device."""
 
 import random
+from itertools import accumulate
 from typing import Any
 from unittest import mock
 
@@ -44,12 +45,20 @@ def links() -> StageLinks:
     return links_on_device()
 
 
-def test_other_lengths_are_no_other_kind(links: StageLinks) -> None:
+def test_lengths_between_those_that_have_run_are_no_other_kind(links: StageLinks) -> None:
     draw = random.Random(0)
-    batches = [batch([draw.randint(16, 8192) for _ in range(4)]) for _ in range(1000)]
-    went = by_host(links, *batches)
-    assert went == [True] * BATCHES_BY_HOST + [False] * (1000 - BATCHES_BY_HOST)
-    assert sum(went) / len(went) == links.host_share <= 0.01
+    lengths = [[draw.randint(16, 8192) for _ in range(4)] for _ in range(1000)]
+    bounds = zip(accumulate(map(min, lengths), min), accumulate(map(max, lengths), max), strict=True)
+    is_beyond = [min(now) < least or max(now) > most for now, (least, most) in zip(lengths[1:], bounds, strict=False)]
+    went = by_host(links, *map(batch, lengths))
+    assert went == [index < BATCHES_BY_HOST or beyond for index, beyond in enumerate([True, *is_beyond])]
+    assert sum(went) / len(went) == links.host_share <= 0.02
+
+
+@pytest.mark.parametrize("now", [{"lengths": [24]}, {"lengths": [8]}, {"lengths": [16], "slices": 4}])
+def test_lengths_beyond_those_are(links: StageLinks, now: dict[str, Any]) -> None:
+    """A window that is as long as a sequence limits nothing: the first longer one has other kernels, compiled anew."""
+    assert by_host(links, *[batch([16])] * BATCHES_BY_HOST, *[batch(**now)] * 2)[-2:] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -60,11 +69,15 @@ def test_another_mode_schedule_packed_rows_or_whole_sequences_are(links: StageLi
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 
 
-def test_none_does_where_all_ranks_have_loaded_their_kernels_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert by_host(links_on_device(loads_at_start=True), batch([16])) == [False]
+def test_one_of_a_kind_does_where_all_ranks_have_loaded_their_kernels_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It compiles the kernels that no process can load at its start."""
+    eager = links_on_device(loads_at_start=True)
+    assert by_host(eager, *[batch([16])] * 2, *[batch([24])] * 2) == [True, False, True, False]
     links = links_on_device()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of this rank alone
-    assert by_host(links, batch([16])) == [True]
+    assert by_host(links, *[batch([16])] * 2) == [True, True]
 
 
 def test_without_a_device_there_is_no_share() -> None:

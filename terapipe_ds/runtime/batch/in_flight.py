@@ -101,9 +101,11 @@ class BatchInFlight:
         return groups
 
     def kinds(self) -> frozenset[Hashable]:
-        """Return all that decides on the kernels, apart from lengths: mode, schedule, packed or not, cut or whole."""
-        how = self.training, self.schedule.name
-        return frozenset((*how, each.shape.starts is not None, each.plan.num_slices > 1) for each in self.micro_batches)
+        """Return all that decides on kernels, apart from lengths: mode, schedule, packed, cut, with logits."""
+        how, parts = (self.training, self.schedule.name), self.micro_batches
+        return frozenset(
+            (*how, each.shape.starts is not None, each.plan.num_slices > 1, each.shape.with_logits) for each in parts
+        )
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:
         """Return the values that decide the shapes of activations: (mode, rows, sequence length, slice length)."""

@@ -147,6 +147,7 @@ class EngineSetup:
             or problem_of_copies(self.layout, engine.optimizer)
             or problem_of_links(config, self.layout, torch.device(engine.device))
             or problem_of_split(engine.module, config.schedule)
+            or getattr(engine.module, "training_problem", None)
         )
         if config.compile:
             has_sequence_ranks = self.sequence.size > 1

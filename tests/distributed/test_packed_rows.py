@@ -129,6 +129,12 @@ def losses_or_error(
     return losses, ": ".join(error), [line for line in said if "keep to the documents" in line]
 
 
+def error_of_evaluation() -> tuple[str, str]:
+    layers = [LayerSpec(Calls, inputs_without_ids), *map(spec_of, stack(LayerSpec(Attention, causal)))]
+    with engines.engine_of(layers, engines.section(documents=1, slices=1), loss_fn=cross_entropy) as engine:
+        return engines.raised_by(lambda: engine.eval_batch(iter(long_batch((150,)))))
+
+
 class TestTwoRanks:
     @pytest.mark.parametrize("edges", [[(150,)], [(), (3, 190)]], ids=["first batch", "second batch"])
     @pytest.mark.parametrize("stages", [1, 2])
@@ -144,6 +150,10 @@ class TestTwoRanks:
             assert re.search(r"^VerifyError: .*\n  layer 2 \(\w+\): output of .* the layer mixes documents", error), (
                 error
             )
+
+    def test_an_evaluation_is_checked_as_well(self) -> None:
+        for kind, text in rank_pool(2).run(error_of_evaluation):
+            assert kind == "VerifyError" and "layer 2 (Attention)" in text
 
     @pytest.mark.parametrize("stages", [1, 2])
     @pytest.mark.parametrize("slices", [1, 4])

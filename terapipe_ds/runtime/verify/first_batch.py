@@ -97,8 +97,7 @@ class FirstBatchCheck:
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
         micro_batches, training = batch.micro_batches, batch.training
-        if training:
-            self._check_documents(micro_batches)
+        self._check_documents(micro_batches)
         # an evaluation before the first training batch, or with another loss, needs right weights of slices
         if not training and (self._is_done or self._is_evaluated or not needs_loss):
             return
@@ -160,7 +159,9 @@ class FirstBatchCheck:
                 break
         if result.findings:
             self._are_documents_apart = False  # a caller who goes on gets the error again
-            lines = ["verify: layers do not keep to the documents of a row:", *map(str, result.findings)]
+            counted = f" (tokens count from {result.cut.start} on)" if result.cut is not None else ""
+            head = f"verify: layers do not keep to the documents of a row{counted}:"
+            lines = [head, *map(str, result.findings)]
             raise RaisedEverywhere(VerifyError("\n  ".join(lines)))
         if torch_dist.get_rank() == 0:
             text = (

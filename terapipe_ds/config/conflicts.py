@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,6 @@ def _is_off(value: Any) -> bool:
 
 def _is_given(value: Any) -> bool:
     return value is not None and value is not False
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and value != "auto"  # which `unfilled_in` finds
 
 
 def _offloads(value: Any) -> bool:
@@ -84,9 +81,6 @@ CONFLICTS = (
     Conflict("managed_gradient_accumulation", _is_off,
              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
              "remove it or set it to true"),
-    *(Conflict(key, _is_text, "it is text, and DeepSpeed fails in the first step, on some ranks alone",
-               "write a number without quotes")
-      for key in ("steps_per_print", "gradient_clipping", "gradient_predivide_factor")),
 )  # fmt: skip
 
 
@@ -116,19 +110,59 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     )
 
 
+# numbers and switches that DeepSpeed takes as they are, text as well; it converts those of most sections
+_TAKEN_AS_THEY_ARE = (
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
+    "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown",
+    "flops_profiler.enabled", "pipeline.activation_checkpoint_interval", "pipeline.use_reentrant",
+)  # fmt: skip
+
+
+def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
+    """Report numbers and switches that are text; return None without any.
+
+    DeepSpeed would fail with a TypeError, in the first step on some ranks alone, or take "false" for true.
+    """
+    found = {key: _value_at(ds_config, key) for key in _TAKEN_AS_THEY_ARE}
+    found = {key: value for key, value in found.items() if isinstance(value, str) and value != "auto"}
+    for section in ("optimizer.params", "scheduler.params"):
+        params = _value_at(ds_config, section)
+        for key, value in params.items() if isinstance(params, Mapping) else ():
+            if any(map(_is_quoted_number, value if isinstance(value, list | tuple) else (value,))):
+                found[f"{section}.{key}"] = value
+    if not found:
+        return None
+    shown = ", ".join(f"{key} = {show_value(value)}" for key, value in found.items())
+    return (
+        f"{shown}: text, where DeepSpeed computes with a number, or reads any text as true; write a number, true or "
+        "false without quotes"
+    )
+
+
+def _value_at(ds_config: Mapping[str, Any], path: str) -> Any:
+    value: Any = ds_config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
+
+
+def _is_quoted_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
 def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
-    if problem := problem_of_auto(ds_config):
-        yield problem
+    yield from filter(None, (problem_of_auto(ds_config), problem_of_quotes(ds_config)))
     yield from conflicting_keys(ds_config)
 
 
 def conflicting_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the same lines for a config whose values "auto" Trainer fills in later."""
     for conflict in CONFLICTS:
-        value: Any = ds_config
-        for key in conflict.key.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
+        value = _value_at(ds_config, conflict.key)
         if conflict.is_set(value):
             shown = f"{conflict.key} = {show_value(value)}"
             yield f"{shown} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

@@ -18,7 +18,7 @@ from terapipe_ds import compat
 from terapipe_ds.compat import builds
 from terapipe_ds.compat.unread_section import guard_unregistered, guarded, is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.config.conflicts import problem_of_auto
+from terapipe_ds.config.conflicts import problem_of_auto, problem_of_quotes
 from terapipe_ds.runtime.agreement import everywhere, require_equal_configs
 
 _registered = False
@@ -129,7 +129,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
 
     @functools.wraps(stock_params)
     def initialize_params(self: Any, raw: Any) -> Any:
-        if is_enabled(raw) and (problem := problem_of_auto(raw)):
+        if is_enabled(raw) and (problem := problem_of_auto(raw) or problem_of_quotes(raw)):
             raise TeraPipeConfigError(problem)
         return stock_params(self, raw)
 

@@ -13,7 +13,7 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from terapipe_ds.runtime.verify import FirstBatchCheck
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool

@@ -157,6 +157,22 @@ def job_batch_sizes() -> dict[str, Any]:
     return {"errors": engines.differences(ours, stock), "counts": counts, "stock counts": stock_counts}
 
 
+def kinds_of_evaluations() -> list[bool]:
+    """Evaluate, with logits on the last stage alone in the second batch; return what this stage knows of each."""
+    kinds: list[bool] = []
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
+        links: Any = engine._stage.links  # type: ignore[attr-defined]
+        begin = links.open_batch
+        links.open_batch = lambda batch: (kinds.append(batch.micro_batches[0].shape.with_logits), begin(batch))
+        for with_logits in (False, engine.is_last_stage(), False):
+            engine.eval_batch(iter(engines.batches(1)[0]), return_logits=with_logits, bcast_loss=False)
+    return kinds
+
+
+def test_all_stages_learn_that_the_last_one_returns_logits() -> None:
+    assert on_ranks(kinds_of_evaluations) == [[False, True, False]] * 2
+
+
 def job_data_parallel() -> tuple[Errors, dict[str, float]]:
     """One stage, two pipelines with data of their own, of lengths of their own."""
     pipeline_id = torch.distributed.get_rank()

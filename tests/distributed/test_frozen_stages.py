@@ -12,7 +12,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 
 import terapipe_ds
-from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from tests.distributed import engines
 from tests.distributed.cases import relative_error, worst_error

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 import terapipe_ds
 from terapipe_ds.models.hugging_face.weights.stored import DrawnWeights
-from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.harness import rank_pool

@@ -18,7 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import terapipe_ds
-from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.harness import rank_pool

@@ -137,6 +137,14 @@ def test_the_stock_engine_is_refused_with_tensor_parallelism() -> None:
         assert kind == MegatronConfigError.__name__ and "Enable the terapipe section" in text
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_an_fp32_residual_stream_is_refused_where_only_deepspeed_knows_of_half_precision(precision: str) -> None:
+    half = {precision: {"enabled": True}, "zero_optimization": {"stage": 1}}
+    act = functools.partial(train, "pp2", ds_config=half, fp32_residual_connection=True)
+    for kind, text in rank_pool(2).run(raised_by, act=act):
+        assert kind == "TeraPipeConfigError" and "fp32_residual_connection with parameters in half precision" in text
+
+
 def test_a_layer_spec_of_the_user_gets_sliced_attention_as_well() -> None:
     """With Megatron's own attention in it each slice would see its own tokens alone."""
     options = {"transformer_layer_spec": get_gpt_layer_local_spec()}

@@ -50,10 +50,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "interleaved": {"section": {"schedule": "interleaved", "chunks_per_stage": 2}, "fp64": True},
     "planned": {"section": {"schedule": "auto", "slices": "auto", "verify": "first_batch"}},
     "trained twice": {"phases": ["train", "train"], "fp64": True},
+    "trained twice with another rate": {"phases": ["train", "other rate", "train"], "fp64": True},
 }  # fmt: skip
 
 
-USUAL = ("evaluated and saved", "resumed", "stream", "stream, not dispatched")
+USUAL = ("evaluated and saved", "resumed", "trained twice with another rate", "stream", "stream, not dispatched")
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
@@ -75,6 +76,11 @@ def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     found = rank_pool(2).run(trainer_jobs.compare, given=SETTINGS[name], folder=str(tmp_path))[0]
     check_same(found, 1e-12 if SETTINGS[name].get("fp64") else 1e-4)
     assert found["predictions"] <= 1e-5
+
+
+def test_bf16_without_a_stage_of_zero_in_the_json_is_resumed_bit_by_bit(tmp_path: Path) -> None:
+    for whole, resumed in rank_pool(2).run(trainer_jobs.resumed_in_bf16, folder=str(tmp_path)):
+        assert trainer_jobs.engines.error_of(resumed, whole) == 0.0 and all(len(each) >= 3 for each in whole.values())
 
 
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto",

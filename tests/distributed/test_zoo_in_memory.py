@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import terapipe_ds
-from terapipe_ds.runtime.engine.trained_parameters import NOTHING_TRAINED
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole

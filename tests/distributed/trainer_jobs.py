@@ -26,6 +26,7 @@ from terapipe_ds.integrations.trainer.mixin import PipelineAccelerator
 from terapipe_ds.integrations.trainer.stages import Stages
 from terapipe_ds.models.hugging_face.refusals import gathered
 from tests.distributed import engines
+from tests.distributed.checkpoint_states import states_of
 from tests.unit.models.hugging_face.sliced_model import in_fp64
 
 ROWS, LENGTH, VOCABULARY = 14, 16, 48  # two steps of three micro-batches and a shorter one are an epoch
@@ -142,6 +143,8 @@ def play(
             found["results"].append(trainer.train(resume_from_checkpoint=True).metrics)
         elif phase == "train":
             found["results"].append(trainer.train().metrics)
+        elif phase == "other rate":
+            trainer.args.learning_rate, trainer.args.weight_decay = 1e-4, 0.5
         elif phase == "predict":
             predicted = trainer.predict(rows_of(5))
             found["results"].append(predicted.metrics)
@@ -264,6 +267,22 @@ def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> di
     if kind is PipelineTrainer:
         return found | {"weights": weights_of(trainer._stages.module)}
     return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
+
+
+def resumed_in_bf16(folder: str) -> list[dict[str, Any]]:
+    """Return what a run without interruption and a resumed one have: weights and moments, as DeepSpeed gives them.
+
+    The JSON does not name a stage of ZeRO.
+    """
+    setting, found = setting_of({"args": {"bf16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}}), []
+    config = {**deepspeed_of(setting), "zero_optimization": {}}
+    for seed, resume in ((3, None), (4, f"{folder}/checkpoint-2")):
+        AcceleratorState._reset_state(True)
+        trainer = trainer_of(PipelineTrainer, setting, folder, config, seed)
+        trainer.train(resume_from_checkpoint=resume)
+        found.append(states_of(trainer._stages.engine))
+        trainer._stages.engine.destroy()
+    return found
 
 
 def _plain(name: str) -> str:

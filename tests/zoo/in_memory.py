@@ -3,6 +3,7 @@
 With the defaults each model trains as its own class does in one process, or is refused before the first step.
 """
 
+import copy
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -123,6 +124,12 @@ def _hook(*_: Any) -> None:
     """Do nothing; no check can know that."""
 
 
+def _copy_layer(model: Any) -> None:
+    model.model.layers.append(copy.deepcopy(model.model.layers[-1]))
+    model.model.layers[-1].self_attn.layer_idx = NUM_LAYERS
+    model.config.num_hidden_layers = NUM_LAYERS + 1
+
+
 def _set(path: str, value: Any) -> Change:
     def change(model: Any) -> None:
         owner, _, name = path.rpartition(".")
@@ -144,6 +151,7 @@ NOT_FRESH = "in memory is not what transformers makes of its config"
 REFUSED: dict[str, Kind] = {
     "removed layer": Kind(lambda m: m.model.layers.__delitem__(1), "model.layers has 3 layers, in a fresh model 4"),
     "added layer": Kind(lambda m: m.model.layers.append(nn.Identity()) and None, "model.layers has 5 layers"),
+    "copied layer": Kind(_copy_layer, "model.layers.4.self_attn.config.num_hidden_layers is 4, in a fresh model 5"),
     "another activation": Kind(_set(f"{LAYER}.mlp.act_fn", nn.GELU()), f"{LAYER}.mlp.act_fn is GELU"),
     "another field": Kind(_set(f"{LAYER}.input_layernorm.variance_epsilon", 0.1), "variance_epsilon is 0.1"),
     "another field in all layers": Kind(

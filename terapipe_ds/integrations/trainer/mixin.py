@@ -31,6 +31,7 @@ from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
+from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
@@ -39,10 +40,8 @@ from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Arguments that the engine and its optimizer take at their start
-_OF_ENGINE = (
-    *("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args"),
-    *("max_grad_norm", "bf16", "fp16"),
-)
+_OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
+_OF_ENGINE = (*_OF_OPTIMIZER, "max_grad_norm", "bf16", "fp16")
 
 
 def over_stages(method: _Method) -> _Method:
@@ -70,6 +69,7 @@ class PipelineTrainerMixin(Trainer):
 
     _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
+    _has_trained = False
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +157,11 @@ class PipelineTrainerMixin(Trainer):
         self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
         trained = {name: each.requires_grad for name, each in self.model.named_parameters()}
         with refused_on_all_ranks():
-            if changed := [name for name, value in self._started_with if getattr(self.args, name) != value]:
+            changed = [name for name, value in self._started_with if getattr(self.args, name) != value]
+            # Trainer's next run goes on with the optimizer of the first one as well, whatever its arguments are now
+            if kept := [name for name in changed if self._has_trained and name in _OF_OPTIMIZER]:
+                logger.warning("%s: changed after train(), whose optimizer keeps the old value", ", ".join(kept))
+            if changed := [name for name in changed if name not in kept]:
                 raise ModelRefusedError(
                     f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
                     "the engine, which keeps the old value: change it before, or build another Trainer"
@@ -168,6 +172,7 @@ class PipelineTrainerMixin(Trainer):
                         f"requires_grad of {name} has changed since the Trainer was built, which gave the weights to "
                         "its stages: freeze weights before"
                     )
+        self._has_trained = True
         # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
         with replaced(self, "create_optimizer", functools.cache(self.create_optimizer)):
             return super()._inner_training_loop(*args, **kwargs)

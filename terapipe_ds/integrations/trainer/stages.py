@@ -121,12 +121,17 @@ class Stages:
 
         `args` count data-parallel ranks as their processes.
         """
-        raw = {**_DEFAULTS, "zero_optimization": {"stage": 0}, **self._raw}
+        raw = {**_DEFAULTS, "zero_optimization": {}, **self._raw}
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         filled = HfTrainerDeepSpeedConfig(raw)
         filled.trainer_config_process(args)
         if filled.config["gradient_clipping"] == 0:  # no clipping, and the norm is still computed
             filled.config["gradient_clipping"] = math.inf
+        zero = filled.config["zero_optimization"] or {}
+        if filled.config["bf16"]["enabled"] and "stage" not in zero:
+            # Trainer resumes, and DeepSpeed cannot load the optimizer states of bf16 with stage 0, its default
+            filled.config |= {"zero_optimization": {"stage": 1, **zero}, "zero_allow_untested_optimizer": True}
+            filled.config["data_types"] = {"grad_accum_dtype": "fp32"} | (self._raw.get("data_types") or {})
         filled.config |= {"terapipe": self.section, "steps_per_print": math.inf}
         return filled
 

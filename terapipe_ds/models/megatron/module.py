@@ -20,7 +20,7 @@ from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
 from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
-from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
+from terapipe_ds.models.megatron.refusals import HALF_RESIDUAL, MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
 from terapipe_ds.models.rank_gradients import complete_gradients
 
@@ -146,6 +146,14 @@ class MegatronGPT(PipelineModule):
         """Return why no schedule may split backwards, None where one may."""
         kernels = "in fp8 Transformer Engine computes weight gradients and input gradients together"
         return kernels if self.blueprint.config.fp8 else None
+
+    @property
+    def training_problem(self) -> str | None:
+        """Return why the layers cannot run in the dtype that DeepSpeed's config gives them, None where they can."""
+        if not self.blueprint.config.fp32_residual_connection:
+            return None
+        halves = {p.dtype for p in self.parameters() if p.is_floating_point()} & {torch.bfloat16, torch.float16}
+        return HALF_RESIDUAL if halves else None
 
     @property
     def rng_trackers(self) -> list[Any]:

@@ -69,6 +69,10 @@ _SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
 _CUDA_KERNELS = "apply_rope_fusion fused_single_qkv_rope persist_layer_norm"
 _ON_CPU = {"it is a CUDA kernel, and this run is on a CPU": _CUDA_KERNELS}
 
+HALF_RESIDUAL = (
+    "fp32_residual_connection with parameters in half precision: megatron-core 0.16.1 rounds the residual stream at "
+    "the first sum all the same, and its norms take one dtype. Set it to False"
+)
 _Test = Callable[[TransformerConfig], Any]
 _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: c.num_moe_experts and "sinkhorn" in _listed(c.moe_router_load_balancing_type),
@@ -92,9 +96,7 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: (c.recompute_granularity, c.recompute_method) == ("full", "uniform") and c.recompute_num_layers != 1,
      "recompute_method='uniform' with recompute_num_layers > 1: layers are recomputed one by one. Set "
      "recompute_num_layers to 1, or use DeepSpeed's pipeline.activation_checkpoint_interval instead"),
-    (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16),
-     "fp32_residual_connection with parameters in half precision: megatron-core 0.16.1 rounds the residual stream at "
-     "the first sum all the same, and its norms take one dtype. Set it to False"),
+    (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16), HALF_RESIDUAL),
     (lambda c: c.multi_latent_attention and not isinstance(c, MLATransformerConfig),
      "multi_latent_attention=True: the sizes of its latents are fields of MLATransformerConfig. Build that instead of "
      "TransformerConfig"),

@@ -46,12 +46,13 @@ class MicroBatchShape:
     """Hold the shape of a micro-batch for every stage: its label rows (all dimensions but the sequence) and its tokens.
 
     `starts` says where documents start in its rows; None if each row is one document. The stage of the first part
-    determines it.
+    determines it. `with_logits` says whether the caller on the stage of the loss wants the logits.
     """
 
     rows: int
     length: int
     starts: Starts | None = field(default=None, compare=False, repr=False)
+    with_logits: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, labels: SliceableTensors) -> MicroBatchShape:
@@ -113,7 +114,8 @@ class StageReport:
     ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
     batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
     is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
-    batch, else 2. `of_stage` is, as text, all that must be equal on the ranks of one stage.
+    batch, else 2. `of_stage` is, as text, all that must be equal on the ranks of one stage. The rank of the loss
+    tells `wants_logits`: others may evaluate without.
     """
 
     training: bool
@@ -128,6 +130,7 @@ class StageReport:
     contents: int = 0
     model_change: int = 0
     of_stage: str = ""
+    wants_logits: bool = False
 
 
 class _Header(NamedTuple):
@@ -140,6 +143,7 @@ class _Header(NamedTuple):
     without_contents: int  # stages that draw but have no such labels to compare
     without_labels: int  # stages that draw but got no labels
     has_edges: int = 0  # some rows have several documents; the stage of the first part says where these start
+    wants_logits: int = 0
     is_uniform: int = 0  # all micro-batches have the shape that follows
     rows: int = 0
     length: int = 0
@@ -217,6 +221,8 @@ def _numbers(report: StageReport, place: PlaceInJob) -> torch.Tensor:
         draws and not report.seen,
         place.stage_id == place.first_stage and any(report.starts),
     )
+    if place.stage_id == place.loss_stage:
+        header = header._replace(wants_logits=report.wants_logits)
     # one shape is enough if micro-batches are alike; otherwise a second message has all shapes
     if place.stage_id == place.loss_stage and report.shapes:
         first = report.shapes[0]
@@ -239,6 +245,7 @@ def _shapes(report: StageReport, place: PlaceInJob, header: _Header) -> Shapes:
         shapes: Shapes = (MicroBatchShape(header.rows, header.length),) * report.num_micro_batches
     else:
         shapes = _from_stage(place.loss_stage, report.shapes or (), place)
+    shapes = tuple(replace(shape, with_logits=bool(header.wants_logits)) for shape in shapes)
     # one message more if some rows have several documents
     if not header.has_edges:
         return shapes

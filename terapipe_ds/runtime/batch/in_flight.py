@@ -101,14 +101,15 @@ class BatchInFlight:
         return groups
 
     def kinds(self) -> dict[Hashable, list[tuple[int, int]]]:
-        """Return all that decides on the kernels apart from lengths: mode, schedule, packed or not, cut or whole.
+        """Return all that decides on the kernels apart from lengths: mode, schedule, packed, cut, with logits.
 
         Each comes with its lengths, of a sequence and of a slice.
         """
         kinds: dict[Hashable, list[tuple[int, int]]] = {}
         for each in self.micro_batches:
-            kind = self.training, self.schedule.name, each.shape.starts is not None, each.plan.num_slices > 1
-            kinds.setdefault(kind, []).extend((each.shape.length, length) for length in each.plan.lengths)
+            shape, is_cut = each.shape, each.plan.num_slices > 1
+            kind = self.training, self.schedule.name, shape.starts is not None, is_cut, shape.with_logits
+            kinds.setdefault(kind, []).extend((shape.length, length) for length in each.plan.lengths)
         return kinds
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:

@@ -95,11 +95,12 @@ class BatchSource:
         self._agreements[what] = text
 
     def draw(
-        self, num_micro_batches: int, training: bool, needs_labels: bool = True
+        self, num_micro_batches: int, training: bool, needs_labels: bool = True, wants_logits: bool = False
     ) -> tuple[list[DrawnMicroBatch], Shapes]:
         """Draw all micro-batches of a batch. Return them with their shapes. A collective over all ranks.
 
-        Without `needs_labels` no loss is computed. If there are no labels, the inputs tell the length.
+        Without `needs_labels` no loss is computed. If there are no labels, the inputs tell the length. With
+        `wants_logits` the caller evaluates with logits.
         """
         drawn: list[DrawnMicroBatch] = []
         shapes: Shapes | None = None
@@ -127,7 +128,7 @@ class BatchSource:
         dicts, contents = (checksum(each) if any(each) else 0 for each in by_kind)
         of_model = self._model_change(), self._of_stage()
         drawn_here = shapes, error, sums, seen, starts, dicts, contents
-        report = StageReport(training, num_micro_batches, agreement, *drawn_here, *of_model)
+        report = StageReport(training, num_micro_batches, agreement, *drawn_here, *of_model, wants_logits)
         return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn), self._when_changed)
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:

@@ -138,7 +138,7 @@ class Shard:
         return contents
 
     def put(self, state: State, received: Received) -> dict[str, Any]:
-        """Return a saved state whose contents are replaced by `received`, which covers these parameters."""
+        """Return a saved state whose contents are replaced by `received`; parameters without pieces get zeros."""
         # Number the parameters anew, group by group, as torch does
         inner = self._inner(state)
         states: dict[int, dict[str, Any]] = {}
@@ -175,6 +175,8 @@ class Shard:
                     if key not in tensors:
                         tensors[key] = torch.zeros(vector.size, dtype=tensor.dtype, device="cpu")
                     tensors[key][start + shift : stop + shift] = tensor[start - source.start : stop - source.start]
+        if self.form.masters is not None and _MASTER not in tensors:
+            tensors[_MASTER] = torch.zeros(vector.size, device="cpu")
         if self.form.strips:
             tensors[_MASTER] = tensors[_MASTER][: vector.size - vector.padding]
         return {**others, **(tensors if self.form.is_flat else {k: t.view(vector.shape) for k, t in tensors.items()})}

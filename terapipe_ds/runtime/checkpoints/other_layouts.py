@@ -35,7 +35,13 @@ from terapipe_ds.runtime.checkpoints.optimizer_forms import (
     form_of,
 )
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, layer_name, layer_of_parameter
+from terapipe_ds.runtime.layout.layer_names import (
+    NOTHING_TRAINED,
+    STOCK_BOUNDS,
+    LayerName,
+    layer_name,
+    layer_of_parameter,
+)
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import owners_of
 
@@ -146,7 +152,10 @@ class OptimizerStates:
         # Without partitions all replicas hold the same states, and each replica moves its own
         grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
-        sources, targets = (shards_of(self.form, orders, self.shapes) for orders in (before, after))
+        # A stage without parameters in a group has a number there, whose states begin anew
+        named = (name for groups in itertools.chain(before, after) for name in itertools.chain(*groups))
+        numbers = {name: (1,) for name in named if name.startswith(NOTHING_TRAINED)}
+        sources, targets = (shards_of(self.form, orders, {**self.shapes, **numbers}) for orders in (before, after))
         try:
             contents = sources[here].take(state)
         except _UNLIKE as error:
@@ -157,7 +166,7 @@ class OptimizerStates:
             return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
 
         # All ranks go through the routes in one order, so that no two wait for one another
-        received: dict[str, list[tuple[Piece, Content]]] = {}
+        received: dict[str, list[tuple[Piece, Content]]] = {name: [] for name in numbers}
         for (source, target), pieces in sorted(routes_between(sources, targets, owners).items()):
             sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
             if here == source != target:
@@ -182,7 +191,7 @@ class OptimizerStates:
         if self.stock is None:
             return (
                 f"{self.stock_unknown}, and the checkpoint was saved by DeepSpeed's own engine, which does not say "
-                f"whose optimizer states it has saved. Give the groups that order. Or: {_MODULE_ONLY}"
+                f"whose optimizer states it has saved. {_MODULE_ONLY}"
             )
         if self.form is None or self.form.num_partitions > 1 or not isinstance(saved, Mapping):
             return None
@@ -199,7 +208,10 @@ class OptimizerStates:
     def _problem_of(self, orders: Orders) -> str | None:
         if orders == self.orders:
             return None
-        theirs, ours = ({n for groups in stages for names in groups for n in names} for stages in (orders, self.orders))
+        theirs, ours = (
+            {n for groups in stages for names in groups for n in names if not n.startswith(NOTHING_TRAINED)}
+            for stages in (orders, self.orders)
+        )
         unknown, missing = sorted(theirs - set(self.shapes)), sorted(ours - theirs)
         if unknown:
             return (
@@ -208,8 +220,8 @@ class OptimizerStates:
             )
         if missing:
             return (
-                f"the checkpoint has no optimizer states of {missing[0]} and {len(missing) - 1} other parameters that "
-                f"are trained here. {_MODULE_ONLY}"
+                f"the checkpoint has no optimizer states of {len(missing)} of the parameters that are trained here, "
+                f"{missing[0]} among them. {_MODULE_ONLY}"
             )
         reason = self.stuck
         if reason is None and len(orders[0]) != len(self.orders[0]):
@@ -256,6 +268,8 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     if not as_stock:
         unknown = next(filter(None, (_problem_of_order(named, groups) for named, groups, _ in everyone)), None)
     stock = None if unknown else orders if as_stock else stock_orders(engine.module, shapes, orders)
+    if not as_stock and stock is not None and not all(names for groups in stock for names in groups):
+        stock, unknown = None, "DeepSpeed's own cut has a stage without parameters in a group of the optimizer"
     if layout.has_copies:
         by_layer = owners_of(engine.module, layout)
         owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}
@@ -276,8 +290,12 @@ def _problem_of_order(shapes: Shapes, groups: Groups) -> str | None:
     for group in groups:
         members = set(group)
         if group != tuple(name for name in shapes if name in members):
-            return "the groups of the optimizer are not in the order of module.named_parameters()"
-    strange = next((name for name in itertools.chain(*groups) if layer_of_parameter(name) is None), None)
+            return (
+                "the groups of the optimizer are not in the order of module.named_parameters(), which a program can "
+                "give them"
+            )
+    names = (name for name in itertools.chain(*groups) if not name.startswith(NOTHING_TRAINED))
+    strange = next((name for name in names if layer_of_parameter(name) is None), None)
     return None if strange is None else f"{strange} is no parameter of a layer"
 
 
@@ -314,7 +332,7 @@ def routes_between(
             first.setdefault(piece.name, source.stage_id)
     routes: dict[tuple[Holder, Holder], list[Piece]] = {}
     for target, shard in after.items():
-        for wanted in shard.pieces:
+        for wanted in (each for each in shard.pieces if not each.name.startswith(NOTHING_TRAINED)):
             nearest = target.stage_id if (wanted.name, target.stage_id) in sources else first[wanted.name]
             for source, piece in sources[wanted.name, owners.get(wanted.name, nearest)]:
                 if piece.overlap(wanted):

@@ -113,7 +113,8 @@ class IncomingBatches:
         kind = torch.device(engine.device).type
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
         self._source.also_agree_on("torch.autocast", autocast)
-        drawn, shapes = self._source.draw(num_micro_batches, training, needs_labels=engine._compute_loss)
+        wants_logits = bool(engine.eval_return_logits or not engine._compute_loss)
+        drawn, shapes = self._source.draw(num_micro_batches, training, engine._compute_loss, wants_logits)
         # every stage computes the same slices and the same schedule
         how, plans = self._plans.for_batch(drawn, shapes)
         schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))

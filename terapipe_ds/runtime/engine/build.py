@@ -34,7 +34,6 @@ from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, proble
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import (
-    NOTHING_TRAINED,
     fill_empty_groups,
     never_none_at_all,
     problem_of_foreign_parameters,
@@ -51,6 +50,7 @@ from terapipe_ds.runtime.layers.gradient_sums import hooks_without_need
 from terapipe_ds.runtime.layers.offload import ActivationOffload
 from terapipe_ds.runtime.layers.sliceable import problem_of_layers
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products, leave_to_autograd
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
@@ -147,6 +147,7 @@ class EngineSetup:
             or problem_of_copies(self.layout, engine.optimizer)
             or problem_of_links(config, self.layout, torch.device(engine.device))
             or problem_of_split(engine.module, config.schedule)
+            or getattr(engine.module, "training_problem", None)
         )
         if config.compile:
             has_sequence_ranks = self.sequence.size > 1
@@ -221,4 +222,5 @@ def give_back(engine: PipelineEngine) -> None:
     leave_to_autograd(module)
     forget_recompute(module)
     forget_marks(module)
-    module._parameters.pop(NOTHING_TRAINED, None)
+    for name in [name for name in module._parameters if name.startswith(NOTHING_TRAINED)]:
+        del module._parameters[name]

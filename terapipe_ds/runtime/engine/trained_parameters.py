@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
+from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 
 
 def never_none_at_all(module: Any, parameters: Any) -> Any:

@@ -11,6 +11,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import nn
 
 LayerName = int | str  # the number of a layer, or the key that it is tied by
+NOTHING_TRAINED = "terapipe_nothing_is_trained"  # of the module: a parameter for the optimizer of a frozen stage
 STOCK_BOUNDS = "terapipe_stock_bounds"  # attribute of a module that was laid out: the bounds of DeepSpeed's cut
 
 

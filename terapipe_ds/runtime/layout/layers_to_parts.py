@@ -224,7 +224,7 @@ def _moves(module: Any, bounds_before: Sequence[int], names: Sequence[LayerName]
 
 
 def _build(module: Any, built: Mapping[LayerName, Any], names: Sequence[LayerName]) -> None:
-    """Build the layers of this stage's parts; take those that were `built` already and stay as they are."""
+    """Build the layers that this stage's parts lack. `built` has the layers that stay here, by name."""
     specs = module._layer_specs
     for key in set(module.tied_modules) - set(built):
         del module.tied_modules[key]

@@ -54,8 +54,8 @@ class Cut:
         """Return where documents start in the window; its first token starts a document in each row."""
         if starts is None:
             return None
-        stop = self.start + self.plan.sequence_length
-        return tuple((0, *(s - self.start for s in row if self.start < s < stop)) for row in starts[: self.rows])
+        stop, rows = self.start + self.plan.sequence_length, starts[self.first_row :][: self.rows]
+        return tuple((0, *(s - self.start for s in row if self.start < s < stop)) for row in rows)
 
 
 def cuttable(batch: SliceableTensors) -> tuple[int | None, bool]:

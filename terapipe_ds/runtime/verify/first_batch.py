@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -35,12 +35,15 @@ from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
+from terapipe_ds.runtime.verify.documents import DocumentCheck, window_of_documents
 from terapipe_ds.runtime.verify.labels import LabelProbe
+from terapipe_ds.runtime.verify.layer import LayerCheck
 from terapipe_ds.runtime.verify.loss import LossCheck, reported_so_far
 from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
+_T = TypeVar("_T")
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
     "a mask or weights beside them, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
@@ -76,6 +79,7 @@ class FirstBatchCheck:
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._is_done = False
         self._is_evaluated = False  # the loss agreed in an evaluation, before the first training batch
+        self._are_documents_apart = stage.config.documents == "off" or stage.config.verify == "off"
         self._longest = 0  # tokens of the longest sequence whose layers agreed
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
@@ -93,6 +97,7 @@ class FirstBatchCheck:
             SystemExit: on every rank, with `ends`: 0, or 1 after a difference.
         """
         micro_batches, training = batch.micro_batches, batch.training
+        self._check_documents(micro_batches)
         # an evaluation before the first training batch, or with another loss, needs right weights of slices
         if not training and (self._is_done or self._is_evaluated or not needs_loss):
             return
@@ -134,9 +139,52 @@ class FirstBatchCheck:
             return [one for one in sliced if self._had_one_row and one.shape.rows > 1]
         return sliced
 
+    def _check_documents(self, micro_batches: Sequence[MicroBatchInFlight]) -> None:
+        """Check the first rows of several documents. Other pipelines may have none in this batch, but may fail too."""
+        if self._are_documents_apart:
+            return
+        packed = next((one for one in micro_batches if one.shape.starts is not None), None)
+        may_cut = None if packed is None or packed.inputs is None else cuttable(packed.inputs)
+        everyone = self._of_all_ranks((packed is not None, all_own(self._module), may_cut))
+        num_packed = sum(is_packed for is_packed, *_ in everyone)
+        self._are_documents_apart = num_packed > 0
+        if not num_packed or (self._config.verify is None and all(are_own for _, are_own, _ in everyone)):
+            return
+        begin_s, first = time.monotonic(), self._groups.ranks[self._layout.owner(0)] if len(everyone) > 1 else 0
+        # a second time for layers that cannot run on a few tokens
+        for may_cut in (everyone[first][2], (None, False)):
+            found = Findings() if packed is None else self._findings_of_documents(packed, may_cut or (None, False))
+            result = Findings.of_all(self._of_all_ranks(found), num_packed // self._layout.num_stages)
+            if not any(finding.is_of_the_cut for finding in result.findings):
+                break
+        if result.findings:
+            self._are_documents_apart = False  # a caller who goes on gets the error again
+            counted = f" (tokens count from {result.cut.start} on)" if result.cut is not None else ""
+            head = f"verify: layers do not keep to the documents of a row{counted}:"
+            lines = [head, *map(str, result.findings)]
+            raise RaisedEverywhere(VerifyError("\n  ".join(lines)))
+        if torch_dist.get_rank() == 0:
+            text = (
+                f"verify: {result.num_layers} layers keep to the documents of a row, {time.monotonic() - begin_s:.2g} s"
+            )
+            logger.log(logging.WARNING if result.notes else logging.INFO, "%s", "; ".join([text, *result.notes]))
+
+    def _of_all_ranks(self, value: _T) -> list[_T]:
+        return [value] if self._groups.world is None else gather(value, self._groups.world)
+
+    def _findings_of_documents(self, micro_batch: MicroBatchInFlight, may_cut: tuple[int | None, bool]) -> Findings:
+        """Return this rank's findings around the start of a document."""
+        cut = window_of_documents(micro_batch, may_cut, max(self._token_multiple // self._shares, 1))
+        found = Findings(cut=cut)
+        with layers_as_they_are(), torch.inference_mode(False):
+            self._check_parts(micro_batch, found, cut, DocumentCheck)
+        get_accelerator().empty_cache()
+        return found
+
     def renew(self) -> None:
         """Check the next training batch as the first one. Every rank must call this between the same batches."""
         self._is_done = self._is_evaluated = self._loss_waits = False
+        self._are_documents_apart = self._config.documents == "off" or self._config.verify == "off"
         self._longest = 0
 
     def _raise(self, findings: Sequence[Finding], text: str, ends: bool, training: bool) -> None:
@@ -280,7 +328,9 @@ class FirstBatchCheck:
             weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
         return replace(cut, weights=weights)
 
-    def _check_parts(self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut) -> None:
+    def _check_parts(
+        self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut, kind: type[LayerCheck] = LayerCheck
+    ) -> None:
         engine, module, layout, inputs = self._engine, self._module, self._layout, None
         if micro_batch.inputs is not None:
             batch = cut.of(micro_batch.inputs).to(self._device)
@@ -288,7 +338,8 @@ class FirstBatchCheck:
                 batch = replace(batch, tensors=tuple(map(engine._cast_inputs_half, batch.tensors)))
             inputs = inputs_of(batch)
         # otherwise every layer would be measured with a hook that steps once for each slice
-        problem = problem_of_gradient_hooks(module)  # some are added after the engine was built
+        # some are added after the engine was built; on one slice they are called as often as without slices
+        problem = problem_of_gradient_hooks(module) if cut.plan.num_slices > 1 else None
         if problem is not None:
             result.findings.append(Finding(module._local_start, "hooks", problem))
         # the value before layers run shows which reports the layers write
@@ -309,10 +360,10 @@ class FirstBatchCheck:
                     is_last, intercept = part_id + 1 == layout.num_parts, self._config.attention == "intercept"
                     of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None
                     check = StageCheck(
-                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights
+                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights, kind
                     )
                     outputs = check.check_layers(layers_of(module), inputs)
-                    if is_last and outputs is not None:
+                    if is_last and outputs is not None and kind is LayerCheck:
                         self._check_loss(check, outputs, micro_batch.labels, cut, at_start)
                 if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)

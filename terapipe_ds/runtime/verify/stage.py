@@ -146,6 +146,7 @@ class StageCheck:
     intercept: bool = True  # plain causal attention goes to sliced_attention
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
     weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    kind: type[LayerCheck] = LayerCheck
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
     _part: tuple[NamedLayer, Activations] | None = None  # all layers as one, and their inputs, if they are compared
     # the failure of a layer whose output cannot be cut, so that it is compared together with the next layer
@@ -191,7 +192,7 @@ class StageCheck:
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
         # detect plain attention by its call, whatever it adds to the output
-        check = LayerCheck(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
+        check = self.kind(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():

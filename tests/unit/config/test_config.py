@@ -347,9 +347,6 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("eigenvalue.enabled", True, False),
     ("autotuning.enabled", True, False),
     ("managed_gradient_accumulation", False, True),
-    ("steps_per_print", "3", 3),
-    ("gradient_clipping", "1.0", 1.0),
-    ("gradient_predivide_factor", "2", None),
 ]
 
 
@@ -367,6 +364,32 @@ def test_conflicts(key: str, bad: Any, good: Any) -> None:
     assert message.count("; ") >= 1  # the reason; what to change
     assert read(enabled, **nested(key, good)).enabled
     assert not read({"enabled": False}, **nested(key, bad)).enabled
+    assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
+
+
+QUOTED: list[tuple[str, Any, Any]] = [
+    ("steps_per_print", "3", 3),
+    ("gradient_clipping", "1.0", "auto"),
+    ("gradient_predivide_factor", "2", None),
+    ("train_batch_size", "4", 4),
+    ("gradient_accumulation_steps", "2", 2),
+    ("wall_clock_breakdown", "false", False),
+    ("prescale_gradients", "false", True),
+    ("flops_profiler.enabled", "false", False),
+    ("pipeline.activation_checkpoint_interval", "1", 1),
+    ("optimizer.params.lr", "1e-3", 1e-3),
+    ("optimizer.params.betas", ["0.9", 0.95], [0.9, 0.95]),
+    ("scheduler.params.warmup_num_steps", "10", 10),
+    ("scheduler.params.warmup_type", "3", "linear"),
+]
+
+
+@pytest.mark.parametrize(("key", "bad", "good"), QUOTED)
+def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
+    assert conflicts.problem_of_quotes(nested(key, good)) is None
+    text = conflicts.problem_of_quotes(nested(key, bad))
+    assert text is not None and text.startswith(f"{key} = {bad!r}: text,") and "without quotes" in text
+    assert text in problem({"enabled": True, "slices": 4}, **nested(key, bad))
     assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
 
 

@@ -93,11 +93,22 @@ def _of_modules(
         elif isinstance(one, int | float | None) and _is_carried(ours, key):
             changes.values[inner][key] = one
         else:
-            yield f"{prefix}{key}", f"is {_shown(one)}, in a fresh model {_shown(other)}"
+            yield from _of_values(f"{prefix}{key}", one, other)
     changes.requires_grad |= {key: p.requires_grad for key, p in ours.named_parameters(inner, recurse=False)}
     for key, child in ours.named_children():
         if type(child) is type(fresh._modules.get(key)):
             yield from _of_modules(changes, dtype, f"{prefix}{key}", child, fresh.get_submodule(key))
+
+
+def _of_values(name: str, one: object, other: object) -> Iterator[Difference]:
+    """Yield where two values differ: by key in configs, whose texts begin alike."""
+    parts, others = (each.to_dict() if isinstance(each, PretrainedConfig) else each for each in (one, other))
+    if isinstance(parts, Mapping) and isinstance(others, Mapping):
+        for key in [key for key in {**parts, **others} if key not in _NOT_COMPUTED]:
+            if (key in parts, _form(parts.get(key))) != (key in others, _form(others.get(key))):
+                yield from _of_values(f"{name}.{key}", parts.get(key), others.get(key))
+        return
+    yield name, f"is {_shown(one)}, in a fresh model {_shown(other)}"
 
 
 def _facts(module: nn.Module) -> dict[str, object]:

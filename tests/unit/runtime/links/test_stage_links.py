@@ -17,11 +17,16 @@ from terapipe_ds.schedule import build, placement_for
 
 
 def batch(
-    lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None, slices: int = 2
+    lengths: list[int],
+    training: bool = True,
+    name: str = "seq1f1b",
+    starts: Any = None,
+    slices: int = 2,
+    with_logits: bool = False,
 ) -> BatchInFlight:
     schedule = build(name, 1, len(lengths), slices, forward_only=not training)
     plans = [SlicePlan.equal(length, slices, 1) for length in lengths]
-    shapes = [MicroBatchShape(2, length, starts) for length in lengths]
+    shapes = [MicroBatchShape(2, length, starts, with_logits) for length in lengths]
     parts = [MicroBatchInFlight(plan, shape) for plan, shape in zip(plans, shapes, strict=True)]
     return BatchInFlight(schedule, 0, training, parts)
 
@@ -62,9 +67,12 @@ def test_lengths_beyond_those_are(links: StageLinks, now: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize(
-    "other", [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}, {"slices": 1}]
+    "other",
+    [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}, {"slices": 1}, {"with_logits": True}],
 )
-def test_another_mode_schedule_packed_rows_or_whole_sequences_are(links: StageLinks, other: dict[str, Any]) -> None:
+def test_another_mode_schedule_packed_rows_whole_sequences_or_logits_are(
+    links: StageLinks, other: dict[str, Any]
+) -> None:
     assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1))[-1] is False
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 

@@ -240,6 +240,25 @@ def test_replicas_that_share_states(chain: Chain, tmp_path: Path) -> None:
     run_chain(chain, tmp_path, ranks=2 * chain.stages)
 
 
+def job_reordered(systems: tuple[str, ...], folder: str) -> dict[str, Tensor]:
+    """Return the parameters after a step of each engine; all but the first go on from the checkpoint before."""
+    reordered = {"stage": 1, "round_robin_gradients": True}
+    for turn, system in enumerate(systems):
+        with Chain((), "fp32", stages=1).engine(system, zero_optimization=reordered) as engine:
+            if turn:
+                engine.load_checkpoint(folder)
+            engine.train_batch(iter(engines.batches(1, first_seed=100 * turn)[0]))
+            engine.save_checkpoint(folder)
+            values = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    return values
+
+
+def test_states_that_zero_deals_out_to_replicas(tmp_path: Path) -> None:
+    ours = rank_pool(2).run(job_reordered, systems=("stock", "seq1f1b", "terapipe"), folder=str(tmp_path / "ours"))
+    stock = rank_pool(2).run(job_reordered, systems=("stock",) * 3, folder=str(tmp_path / "stock"))
+    assert engines.error_of(ours, stock) <= 1e-5
+
+
 @pytest.mark.parametrize(
     ("system", "precision"),
     [("interleaved", "bf16_zero1"), *map(full, ("seq1f1b", "chimera", "chimera"), ("fp32", "fp32_zero1", "fp64"))],

@@ -89,17 +89,23 @@ class Limits(Embedding):
         return super().forward(tokens)
 
 
-def _first_batch_with(embedding: type[Embedding]) -> tuple[str, str, int]:
+def _first_batch_with(embedding: type[Embedding], schedule: str) -> tuple[str, str, int]:
     layers = [LayerSpec(each) for each in (embedding, Mlp, Mlp, Head)]
-    with engine_of(layers, section(), loss_fn=cross_entropy) as engine:
+    with engine_of(layers, section(schedule=schedule), loss_fn=cross_entropy) as engine:
         kind, message = raised_by(lambda: engine.train_batch(iter(batches(1)[0])))
-        return kind, message.partition(": an optimizer")[0], engine.global_steps
+        return kind, message.partition(": an optimizer")[0].partition(", as nn.Embedding")[0], engine.global_steps
 
 
 def test_parameters_that_change_in_the_backward() -> None:
     refused = ("TeraPipeConfigError", "on rank 0: 0.weight changed in a backward", 0)
     for embedding, seen in ((Steps, refused), (Limits, ("", "", 1))):
-        assert rank_pool(2).run(_first_batch_with, embedding=embedding) == [seen] * 2
+        assert rank_pool(2).run(_first_batch_with, embedding=embedding, schedule="seq1f1b") == [seen] * 2
+
+
+def test_copies_of_a_parameter_that_change_in_the_forward() -> None:
+    for told in rank_pool(2).run(_first_batch_with, embedding=Limits, schedule="chimera"):
+        assert told == ("TeraPipeConfigError", told[1], 0)
+        assert "0.weight changed in a forward" in told[1]
 
 
 # -- what the first batch tells ------------------------------------------------------------------------------

@@ -190,7 +190,9 @@ class Shard:
         if self.form.masters is not None:
             copies = state[self.form.masters][index]
             others[_MASTER] = copies if is_flat else copies[position]
-        tensors = [key for key, value in others.items() if torch.is_tensor(value) and value.dim() > 0]
+        # the momentum of a sparse embedding is sparse too, and moves as it is
+        dense = {key: value for key, value in others.items() if getattr(value, "layout", None) is torch.strided}
+        tensors = [key for key, value in dense.items() if value.dim() > 0]
         return Content({key: others.pop(key) for key in tensors if is_flat or key in _PER_ELEMENT}, others)
 
     @cached_property
@@ -215,7 +217,8 @@ class Shard:
         return _Vector(names, size, padding, size * form.num_partitions - used, shape, offsets)
 
     def _check(self, state: State, index: int, vector: _Vector, whole: Content) -> None:
-        for key, tensor in whole.vectors.items():
+        sparse = {k: v for k, v in whole.others.items() if torch.is_tensor(v) and v.layout is not torch.strided}
+        for key, tensor in {**whole.vectors, **sparse}.items():
             is_stripped = self.form.is_flat and tensor.numel() == vector.size - vector.padding
             if tuple(tensor.shape) != vector.shape and not is_stripped:
                 what = f"group {index}" if self.form.is_flat else vector.names[0]

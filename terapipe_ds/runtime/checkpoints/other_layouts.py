@@ -280,7 +280,7 @@ def _groups_of(engine: PipelineEngine) -> Groups:
     """Name the parameters of the optimizer by group; DeepSpeed's wrappers keep them beside flat copies of their own."""
     names = {id(parameter): name for name, parameter in engine.module.named_parameters()}
     groups: Any = [group["params"] for group in engine.optimizer.param_groups]
-    for attribute in ("fp16_groups", "bf16_groups", "bit16_groups"):
+    for attribute in ("fp16_groups", "bf16_groups", "round_robin_bit16_groups"):  # as ZeRO deals them out
         groups = getattr(engine.optimizer, attribute, groups)
     return tuple(tuple(names.get(id(p), f"not in the module: {i}") for i, p in enumerate(group)) for group in groups)
 

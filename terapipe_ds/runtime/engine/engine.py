@@ -385,9 +385,9 @@ class TeraPipeEngine(ModelEndsEngine):
             with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
                 self._stage.links.close_batch()  # a caller may go on after the error
                 # with copies every sum has all gradients
-                tied = self.module, self.optimizer, self._groups.world
-                problem = None if self._layout.has_copies else problem_of_tied_gradients(*tied)
-                problem = problem or (None if self._written is None else self._written.problem())
+                has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
+                problem = None if has_copies else problem_of_tied_gradients(*tied)
+                problem = problem or (None if self._written is None else self._written.problem(has_copies))
                 problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
                 refuse_in_batch(problem, self._groups.world)
                 refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)

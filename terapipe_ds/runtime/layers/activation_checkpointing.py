@@ -12,6 +12,7 @@ import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
+from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.compat.replaced import replaced
@@ -182,20 +183,35 @@ def checkpoint_with_gradients(
     autograd has to save them, so that they go to the host. With `kept`, which counts calls, the
     second run takes the results of attention from the first one. A non-reentrant range runs all of its attention again.
     """
-    if (
-        offloads
-        and checkpoint is ds_checkpointing.checkpoint
-        and not ds_checkpointing.get_cuda_rng_tracker().get_states()
-    ):
+    is_reentrant = checkpoint is ds_checkpointing.checkpoint
+    if offloads and is_reentrant and not ds_checkpointing.get_cuda_rng_tracker().get_states():
         checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:
         function = _under_the_same_autocast(function)
         if torch.is_grad_enabled() and not any(torch.is_tensor(t) and t.requires_grad for t in inputs):
             return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
+        function = _with_plain_outputs(function) if is_reentrant else function
         return checkpoint(function if kept is None else KeptAttention(kept).around(function), *inputs)
 
     return checkpoint_range
+
+
+def _with_plain_outputs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` for a reentrant checkpoint, which cuts tensors within other outputs out of the graph."""
+
+    def run(*inputs: Any) -> Any:
+        outputs = function(*inputs)
+        outputs = tuple(outputs) if isinstance(outputs, list) else outputs
+        others = [o for o in (outputs if isinstance(outputs, tuple) else (outputs,)) if not torch.is_tensor(o)]
+        if any(torch.is_tensor(leaf) and leaf.requires_grad for leaf in tree_leaves(others)):  # in the second run
+            raise TeraPipeConfigError(
+                "a layer that recomputes returns a dict, or tensors inside of a tuple's elements, which would get no "
+                'gradient: return a tensor or a flat tuple, or set "pipeline": {"use_reentrant": false}'
+            )
+        return outputs
+
+    return run
 
 
 def _under_the_same_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,8 +97,14 @@ class WrittenParameters:
         before, self._versions = self._versions, {(name, each._version) for name, each in self._trained.items()}
         self._written[is_forward] |= {name for name, _ in self._versions - before}
 
-    def problem(self) -> str | None:
+    def problem(self, has_copies: bool) -> str | None:
         """Return an error that names these parameters. Parameters that forwards limit may be recomputed."""
+        if has_copies and self._written[True]:
+            return (
+                f"{first_four(sorted(self._written[True]))} changed in a forward, as nn.Embedding with max_norm does. "
+                "Under chimera each of two stages would change its own copy, by its own micro-batches: take a schedule "
+                "other than chimera and chimera-seq"
+            )
         names = sorted(self._written[False] - self._written[True])
         return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
 

@@ -157,6 +157,23 @@ def test_states_before_the_first_step_are_none() -> None:
     assert ours == {Holder(0, 0): state}
 
 
+def test_the_momentum_of_a_sparse_embedding_moves_as_it_is() -> None:
+    shapes = {"0": (4, 3), "1": (2,)}
+    table, bias = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([table, bias], lr=0.1, momentum=0.9)
+    table.grad = torch.sparse_coo_tensor(torch.tensor([[2]]), torch.ones(1, 3), (4, 3))
+    bias.grad = torch.ones(2)
+    optimizer.step()
+    state = optimizer.state_dict()
+    before, after = ((("0", "1"),),), ((("1", "0"),),)
+    ours = brought(StateForm(), {Holder(0, 0): state}, before, after, shapes)[Holder(0, 0)]["state"]
+    sparse, dense = ours[1]["momentum_buffer"], ours[0]["momentum_buffer"]
+    assert sparse.is_sparse and torch.equal(sparse.to_dense(), state["state"][0]["momentum_buffer"].to_dense())
+    assert torch.equal(dense, state["state"][1]["momentum_buffer"])
+    with pytest.raises(StateError, match="momentum_buffer of 1 has shape"):
+        Shard(StateForm(), after[0], shapes, 0).take(state)
+
+
 SHAPES: Shapes = {"0": (2, 3), "1": (6,), "2": (4,)}
 
 

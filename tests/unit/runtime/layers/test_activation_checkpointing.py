@@ -54,6 +54,30 @@ def test_without_it_the_embedding_is_cut_off() -> None:
         run(ds_checkpointing.checkpoint)
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_layers_that_return_other_than_tuples(offloads: bool) -> None:
+    """A reentrant checkpoint cuts tensors in a list or a dict out of the graph without a word."""
+
+    def gradient(checkpoint: Any, pack: Any) -> Tensor:
+        x = torch.arange(6.0).requires_grad_()
+        first, second = checkpoint(lambda x: pack([x * 2, x.sin()]), x)
+        checkpoint(lambda a, b: (a * b).sum(), first, second).backward()
+        assert x.grad is not None
+        return x.grad
+
+    checkpoint = checkpoint_with_gradients(ds_checkpointing.checkpoint, offloads)
+    expected = gradient(lambda function, *inputs: function(*inputs), tuple)
+    assert torch.equal(gradient(checkpoint, list), expected)
+    assert torch.equal(gradient(checkpoint, tuple), expected)
+    x = torch.ones(3, requires_grad=True)
+    kept, others = checkpoint(lambda x: (x * 2, {"angle": x.detach()}), x)  # those that need no gradient may stay there
+    assert torch.equal(others["angle"], x)
+    kept.sum().backward()
+    assert x.grad is not None
+    with pytest.raises(TeraPipeConfigError, match="return a tensor or a flat tuple"):
+        checkpoint(lambda x: (x * 2, {"angle": x.cos()}), x)[0].sum().backward()
+
+
 NON_REENTRANT = functools.partial(checkpoint, use_reentrant=False)
 
 

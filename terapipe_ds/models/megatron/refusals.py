@@ -95,6 +95,9 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16),
      "fp32_residual_connection with parameters in half precision: megatron-core 0.16.1 rounds the residual stream at "
      "the first sum all the same, and its norms take one dtype. Set it to False"),
+    (lambda c: c.attention_output_gate and (c.num_query_groups or 0) < c.tensor_model_parallel_size,
+     "attention_output_gate=True with fewer num_query_groups than tensor-parallel ranks: megatron-core 0.16.1 leaves "
+     "each rank the gates of other ranks' heads, and fails. Lower tensor_model_parallel_size, or set it to False"),
     (lambda c: c.multi_latent_attention and not isinstance(c, MLATransformerConfig),
      "multi_latent_attention=True: the sizes of its latents are fields of MLATransformerConfig. Build that instead of "
      "TransformerConfig"),

@@ -13,7 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.losses import LinearCrossEntropy
-from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, attention
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss, attention
 from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
 from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
@@ -142,6 +142,21 @@ def test_a_layer_spec_of_the_user_gets_sliced_attention_as_well() -> None:
     """With Megatron's own attention in it each slice would see its own tokens alone."""
     options = {"transformer_layer_spec": get_gpt_layer_local_spec()}
     assert rank_pool(2).run(train, layout="pp2", options=options) == losses_of("pp2")
+
+
+class FrozenEmbedding(MegatronGPT):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("embeddings" not in name)
+
+
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_recompute_after_a_frozen_embedding(recompute: dict[str, Any]) -> None:
+    """Megatron's checkpoints pass no gradients on if no input has one: the first stage was not trained."""
+    frozen = {"model_class": FrozenEmbedding}
+    stock = rank_pool(2).run(train, layout="pp2", options=frozen, ds_config={"terapipe": None})
+    assert rank_pool(2).run(train, layout="pp2", options=frozen, **recompute)[0] == pytest.approx(stock[0], rel=1e-6)
 
 
 def train_whole_logits(cross_entropy: str) -> list[float]:

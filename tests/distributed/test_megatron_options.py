@@ -12,7 +12,8 @@ pytest.importorskip("megatron.core")
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
 from terapipe_ds.attention import sliced_attention
-from terapipe_ds.models.megatron import MegatronConfigError, VocabParallelLoss, attention
+from terapipe_ds.losses import LinearCrossEntropy
+from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss, attention
 from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
 from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
@@ -151,6 +152,21 @@ def test_a_layer_spec_of_the_user_gets_sliced_attention_as_well() -> None:
     assert rank_pool(2).run(train, layout="pp2", options=options) == losses_of("pp2")
 
 
+class FrozenEmbedding(MegatronGPT):
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("embeddings" not in name)
+
+
+@pytest.mark.parametrize("recompute", [FULL, SELECTIVE], ids=["full", "selective"])
+def test_recompute_after_a_frozen_embedding(recompute: dict[str, Any]) -> None:
+    """Megatron's checkpoints pass no gradients on if no input has one: the first stage was not trained."""
+    frozen = {"model_class": FrozenEmbedding}
+    stock = rank_pool(2).run(train, layout="pp2", options=frozen, ds_config={"terapipe": None})
+    assert rank_pool(2).run(train, layout="pp2", options=frozen, **recompute)[0] == pytest.approx(stock[0], rel=1e-6)
+
+
 def train_whole_logits(cross_entropy: str) -> list[float]:
     return train("tp2", {"parallel_output": False, "loss_fn": VocabParallelLoss(cross_entropy)})
 
@@ -160,6 +176,39 @@ def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
     assert whole[0] == whole[1] == pytest.approx(losses_of("tp2")[0], rel=1e-5)
     for _, text in rank_pool(2).run(raised_by, act=functools.partial(train_whole_logits, "megatron")):
         assert "takes logits whose vocabulary is split" in text
+
+
+SMOOTHED = {"loss_fn": LinearCrossEntropy(label_smoothing=0.1)}
+
+
+def smoothed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.1)
+
+
+def whole_logits_of(layout: str) -> torch.Tensor:
+    case = case_of(layout)
+    with engine_of(case, options=SMOOTHED) as engine:
+        return engine.eval_batch(iter(data(case, 1)[0]), return_logits=True)[1]
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+def test_a_loss_without_logits_over_a_divided_vocabulary(layout: str) -> None:
+    """The check of the first batch asks for logits, and the loss takes those of the whole vocabulary."""
+    stock = rank_pool(2).run(train, layout="pp2", options={"loss_fn": smoothed}, ds_config={"terapipe": None})
+    checked = {"terapipe": section(verify="first_batch", slices=2)}
+    for losses in rank_pool(2).run(train, layout=layout, options=SMOOTHED, ds_config=checked):
+        assert losses == pytest.approx(stock[0], rel=1e-5)
+    assert all(each.shape[-1] == 32 for each in rank_pool(2).run(whole_logits_of, layout=layout))
+
+
+def of_a_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten() % logits.shape[-1])
+
+
+def test_a_loss_that_takes_a_share_of_the_vocabulary_for_all_of_it() -> None:
+    """With small labels it trained, each rank for logits of its own."""
+    for kind, text in rank_pool(2).run(raised_by, act=functools.partial(train, "tp2", {"loss_fn": of_a_share})):
+        assert kind == MegatronConfigError.__name__ and "different losses of the same batch" in text
 
 
 def compare_copies(values: list[float]) -> bool | str:

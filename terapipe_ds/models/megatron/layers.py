@@ -215,6 +215,9 @@ class MegatronLayer(nn.Module):
         split_backwards(self.layer, gradients)
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.blueprint.config.recompute_granularity and torch.is_grad_enabled() and not hidden.requires_grad:
+            # after frozen layers: Megatron's checkpoints have gradients only where an input has one
+            hidden = hidden.detach().requires_grad_(any(weight.requires_grad for weight in self.layer.parameters()))
         if self.recompute and torch.is_grad_enabled():
             return tensor_parallel.checkpoint(self._run, False, hidden)
         return self._run(hidden)

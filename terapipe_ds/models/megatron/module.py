@@ -13,8 +13,10 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, Proce
 from deepspeed.utils import log_dist
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
+from torch import Tensor
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
@@ -29,6 +31,7 @@ _ADVICE = (
     "is summed; otherwise the ranks were given different samples or different random numbers for dropout "
     "(terapipe_ds.models.megatron.layers.seed_dropout)"
 )
+_LARGEST_DIFFERENCE = 1e-3  # of the losses of ranks, relative
 _BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
 
 
@@ -81,6 +84,8 @@ class MegatronGPT(PipelineModule):
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss):
             _take_logits(loss_fn, blueprint)
+        elif isinstance(loss_fn, LinearCrossEntropy):
+            blueprint.parallel_output = False  # it takes logits of the whole vocabulary, where somebody asks for logits
         super().__init__(
             layers=gpt_layers(blueprint),
             topology=topology or _topology(config),
@@ -167,6 +172,8 @@ class MegatronGPT(PipelineModule):
         """
         group, config, compared = self.blueprint.groups.tp, self.blueprint.config, self._replicas_compared
         if group.size() > 1:
+            if not compared and torch.is_tensor(engine.total_loss):
+                _require_equal_losses(engine.total_loss, group)
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
             self._replicas_compared = complete_gradients(self, names, engine.optimizer, group, _ADVICE, compared)
 
@@ -179,6 +186,19 @@ def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
         raise MegatronConfigError(
             'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
             'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
+        )
+
+
+def _require_equal_losses(loss: Tensor, group: Any) -> None:
+    """Raise MegatronConfigError on all ranks if the tensor-parallel ranks have different losses of one batch."""
+    losses = [torch.empty_like(loss) for _ in range(group.size())]
+    torch_dist.all_gather(losses, loss, group=group)
+    values = [float(each) for each in losses]
+    if max(values) - min(values) > _LARGEST_DIFFERENCE * max(map(abs, values)):
+        raise MegatronConfigError(
+            f"loss_fn gave the tensor-parallel ranks different losses of the same batch ({values}): each rank has the "
+            "logits of its share of the vocabulary. Use VocabParallelLoss() or LinearCrossEntropy(), "
+            "or build MegatronGPT with parallel_output=False, so that loss_fn gets all logits"
         )
 
 

@@ -97,6 +97,9 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
      "recompute_method='uniform' with recompute_num_layers > 1: layers are recomputed one by one. Set "
      "recompute_num_layers to 1, or use DeepSpeed's pipeline.activation_checkpoint_interval instead"),
     (lambda c: c.fp32_residual_connection and c.params_dtype in (torch.bfloat16, torch.float16), HALF_RESIDUAL),
+    (lambda c: c.attention_output_gate and (c.num_query_groups or 0) < c.tensor_model_parallel_size,
+     "attention_output_gate=True with fewer num_query_groups than tensor-parallel ranks: megatron-core 0.16.1 leaves "
+     "each rank the gates of other ranks' heads, and fails. Lower tensor_model_parallel_size, or set it to False"),
     (lambda c: c.multi_latent_attention and not isinstance(c, MLATransformerConfig),
      "multi_latent_attention=True: the sizes of its latents are fields of MLATransformerConfig. Build that instead of "
      "TransformerConfig"),

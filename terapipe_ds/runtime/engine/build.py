@@ -65,7 +65,7 @@ from terapipe_ds.runtime.layout.sequence_axis import (
     token_multiple,
 )
 from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
-from terapipe_ds.runtime.layout.tied_and_copied import problem_of_copies, problem_of_shared_layers
+from terapipe_ds.runtime.layout.tied_and_copied import problem_of_shared_layers
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
@@ -144,7 +144,6 @@ class EngineSetup:
             or next(filter(None, problems), None)
             or config.problem_of_count(engine.micro_batches)
             or problem_of_shared_layers(engine.module, self.layout)
-            or problem_of_copies(self.layout, engine.optimizer)
             or problem_of_links(config, self.layout, torch.device(engine.device))
             or problem_of_split(engine.module, config.schedule)
             or getattr(engine.module, "training_problem", None)

@@ -401,7 +401,8 @@ class TeraPipeEngine(ModelEndsEngine):
         self._batch_end.after_step()
 
     def _exec_reduce_tied_grads(self) -> None:
-        if self._layout.has_copies or self.using_bf16_optimizer:  # DeepSpeed's own fails for weights that are frozen
+        # DeepSpeed's own fails for weights that are frozen, or passes over gradients
+        if self._layout.has_copies or self.using_bf16_optimizer or Gradients(self.optimizer).are_beside:
             sum_gradients(self.module, self.optimizer)
         else:
             super()._exec_reduce_tied_grads()

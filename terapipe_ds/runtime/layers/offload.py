@@ -238,22 +238,27 @@ class ActivationOffload:
         self._leaving.append((self._step, made))
         away = self._away.setdefault(key, [])
 
-        def pack(tensor: Tensor) -> Callable[[], Tensor]:
-            # autograd calls this for each tensor that it saves
-            self._begin_copies()
-            if not self._goes(tensor):
-                return functools.partial(_unchanged, tensor, tensor._version)
-            storage = tensor.untyped_storage()
-            # views of one memory are copied once; an address may be another memory's, if a layer has emptied this one
-            of = storage._cdata, tensor._version
-            if of not in made:
-                made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
-                away.append(weakref.ref(made[of][0]))
-                self._fresh.append(made[of][0])
-            offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
-            return functools.partial(made[of][0].view, tensor.dtype, offset, size, stride)
-
+        pack = functools.partial(self._pack, made, away)
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda unpack: unpack())
+
+    # a compiled function within a layer saves tensors too: torch's compiler would look into what runs under it
+    @torch.compiler.disable(recursive=True)
+    def _pack(
+        self, made: dict[tuple[int, int], tuple[Offloaded, Tensor]], away: list[weakref.ref[Offloaded]], tensor: Tensor
+    ) -> Callable[[], Tensor]:
+        """Return a function that returns `tensor` in the backward; autograd calls this for each tensor to save."""
+        self._begin_copies()
+        if not self._goes(tensor):
+            return functools.partial(_unchanged, tensor, tensor._version)
+        storage = tensor.untyped_storage()
+        # views of one memory are copied once; an address may be another memory's, if a layer has emptied this one
+        of = storage._cdata, tensor._version
+        if of not in made:
+            made[of] = Offloaded(storage, tensor.device, self._lane), tensor.detach()
+            away.append(weakref.ref(made[of][0]))
+            self._fresh.append(made[of][0])
+        offset, size, stride = int(tensor.storage_offset()), tensor.size(), tensor.stride()
+        return functools.partial(made[of][0].view, tensor.dtype, offset, size, stride)
 
     def _begin_copies(self) -> None:
         """Copy the tensors of nodes that are complete.

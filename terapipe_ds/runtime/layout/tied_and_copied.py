@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.schedule.placement import BIDIRECTIONAL
 
 LOSS = "(loss_fn)"  # a name among those of layers, which have no brackets: a loss module is with the last part
 BUCKET_BYTES = 50 * 2**20  # the largest message, except for a single larger tensor
@@ -93,22 +92,6 @@ def problem_of_shared_layers(module: Any, layout: Layout) -> str | None:
                 "(terapipe.partition)"
             )
     return None
-
-
-def problem_of_copies(layout: Layout, optimizer: Any) -> str | None:
-    """Say why this optimizer cannot train parts that live at two places; None: it can."""
-    if not layout.has_copies or not getattr(optimizer, "use_grad_accum_attribute", False):
-        return None
-    return (
-        "parts that are at two places (chimera) cannot be trained by ZeRO with gradients in another dtype than "
-        "the parameters: DeepSpeed keeps these where it does not sum what several stages hold. Remove "
-        "data_types.grad_accum_dtype, or take another schedule"
-    )
-
-
-def can_have(schedule: str, optimizer: Any) -> bool:
-    """Return whether the engine would train by this schedule, be it chosen or recommended."""
-    return schedule not in BIDIRECTIONAL or not getattr(optimizer, "use_grad_accum_attribute", False)
 
 
 def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool:
@@ -205,12 +188,17 @@ def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]
 
 
 class Gradients:
-    """Find the gradients of a batch that DeepSpeed sums over stages: in `.grad`, or in buffers of `BF16_Optimizer`.
+    """Find the gradients of a batch to sum over stages: in `.grad`, `.grad_accum`, or buffers of `BF16_Optimizer`.
 
-    The buffers exist, and are empty, before any backward, for the weights that the optimizer trains.
+    The buffers exist, and are empty, before any backward, for the weights that the optimizer trains. ZeRO has
+    gradients in another dtype than the parameters in `.grad_accum`, where DeepSpeed's own sum does not look.
     """
 
     def __init__(self, optimizer: Any) -> None:
+        self.are_beside = bool(getattr(optimizer, "use_grad_accum_attribute", False))
+        self._name, self._dtype = "grad", None
+        if self.are_beside:
+            self._name, self._dtype = "grad_accum", optimizer.gradient_accumulation_dtype
         self._optimizer = optimizer if isinstance(optimizer, BF16_Optimizer) else None
         groups = [] if self._optimizer is None else self._optimizer.bf16_groups
         self._places = {id(weight): (i, j) for i, group in enumerate(groups) for j, weight in enumerate(group)}
@@ -234,13 +222,13 @@ class Gradients:
         """
         if weight.grad is not None and weight.grad.layout != torch.strided:
             weight.grad = weight.grad.to_dense()
-        gradient = weight.grad if self._optimizer is None else None
+        gradient = getattr(weight, self._name, None) if self._optimizer is None else None
         return weight._hp_grad if id(weight) in self._places else gradient
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is None:
-            if anywhere and weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
+            if anywhere and getattr(weight, self._name, None) is None:
+                setattr(weight, self._name, torch.zeros_like(weight, dtype=self._dtype))
         elif id(weight) in self._places:
             i, j = self._places[id(weight)]
             weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]

@@ -23,7 +23,6 @@ from terapipe_ds.planner import (
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.recompute import costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import can_have
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import placement_for
 from terapipe_ds.simulator import simulate
@@ -48,17 +47,16 @@ def best_without_moving(
         return result, _better_partition(stage, cuts, result, limit_bytes)
     # rank every schedule, each on the layout that it needs
     ranking = _ranking(stage, cuts, length, limit_bytes)
-    possible = [one for one in ranking.results if can_have(one.schedule, getattr(stage.engine, "optimizer", None))]
     # run the best schedule that leaves the layers where they are
     try:
         result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
     except MemoryLimitError as error:
-        raise _with_other_layout(error, possible, layout, cuts) from None
+        raise _with_other_layout(error, ranking.results, layout, cuts) from None
     if layout.has_copies:
         result = dataclasses.replace(result, extra_s=cuts.both_ways_s(layout.num_parts))
     # recommend other settings for the config
     notes = [NOT_TIMED] if not cuts.has_layers else []
-    advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(possible, result, layout, cuts)]
+    advice = [*_better_partition(stage, cuts, result, limit_bytes), *_advice(ranking.results, result, layout, cuts)]
     return result, ["", *describe_ranking(ranking), *notes, *advice]
 
 

@@ -39,6 +39,7 @@ SUPPORTED = {
     "windows in some layers": {"window_size": [3, 0], "window_attn_skip_freq": [0, 1]},
     "a softmax off by one": {"softmax_type": "off-by-one"},
     "sinks": {"softmax_type": "learnable"},
+    "gates": {**TP2, "attention_output_gate": True, "num_query_groups": 2},
     "layers without rope": {"no_rope_freq": [0, 1]},
     "recompute block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     "recompute uniform": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
@@ -92,6 +93,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "sinkhorn": {**MOE, "moe_router_load_balancing_type": "sinkhorn"},
     "no sequence_parallel": {**MOE, **TP2},
     "expert_tensor_parallel_size": {**MOE, **TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 4},
+    "attention_output_gate=True with fewer": {**TP2, "attention_output_gate": True, "num_query_groups": 1},
     "each rank would add the whole bias": {**MOE, **TP2, "sequence_parallel": True, "expert_tensor_parallel_size": 1},
     "moe_token_dispatcher_type='flex'": {**MOE, "moe_token_dispatcher_type": "flex"},
     "moe_token_dispatcher_type='alltoall'": {**MOE, "moe_token_dispatcher_type": "alltoall"},  # on a CPU

@@ -213,6 +213,28 @@ def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
             explain_refusal(error)
 
 
+class Compiled(Block):
+    """A function under torch's compiler that runs without a graph, on slices of several lengths."""
+
+    @torch.compile
+    def looped(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            torch._dynamo.graph_break()  # within a loop: torch runs the function itself
+            x = x * torch.sigmoid(x)
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.looped(self.fused(x[: 32 + 2 * int(10 * x[0, 0].abs())]))
+
+
+def test_the_compiler_leaves_alone_what_runs_under_a_compiled_function() -> None:
+    """It would trace the function that autograd calls for a saved tensor, and fail at lengths that change."""
+    offload = ActivationOffload(Compiled(), torch.device("cpu"))
+    ours, _ = run(offload._module, offload, Batch())
+    plain, _ = run(Compiled(), None, Batch())
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True)) and offload.buffers.peak_bytes > 0
+
+
 def test_two_tensors_of_a_slice_may_have_had_one_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """Megatron's selective recomputation empties outputs, and the allocator gives their addresses to other tensors."""
     offload, batch = ActivationOffload(nn.Module(), torch.device("cpu")), Batch()

@@ -11,7 +11,6 @@ from terapipe_ds.planner import MemoryLimitError, PartMemory, PlanResult
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import can_have, problem_of_copies
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.planning.choose_plan import best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -179,16 +178,3 @@ def test_a_limit_that_only_another_layout_meets() -> None:
     with pytest.raises(MemoryLimitError) as nothing:
         best_of(stage, parts, 50)
     assert "fits, but" not in str(nothing.value)
-
-
-@pytest.mark.parametrize("keeps_apart", [False, True])
-def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> None:
-    """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
-    optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
-    stage = stage_on("seq1f1b", 1, slices=(8,), layers=2, optimizer=optimizer)
-    parts = halves(Whole(), 1e9)
-    _, lines = best_of(stage, parts)
-    assert any("would take" in line for line in lines) == (not keeps_apart)
-    chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
-    assert (problem_of_copies(chimera, optimizer) is not None) == keeps_apart
-    assert can_have("chimera", optimizer) == (not keeps_apart) and can_have("zbv", optimizer)

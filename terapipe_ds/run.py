@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> None:
     # streams that share a queue wait for one another; CUDA reads it when it starts, and a user's number stays
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     from terapipe_ds.config import TeraPipeConfigError
+    from terapipe_ds.costs.profile import ProfileError
     from terapipe_ds.dict_batch import BatchError
     from terapipe_ds.planner.errors import PlannerError
     from terapipe_ds.runtime.register import register
@@ -72,11 +73,11 @@ def main(arguments: list[str] | None = None) -> None:
     sys.path[0] = str(Path(script).resolve().parent)  # as `python script.py` has it
     try:
         runpy.run_path(script, run_name="__main__")
-    except (TeraPipeConfigError, BatchError, PlannerError) as error:  # every rank raises them
+    except (TeraPipeConfigError, BatchError, PlannerError, ProfileError) as error:  # every rank raises them
         leave_word_to_first_rank()
         raise SystemExit(f"terapipe_ds.run: {error}") from None
     except VerifyError as error:  # no wait: rank 0 alone has the report, and each other rank has one line of its own
-        raise SystemExit(f"terapipe_ds.run: {error}") from None
+        raise SystemExit(f"terapipe_ds.run: {error}\n") from None  # ranks write at once: the line ends in this write
 
 
 def leave_word_to_first_rank() -> None:

@@ -78,7 +78,7 @@ def _file(*suffixes: str, why: str = "") -> AfterValidator:
 
 
 def _names(text: str | list[str]) -> Any:
-    return [part.strip() for part in text.split(",")] if isinstance(text, str) else text
+    return [part.strip() for part in (text if isinstance(text, str) else ",".join(map(str, text))).split(",")]
 
 
 def _numbers(text: str | list[str]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ DESCRIPTION = (
 EXAMPLES = """\
   terapipe verify --config ds.json --model mini
   terapipe verify --config ds.json --model my_model.json --sequence-length 2048 \\
-                  --slices 512 1024 512
+                  --slices 512,1024,512
   # your own script
   deepspeed --num_gpus 2 --module terapipe_ds.run --verify train.py --config ds.json
 
@@ -43,7 +43,7 @@ many as fit if granularity_tokens is set. docs/verify.md explains the report.
 class VerifyOptions(ModelOptions):
     """Choose the model, the config and the slices to check."""
 
-    slices: Numbers | None = option("slice lengths (default: the config's)", "T", nargs="+")
+    slices: Numbers | None = option("slice lengths, as 512,1024,512 (default: the config's)", "T", nargs="+")
 
 
 add_arguments = VerifyOptions.add_to

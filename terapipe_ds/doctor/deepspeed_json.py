@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +41,7 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
         config = TeraPipeConfig.from_deepspeed(content)
     except TeraPipeConfigError as error:
         for problem in error.problems:
-            text, _, fix = problem.partition(": ")
-            yield Line("fail", "refused", text, fix)
+            yield Line("fail", "refused", *_text_and_fix(problem))
         return
     if not config.enabled:
         text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
@@ -51,9 +51,18 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages)
+    yield from _layout(config, stages)
+    yield from _profile(config)
     yield from _folders(config)
     text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
     yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or print type(engine).__name__")
+
+
+def _text_and_fix(problem: str) -> tuple[str, str]:
+    """Split an error at its first ": " that is not inside the value it shows, such as a dict."""
+    places = [found.start() for found in re.finditer(": ", problem)]
+    text = next((problem[:at] for at in places if problem[:at].count("{") == problem[:at].count("}")), problem)
+    return text, problem[len(text) + 2 :]
 
 
 def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
@@ -62,9 +71,10 @@ def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
     text = ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is said: DeepSpeed refuses that"
     if len(known) < (2 if replicas is None or replicas > 1 else 1):
         yield Line("warning", "batch", text, f"give two of {', '.join(_BATCH)}")
-    elif len(known) == 3 and replicas is not None and rows and steps and batch != rows * steps * replicas:
-        wrong = f"{text}, but {rows} x {steps} x {many(replicas, 'replica')} is {rows * steps * replicas}"
-        yield Line("fail", "batch", wrong, f"set train_batch_size to {rows * steps * replicas}, or leave it out")
+    elif rows and steps and batch and batch != rows * steps * (replicas or max(1, batch // (rows * steps))):
+        count = replicas or 1
+        wrong = f"{text}, but {rows} x {steps} x {many(count, 'replica')} is {rows * steps * count}"
+        yield Line("fail", "batch", wrong, f"set train_batch_size to {rows * steps * count}, or leave it out")
     else:
         yield Line("ok", "batch", text)
 
@@ -81,7 +91,7 @@ def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
         count = len(config.listed_slices) or 1
         plans = () if config.slices == "auto" else config.plans_for(sequence_length, count)
     except ValueError as error:
-        text, _, fix = str(error).partition(": ")
+        text, fix = _text_and_fix(str(error))
         yield Line("fail", "slices", f"{sequence_length} tokens: {text}", fix)
         return
     text = "; ".join(str(list(plan.lengths)) for plan in plans) or "the planner cuts them when such a batch comes"
@@ -122,6 +132,45 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
 
 def _shown(slices: Any) -> str:
     return f'"{slices}"' if isinstance(slices, str) else str([list(s) if isinstance(s, tuple) else s for s in slices])
+
+
+def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
+    """Compare the number of stages with an order from a file, and with a partition by hand."""
+    from terapipe_ds.schedule import ScheduleError, load
+    from terapipe_ds.schedule.placement import count_parts
+
+    if stages is None:
+        return
+    name = config.schedule
+    if name.endswith(".csv"):
+        order = load(name)
+        if order.num_stages != stages:
+            text = f"{name} is for {order.num_stages} stages, and there are {stages}"
+            yield Line("fail", "schedule", text, f"write one for {stages}")
+            return
+        parts = order.num_parts
+    else:
+        try:
+            parts = count_parts("interleaved" if name == "auto" else name, stages, config.chunks_per_stage)
+        except ScheduleError:  # `_runs` says so
+            return
+    if config.partition is not None and len(config.partition) - 1 != parts:
+        text = f"{list(config.partition)} has {len(config.partition) - 1} parts, and {name} on {stages} stages {parts}"
+        yield Line("fail", "partition", text, f"give {parts + 1} numbers")
+
+
+def _profile(config: TeraPipeConfig) -> Iterator[Line]:
+    """Read the profile that a run would read instead of measuring."""
+    from terapipe_ds.costs.profile import Profile, ProfileError
+
+    if not config.needs_costs or config.planner.profile == "measure":
+        return
+    try:
+        Profile.load(config.planner.profile)
+    except ProfileError as error:
+        yield Line("fail", "planner.profile", str(error), 'terapipe profile writes one; "measure" needs none')
+        return
+    yield Line("ok", "planner.profile", config.planner.profile)
 
 
 def _folders(config: TeraPipeConfig) -> Iterator[Line]:

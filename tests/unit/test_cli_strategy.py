@@ -1,5 +1,6 @@
 """`terapipe strategy`: what it prints, writes and draws, what fixes a choice, and what is refused in one line."""
 
+import argparse
 import json
 import os
 import signal
@@ -97,6 +98,14 @@ def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     keys = VerifyOptions(config=str(tmp_path / "own.json"), model="mini").settings()[1]
     assert keys.number("train_micro_batch_size_per_gpu") == strategy.micro_batch_size > 1  # of the strategy's file
     assert f"--deepspeed_config {out}" in text
+
+
+@pytest.mark.parametrize("words", [["512,1024,512"], ["512", "1024", "512"]])
+def test_verify_takes_lengths_with_commas_as_the_other_commands(words: list[str]) -> None:
+    parser = argparse.ArgumentParser()
+    VerifyOptions.add_to(parser)
+    arguments = parser.parse_args(["--config", "ds.json", "--model", "mini", "--slices", *words])
+    assert VerifyOptions.read(arguments).slices == (512, 1024, 512)
 
 
 @pytest.mark.parametrize(

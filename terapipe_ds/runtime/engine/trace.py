@@ -24,9 +24,9 @@ from terapipe_ds.schedule.action import COMPUTE_KINDS, Action
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
 
 
-def is_traced(step: int) -> bool:
-    """Return whether a training step, counted from 1, is written: the first five, then each hundredth."""
-    return step <= 5 or step % 100 == 0
+def is_traced(step: int, count: int) -> bool:
+    """Return whether a training step is written: the first five of this run, by `count`, then each hundredth."""
+    return count <= 5 or step % 100 == 0
 
 
 class ActionTracer(Protocol):
@@ -111,7 +111,7 @@ class Tracer:
         self._clock: HostClock | DeviceClock | None = None  # the clock of a recorded step
         self._marks: list[tuple[Action, Any, Any]] = []
         self._start: Any = None
-        self._is_written = False
+        self._is_written, self._count = False, 0
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
         self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
 
@@ -121,7 +121,8 @@ class Tracer:
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is to be recorded; None: an evaluation."""
-        self._is_written = self._dir is not None and step is not None and is_traced(step)
+        self._count += step is not None  # a run that resumes begins with a later step
+        self._is_written = self._dir is not None and step is not None and is_traced(step, self._count)
         self._clock, self._marks, self.last = None, [], None
         if self._is_written or (self._is_monitored and step is not None):
             # if only monitors record, the device notes the times, so that the host does not wait for each action

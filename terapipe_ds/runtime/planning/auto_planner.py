@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.messages import bytes_of_gb, logger
 from terapipe_ds.planner import describe
@@ -25,6 +25,13 @@ from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
+
+
+def warn_of_limit(config: TeraPipeConfig) -> None:
+    """Log that a memory limit has no effect if the config leaves nothing to the planner."""
+    if config.planner.memory_limit_gb is not None and not config.needs_costs:
+        what = "limits nothing, because schedule, slices and recompute are given"
+        logger.warning('terapipe.planner.memory_limit_gb %s; set one of them to "auto", or remove the limit', what)
 
 
 class AutoPlanner:

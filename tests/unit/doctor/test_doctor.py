@@ -212,12 +212,31 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"gradient_accumulation_steps": "auto"}, "refused", "fail", "gradient_accumulation_steps = \"auto\""),
     ({"terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}}, "schedule", "fail", "chimera on 3 stages"),
     ({"terapipe": {"enabled": True}}, "planner.cache_dir", "note", "measured anew at each start"),
+    ({"terapipe": {"enabled": True, "partition": [0, 3, 9]}}, "partition", "fail", "2 parts, and seq1f1b"),
+    ({"terapipe": {"enabled": True, "schedule": "auto", "chunks_per_stage": 2, "partition": [0, 3, 6, 9]}},
+     "partition", "fail", "3 parts, and auto on 3 stages 6"),
+    ({"terapipe": {"enabled": True, "planner": {"profile": "nothing.json"}}},
+     "planner.profile", "fail", "cannot read the profile nothing.json"),
+    ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
 def test_what_is_wrong_with_a_config(
     changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path
 ) -> None:
     line = of_config(tmp_path, stages=3, data=2, **changes)[name]
     assert line.verdict == verdict and words in line.found and (line.fix or verdict == "ok")
+
+
+def test_a_batch_that_no_number_of_replicas_gives(tmp_path: Path) -> None:
+    assert of_config(tmp_path, train_batch_size=7)["batch"].verdict == "fail"
+    assert of_config(tmp_path, train_batch_size=8)["batch"].verdict == "ok"
+
+
+def test_an_order_for_other_stages(tmp_path: Path) -> None:
+    order = tmp_path / "two.csv"
+    order.write_text("F0.0,B0.0\nF0.0,B0.0\n")
+    section = {"enabled": True, "schedule": str(order), "slices": 1}
+    assert of_config(tmp_path, stages=3, terapipe=section)["schedule"].verdict == "fail"
+    assert "schedule" not in of_config(tmp_path, stages=2, terapipe=section)
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:

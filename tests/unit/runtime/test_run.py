@@ -119,7 +119,10 @@ def test_a_mistake_in_the_config_is_printed_once_without_a_traceback(
     assert waits == waited and capfd.readouterr().err == "afterwards"
 
 
-@pytest.mark.parametrize("kind", ["dict_batch.BatchError", "planner.errors.MemoryLimitError"])
+KINDS = ["dict_batch.BatchError", "planner.errors.MemoryLimitError", "costs.profile.ProfileError"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_refused_batch_or_plan_is_printed_without_a_traceback(
     script: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

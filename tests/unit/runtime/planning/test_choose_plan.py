@@ -181,19 +181,6 @@ def test_a_limit_that_only_another_layout_meets() -> None:
     assert "fits, but" not in str(nothing.value)
 
 
-@pytest.mark.parametrize("keeps_apart", [False, True])
-def test_nothing_is_recommended_that_the_engine_refuses(keeps_apart: bool) -> None:
-    """Without W, and with as many layers as stages, chimera alone is faster than what stands."""
-    optimizer = SimpleNamespace(use_grad_accum_attribute=keeps_apart)
-    stage = stage_on("seq1f1b", 1, slices=(8,), layers=2, optimizer=optimizer)
-    parts = halves(Whole(), 1e9)
-    _, lines = best_of(stage, parts)
-    assert any("would take" in line for line in lines) == (not keeps_apart)
-    chimera = Layout(STAGES, placement_for("chimera", STAGES, 2))
-    assert (problem_of_copies(chimera, optimizer) is not None) == keeps_apart
-    assert can_have("chimera", optimizer) == (not keeps_apart) and can_have("zbv", optimizer)
-
-
 @pytest.mark.parametrize(("slices", "warns"), [(4, True), ("auto", False)])
 def test_a_limit_that_limits_nothing_is_a_warning(slices: Any, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     section = {"enabled": True, "slices": slices, "planner": {"memory_limit_gb": 1}}

@@ -43,7 +43,8 @@ class World:
         """Return the beginning of the names of its checks."""
         over = "over NCCL" if self.binds else "over NCCL, no bound device"
         where = "on CPUs" if self.device == "cpu" else "sharing a device, gloo" if self.shared else over
-        return f"{self.size} rank{'s' * (self.size > 1)} {where}"
+        offload = " that offload" if self.extra.get("offload_activations") else ""
+        return f"{self.size} rank{'s' * (self.size > 1)}{offload} {where}"
 
 
 def checks(settings: Settings) -> Iterator[Check]:
@@ -57,7 +58,10 @@ def checks(settings: Settings) -> Iterator[Check]:
 
 
 def watched(settings: Settings) -> Iterator[Check]:
-    """Check two ranks that verify the first batch, look for numbers that are not finite, and write timelines."""
+    """Check two ranks that verify the first batch, look for numbers that are not finite, and write timelines.
+
+    Two more ranks offload activations, in a schedule whose backwards are far from their forwards.
+    """
     folder = settings.folder / "traces"
     shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     cases = telling_cases(2, dry_run=True)
@@ -65,6 +69,8 @@ def watched(settings: Settings) -> Iterator[Check]:
     yield from run_world(world)
     if settings.device == "cuda" and not world.shared:
         yield from run_world(replace(world, binds=False, extra=CHECKED))
+    far = replace(cases[0], schedule="gpipe", slices=6)
+    yield from run_world(world_of(settings, 2, (far,), {"offload_activations": True}, 100.0))
     from terapipe_ds.timeline import Timeline
 
     files = sorted(folder.glob("timeline-step*-rank*.json"))

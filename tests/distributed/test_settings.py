@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -168,6 +169,31 @@ def job_adagrad() -> tuple[str, str]:
 def test_groups_of_adagrad_under_zero_are_refused() -> None:
     for kind, text in rank_pool(2).run(job_adagrad, timeout_s=60):
         assert kind == "TeraPipeConfigError" and "Adagrad has 2 parameter groups" in text
+
+
+def losses_around_a_save(folder: str, **options: Any) -> list[list[float]]:
+    """Return the losses of two steps after a save, and of the same steps after its load."""
+    adagrad = {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}, "zero_allow_untested_optimizer": True}
+    losses = []
+    for is_loaded in (False, True):
+        with engines.engine_of(engines.fp32_layers(), engines.unchecked(), **adagrad, **options) as engine:
+            engines.train(engine, engines.batches(1 + is_loaded))
+            if is_loaded:
+                engine.load_checkpoint(folder)
+            else:
+                engine.save_checkpoint(folder)
+            losses.append(engines.train(engine, engines.batches(2, first_seed=700)).returned)
+    return losses
+
+
+@pytest.mark.parametrize("options", [
+    {"fp16": {"enabled": True, "initial_scale_power": 6}},
+    {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},
+], ids=["fp16", "bf16_zero1"])  # fmt: skip
+def test_adagrad_is_saved_in_half_precision(options: dict[str, Any], tmp_path: Path) -> None:
+    """The stock engine cannot save: Adagrad has states of the parameters that fp32 copies have replaced."""
+    for saved, loaded in rank_pool(2).run(losses_around_a_save, folder=str(tmp_path), **options):
+        assert saved == loaded
 
 
 def job_left_out_in_fp16() -> tuple[str, str]:

@@ -22,6 +22,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     count_every_stage_in_norm,
     count_nothing_as_zero,
     forget_marks,
+    forget_replaced_parameters,
     join_in_each_group,
     may_overflow,
     problem_of_curriculum,
@@ -184,6 +185,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     count_every_stage_in_norm(module, engine.grid)
     setattr(module, _ENGINE, id(engine))
     count_nothing_as_zero(engine.optimizer)
+    forget_replaced_parameters(engine.optimizer)
     join_in_each_group(engine.optimizer, groups.world)
     # from here on the watch-dog reports a stage that hangs
     watchdog = Watchdog(

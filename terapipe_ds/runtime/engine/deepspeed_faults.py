@@ -115,6 +115,18 @@ def count_nothing_as_zero(optimizer: Any) -> None:
     optimizer.get_grads_for_norm = get_grads_for_norm
 
 
+def forget_replaced_parameters(optimizer: Any) -> None:
+    """Drop states of parameters that DeepSpeed has replaced by fp32 copies: no checkpoint could be saved with them.
+
+    `torch.optim.Adagrad` has states from its start.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer):
+        kept = {id(each) for group in inner.param_groups for each in group["params"]}
+        for parameter in [each for each in inner.state if id(each) not in kept]:
+            del inner.state[parameter]
+
+
 def join_in_each_group(optimizer: Any, world: Any) -> None:
     """Let ZeRO take its norm where ranks have different numbers of parameter groups, because some left out empty ones.
 

@@ -18,7 +18,7 @@ from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_e
 from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case
-from tests.distributed.megatron_models import engine_of, micro_batch
+from tests.distributed.megatron_models import engine_of, micro_batch, terapipe_section
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -58,6 +58,15 @@ def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(layout: st
     assert plain[0] == plain[1]
     assert again == full == selective == plain
     assert undropped[0] != plain[0]
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2", marks=pytest.mark.full)])
+@pytest.mark.parametrize("changes", [{}, {"keep_attention": True}, {"offload_activations": True}], ids=str)
+def test_deepspeed_recomputes_with_the_same_masks(layout: str, changes: dict[str, Any]) -> None:
+    """Its checkpoints do not know Megatron's random states: the backward was of other masks than the forward."""
+    recompute = {"terapipe": {**terapipe_section(case_of(layout)), "recompute": "full", **changes}}
+    plain, again = (rank_pool(2).run(train, layout=layout, ds_config=each, **DROPOUT) for each in (None, recompute))
+    assert again == plain
 
 
 def train_as_planned() -> tuple[list[float], list[float]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
@@ -19,6 +19,17 @@ from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+
+
+class RandomStates(Protocol):
+    """Declare the named random states of a model, as Megatron's tracker holds them."""
+
+    def get_states(self) -> dict[str, Any]:
+        """Return a dict of its own with the states."""
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        """Take the dict."""
+
 
 _OWN_INTERVAL = "_terapipe_own_interval"  # attribute of a module: its interval before `recompute` changed it
 _KEPT_CALLS = "_terapipe_kept_calls"
@@ -166,13 +177,16 @@ def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterato
     if checkpoint is None:  # a measured module of another kind
         yield
         return
-    ours = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module))
+    ours = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module), getattr(module, "rng_trackers", ()))
     with replaced(module, "activation_checkpoint_func", ours):
         yield
 
 
 def checkpoint_with_gradients(
-    checkpoint: Callable[..., Any], offloads: bool = False, kept: KeptCalls | None = None
+    checkpoint: Callable[..., Any],
+    offloads: bool = False,
+    kept: KeptCalls | None = None,
+    rng_trackers: Sequence[RandomStates] = (),
 ) -> Callable[..., Any]:
     """Return `checkpoint`, but non-reentrant for ranges none of whose inputs requires a gradient.
 
@@ -182,13 +196,14 @@ def checkpoint_with_gradients(
     With `offloads`, torch's reentrant checkpoint stands in for DeepSpeed's, which holds the inputs of a range itself:
     autograd has to save them, so that they go to the host. With `kept`, which counts calls, the
     second run takes the results of attention from the first one. A non-reentrant range runs all of its attention again.
+    Checkpoints put back torch's random state and DeepSpeed's; `rng_trackers` are the other ones of the model.
     """
     is_reentrant = checkpoint is ds_checkpointing.checkpoint
     if offloads and is_reentrant and not ds_checkpointing.get_cuda_rng_tracker().get_states():
         checkpoint = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
 
     def checkpoint_range(function: Callable[..., Any], *inputs: Any) -> Any:
-        function = _under_the_same_autocast(function)
+        function = _with_the_same_draws(_under_the_same_autocast(function), rng_trackers)
         if torch.is_grad_enabled() and not any(torch.is_tensor(t) and t.requires_grad for t in inputs):
             return ds_checkpointing.non_reentrant_checkpoint(function, *inputs)
         function = _with_plain_outputs(function) if is_reentrant else function
@@ -212,6 +227,26 @@ def _with_plain_outputs(function: Callable[..., Any]) -> Callable[..., Any]:
         return outputs
 
     return run
+
+
+def _with_the_same_draws(function: Callable[..., Any], trackers: Sequence[RandomStates]) -> Callable[..., Any]:
+    """Return `function`, whose later runs draw from `trackers` the numbers of its first run, and put them back."""
+    first: list[dict[str, Any]] = []
+
+    def run(*inputs: Any) -> Any:
+        before = [tracker.get_states() for tracker in trackers]
+        if not first:
+            first.extend(before)
+            return function(*inputs)
+        try:
+            for tracker, states in zip(trackers, first, strict=True):
+                tracker.set_states(dict(states))  # drawing changes the dict
+            return function(*inputs)
+        finally:
+            for tracker, states in zip(trackers, before, strict=True):
+                tracker.set_states(states)
+
+    return run if trackers else function
 
 
 def _under_the_same_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

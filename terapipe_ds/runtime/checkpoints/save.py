@@ -311,7 +311,14 @@ class _Writer(FirstError):
     def _save(self, state_dict: Any, path: str) -> Any:
         with suppress(RecursionError):  # of lists that hold themselves
             state_dict = without_numpy(state_dict)
-        result = self._writer.save(state_dict=state_dict, path=path)
+        try:
+            result = self._writer.save(state_dict=state_dict, path=path)
+        except RuntimeError as error:
+            if "inline_container" not in str(error):
+                raise
+            # torch's writer of files does not say what the system said, also where the disk is full
+            free = f"{shutil.disk_usage(self._folder).free:,} bytes are free there"
+            raise OSError(f"torch cannot write {path}, and {free}: make room, or save elsewhere ({error})") from error
         if Path(path).is_file():  # some writers leave a file to another rank
             self._files[str(Path(path).relative_to(self._folder))] = flush(Path(path))
         return result

@@ -152,6 +152,14 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
     assert number >= 36, "four kinds of error and three orders of tags make 430 cases"
 
 
+def test_a_full_disk_is_named_although_torch_hides_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save, writes = torch.save, [torch.zeros(100_000)]
+    monkeypatch.setattr(torch, "save", lambda states, path, **options: save(writes, "/dev/full", **options))
+    with pytest.raises(CheckpointError, match=r"torch cannot write .*states.pt, and [\d,]+ bytes are free there: make"):
+        OneRank(tmp_path).save("a", steps=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_job_that_another_one_overtakes_is_told_and_names_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

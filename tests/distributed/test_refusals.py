@@ -108,6 +108,27 @@ def test_copies_of_a_parameter_that_change_in_the_forward() -> None:
         assert "0.weight changed in a forward" in told[1]
 
 
+class Turned(nn.Linear):
+    def __init__(self, parameter: str, shape: tuple[int, ...]) -> None:
+        super().__init__(16, 16)
+        self.register_parameter(parameter, nn.Parameter(torch.zeros(shape).t()))
+
+
+def job_turned(parameter: str, shape: tuple[int, ...]) -> tuple[str, str]:
+    """The layer is on the second stage, where DeepSpeed fails; the first one would wait."""
+    layers = [*gpt_layers("float32"), LayerSpec(Turned, parameter, shape)]
+    return raised_by(lambda: engine_of(layers, section()).__enter__())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "shape", "told"),
+    [("weight", (16, 16), "weight has a turned memory"), ("scale", (), "scale has no dimension")],
+)
+def test_parameters_that_deepspeed_cannot_send(parameter: str, shape: tuple[int, ...], told: str) -> None:
+    for kind, message in rank_pool(2).run(job_turned, parameter=parameter, shape=shape, timeout_s=60):
+        assert kind == "TeraPipeConfigError" and told in message
+
+
 # -- what the first batch tells ------------------------------------------------------------------------------
 
 

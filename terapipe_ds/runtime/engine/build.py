@@ -27,6 +27,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     may_overflow,
     problem_of_curriculum,
     problem_of_grad_scaler,
+    problem_of_memory,
     skips_nan,
 )
 from terapipe_ds.runtime.engine.own_time import OwnTime
@@ -110,6 +111,7 @@ class EngineSetup:
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
             problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
+            problem = problem or problem_of_memory(module)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)

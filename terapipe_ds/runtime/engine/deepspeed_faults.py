@@ -193,6 +193,15 @@ def skips_nan(engine: PipelineEngine) -> bool:
     return bool(is_checked) or may_overflow(engine)
 
 
+def problem_of_memory(module: nn.Module) -> str | None:
+    """Return an error about a parameter that DeepSpeed cannot broadcast; it fails there, and other stages wait."""
+    for name, each in module.named_parameters():
+        if each.itemsize > 1 and (each.dim() == 0 or each.stride(-1) != 1):
+            has = "no dimension: give it the shape [1]" if each.dim() == 0 else "a turned memory: make it contiguous()"
+            return f"the parameter {name} has {has}. DeepSpeed sends parameters to all replicas as rows of bytes"
+    return None
+
+
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
     """Return an error about `torch_autocast` in fp16 with several stages, which fails in DeepSpeed's first step."""
     if num_stages == 1 or not config.torch_autocast_enabled or config.torch_autocast_dtype != torch.float16:

@@ -110,7 +110,7 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     )
 
 
-# numbers and switches that DeepSpeed takes as they are, text as well; it converts those of most sections
+# DeepSpeed converts text in most sections to numbers and switches, but takes these values as they are
 _TAKEN_AS_THEY_ARE = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
     "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown",

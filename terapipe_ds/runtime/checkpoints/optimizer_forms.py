@@ -190,7 +190,7 @@ class Shard:
         if self.form.masters is not None:
             copies = state[self.form.masters][index]
             others[_MASTER] = copies if is_flat else copies[position]
-        # the momentum of a sparse embedding is sparse too, and moves as it is
+        # the momentum of a sparse embedding is sparse too, and moves unchanged
         dense = {key: value for key, value in others.items() if getattr(value, "layout", None) is torch.strided}
         tensors = [key for key, value in dense.items() if value.dim() > 0]
         return Content({key: others.pop(key) for key in tensors if is_flat or key in _PER_ELEMENT}, others)

@@ -69,8 +69,8 @@ class StageLinks:
     this budget. Between two parts of this stage there is no wire: the tensors of one part wait here for the other.
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
-    host, and so do those of a batch that is longer or shorter than all before, or has such slices: a window limits
-    longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may then wait for
+    host. A batch with sequences or slices that are longer or shorter than all before sends its messages that way too: a
+    window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may then wait for
     all work on the device, even for receives that end only after the next work of this stage.
     CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 

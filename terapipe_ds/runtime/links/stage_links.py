@@ -70,8 +70,8 @@ class StageLinks:
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
     host. A batch with sequences or slices that are longer or shorter than all before sends its messages that way too: a
-    window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may then wait for
-    all work on the device, even for receives that end only after the next work of this stage.
+    window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may
+    then wait for all work on the device, even for receives that end only after the next work of this stage.
     CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first

@@ -6,6 +6,7 @@ import importlib
 import types
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -84,11 +85,16 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
 
 def test_sections_that_are_null_are_absent() -> None:
     args = types.SimpleNamespace(
-        deepspeed={"terapipe": {"enabled": True, "slices": 2}, "pipeline": None, "tensor_parallel": None}
+        deepspeed={
+            "terapipe": {"enabled": True, "slices": 2},
+            **dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size")),
+        }
     )
     config = enabled_config(args)  # type: ignore[arg-type]
     assert config == {"terapipe": {"enabled": True, "slices": 2}}
-    assert without_start(Stages, _raw=config)._wanted_sizes() == ("auto", 1)
+    with mock.patch("torch.distributed.get_world_size", lambda: 3):
+        topology = without_start(Stages, _raw=config, section=config["terapipe"])._wanted_topology()
+    assert (topology.axes, topology.dims) == (["pipe", "data"], [3, 1])
 
 
 def test_a_strategy_has_the_number_of_stages(tmp_path: Path) -> None:

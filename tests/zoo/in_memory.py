@@ -213,7 +213,7 @@ REFUSED: dict[str, Kind] = {
         adapters(
             lambda m: m.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").set_scale("default", 3.0)
         ),
-        "q_proj.scaling is {'default': 6.0}",
+        "q_proj.scaling.default is 6.0",
     ),
     "adapters disabled": Kind(adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),
 }

@@ -111,7 +111,6 @@ class EngineSetup:
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
             problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
-            problem = problem or problem_of_memory(module)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -123,7 +122,13 @@ class EngineSetup:
         # bring the layers to their stages, then give the optimizer the parameters that are there
         chosen = lay_out(module, layout, options.get("model_parameters"), optimizer)
         deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
-        parameters = everywhere(lambda: never_none_at_all(module, chosen))  # this consumes an iterator of the program
+
+        def trained_here() -> Any:
+            if problem := problem_of_memory(module):
+                raise TeraPipeConfigError(problem)
+            return never_none_at_all(module, chosen)  # this consumes an iterator of the program
+
+        parameters = everywhere(trained_here)
         fill_empty_groups(module, optimizer)
         trained = tensors_of(() if parameters is None else parameters)
         optimizer = remembering(optimizer, trained)

@@ -110,8 +110,8 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     )
 
 
-# DeepSpeed converts text in most sections to numbers and switches, but takes these values as they are
-_TAKEN_AS_THEY_ARE = (
+# DeepSpeed converts text in most sections to numbers and switches, but takes these values unchanged
+_TAKEN_UNCHANGED = (
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "steps_per_print",
     "gradient_clipping", "gradient_predivide_factor", "prescale_gradients", "wall_clock_breakdown",
     "flops_profiler.enabled", "pipeline.activation_checkpoint_interval", "pipeline.use_reentrant",
@@ -123,7 +123,7 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
 
     DeepSpeed would fail with a TypeError, in the first step on some ranks alone, or take "false" for true.
     """
-    found = {key: _value_at(ds_config, key) for key in _TAKEN_AS_THEY_ARE}
+    found = {key: _value_at(ds_config, key) for key in _TAKEN_UNCHANGED}
     found = {key: value for key, value in found.items() if isinstance(value, str) and value != "auto"}
     for section in ("optimizer.params", "scheduler.params"):
         params = _value_at(ds_config, section)

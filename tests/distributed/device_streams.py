@@ -9,7 +9,7 @@ that it reads and writes, and every wait with the streams that it joins, by vect
 - memory that is freed while another stream may still use it. The allocator hands it to the next computation, unless the
   stream was recorded on it.
 
-`nccl_emulator` has to be on as well: its messages are those of a device.
+Use it inside `nccl_emulator`, whose messages are those of a device.
 """
 
 import contextlib

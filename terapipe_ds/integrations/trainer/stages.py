@@ -151,10 +151,9 @@ class Stages:
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
+        # dropout draws for other tokens and heads on each sequence rank; samplers draw on the CPU, and alike
         rank, device = sequence_ranks_of(self.module.mpu()).rank, get_accelerator()
-        if (
-            rank > 0 and device.device_name() != "cpu"
-        ):  # dropout draws for other tokens and heads; samplers draw on CPUs
+        if rank > 0 and device.device_name() != "cpu":
             device.manual_seed_all(torch.initial_seed() + rank)
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:

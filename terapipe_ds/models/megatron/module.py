@@ -162,7 +162,7 @@ class MegatronGPT(PipelineModule):
 
     @property
     def rng_trackers(self) -> list[Any]:
-        """Return the random states other than torch's own, which measuring for `"slices": "auto"` restores."""
+        """Return the random states other than torch's own, for recomputation and measuring (`"slices": "auto"`)."""
         return [get_cuda_rng_tracker()]
 
     def before_reduce(self, engine: PipelineEngine) -> None:
@@ -190,7 +190,7 @@ def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
 
 
 def _require_equal_losses(loss: Tensor, group: Any) -> None:
-    """Raise MegatronConfigError on all ranks if the tensor-parallel ranks have different losses of one batch."""
+    """Raise MegatronConfigError on all ranks of `group` if these have different losses of one batch."""
     losses = [torch.empty_like(loss) for _ in range(group.size())]
     torch_dist.all_gather(losses, loss, group=group)
     values = [float(each) for each in losses]

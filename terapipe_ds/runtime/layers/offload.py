@@ -48,13 +48,13 @@ class HostBuffers:
     """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
 
     For a CPU a file is the memory outside its own, so that tests measure how much would leave a device. Buffers go back
-    to a pool by their size. Sizes that a batch did not need leave the pool, or lengths that change from batch to batch
-    would pile up memory.
+    to a pool by their size. Files of sizes that a batch did not need leave the pool, or lengths that change from batch
+    to batch would pile up memory.
 
     Pinning takes long, and may wait for the whole device, even for receives that wait for this rank. So it happens
     between batches: a batch that needs more buffers than before gets ordinary memory, where copies wait for their
     stream, and the next one begins with pinned memory in its place. Torch rounds pinned memory up to powers of two, and
-    keeps it. So do sizes here, which then serve other lengths.
+    keeps it. So the pool has these sizes, which serve several lengths, and keeps them too.
     """
 
     def __init__(self, is_pinned: bool) -> None:
@@ -62,13 +62,12 @@ class HostBuffers:
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
         self._needed: set[int] = set()  # sizes, since the batch began
-        self._ordinary: list[Tensor] = []  # buffers that wait to be replaced by pinned ones
+        self._ordinary: set[int] = set()  # ids of the pool's buffers that wait to be replaced by pinned ones
 
     def begin_batch(self) -> None:
         """Pin what the batch before lacked, or drop free buffers of the sizes that nobody took since it began."""
-        for buffer in self._ordinary:
-            free = self._free[buffer.numel()]
-            free[:] = [each for each in free if each is not buffer] + [self._new(buffer.numel(), is_pinned=True)]
+        for num_bytes, free in self._free.items() if self._ordinary else ():
+            free[:] = [self._new(num_bytes, is_pinned=True) if id(each) in self._ordinary else each for each in free]
         self._ordinary.clear()
         for num_bytes in () if self._is_pinned else self._free.keys() - self._needed:
             self.reserved_bytes -= num_bytes * len(self._free.pop(num_bytes))
@@ -85,7 +84,7 @@ class HostBuffers:
         self.reserved_bytes += num_bytes
         buffer = self._new(num_bytes)
         if self._is_pinned:
-            self._ordinary.append(buffer)
+            self._ordinary.add(id(buffer))
         return buffer
 
     def give(self, buffer: Tensor) -> None:

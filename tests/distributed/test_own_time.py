@@ -30,9 +30,9 @@ def busy(self: PartInFlight, action: Any) -> None:
     FINISH(self, action)
 
 
-def job(settings: dict[str, Any], dtype: str) -> tuple[list[float], list[str], list[list[int]]]:
+def job(settings: dict[str, Any], dtype: str, **changes: Any) -> tuple[list[float], list[str], list[list[int]]]:
     """Return own seconds, the log, and the slices of each of four steps."""
-    terapipe, slices = engines.unchecked(slices="auto", granularity_tokens=4), []
+    terapipe, slices = engines.unchecked(**{"slices": "auto", "granularity_tokens": 4, **changes}), []
     with engines.logged() as lines, mock.patch.object(PartInFlight, "finish", busy):
         with engines.engine_of(engines.gpt_layers(dtype), terapipe, **settings) as engine:
             for batch in engines.batches(4):
@@ -54,6 +54,14 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
     assert sum(line.startswith("planned ") for line in lines) == 2
     assert slices == others and slices[0] == slices[1] and slices[2] == slices[3]
     assert len(slices[2]) <= len(slices[1])
+
+
+def test_a_plan_that_stays_is_one_line_of_the_log() -> None:
+    changes = {"slices": [12, 11], "schedule": "auto"}
+    told = rank_pool(2).run(engines.with_few_rounds, job=job, settings={}, dtype="float64", **changes)
+    first, again = (line for line in told[0][1] if line.startswith("planned "))
+    assert "\n" in first and "\n" not in again
+    assert again.startswith("planned 23 tokens again with that time: slices and schedule stay, predicted ")
 
 
 def job_train() -> dict[str, float]:

@@ -291,7 +291,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
         if not ended.issuperset((at.pipeline_id, stage_id) for stage_id in at.drawing)
     ]
     if not texts:
-        return error or StopIteration()  # the ordinary end of the data
+        return error or StopIteration(failed[0].problem)  # the ordinary end of the data
     others = BatchError("; ".join(dict.fromkeys(texts)))
     others.__cause__ = error
     return others

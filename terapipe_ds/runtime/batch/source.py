@@ -102,6 +102,7 @@ class BatchSource:
         Without `needs_labels` no loss is computed. If there are no labels, the inputs tell the length. With
         `wants_logits` the caller evaluates with logits.
         """
+        came: list[DrawnMicroBatch] = []
         drawn: list[DrawnMicroBatch] = []
         shapes: Shapes | None = None
         error: BaseException | None = None
@@ -109,7 +110,9 @@ class BatchSource:
         # an error here must not keep the other ranks waiting: they learn of it below
         try:
             self._check()
-            drawn = [self._draw_one(index, needs_labels) for index in range(num_micro_batches)]
+            for index in range(num_micro_batches):
+                came.append(self._draw_one(index, needs_labels))
+            drawn = came
             labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
                 shapes = tuple(map(self._shape, labels))
@@ -118,6 +121,9 @@ class BatchSource:
                 self._look_at(each)
             if self._place.peers is not None:
                 sums = self._sums(drawn, labels)
+        except StopIteration as end:
+            of_how_many = f"the data end after {len(came)} of the {num_micro_batches} micro-batches of a batch"
+            error = StopIteration(of_how_many) if came else end
         except (Exception, SystemExit) as caught:  # each rank may leave by the code that the data give it
             error = caught
         # report the data of this rank, and learn the shapes from the stage with the labels: one sum over all ranks

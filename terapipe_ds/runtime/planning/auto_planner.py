@@ -63,8 +63,17 @@ class AutoPlanner:
             > WORTH_CHANGING * choice.predicted.predicted_s
         ]
 
-    def choose(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Choice:
-        """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective."""
+    def choose(
+        self,
+        length: int,
+        drawn: Sequence[DrawnMicroBatch],
+        shapes: Sequence[MicroBatchShape],
+        before: Choice | None = None,
+    ) -> Choice:
+        """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective.
+
+        The log names the plan and the alternatives, or says in a line that the choice `before` is still the best.
+        """
         if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
@@ -72,6 +81,9 @@ class AutoPlanner:
         profile = self.profiles.get(length, drawn, shapes)
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
+        if choice == before and choice.predicted is not None:
+            expected = f"{choice.predicted.predicted_s:.4g} s"
+            log = f"planned {length} tokens again with that time: slices and schedule stay, predicted {expected}"
         if self._engine.global_rank == 0:
             logger.info("%s", log)
         return choice

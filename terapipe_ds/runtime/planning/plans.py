@@ -170,11 +170,11 @@ class Plans:
         All ranks measure slices, rank 0 searches, and every rank gets its choice.
         """
         # plan again if slices are so short that the engine's own time counts
-        for key in planner.misjudged(self._choices):
-            del self._choices[key]
+        before = {key: self._choices.pop(key) for key in planner.misjudged(self._choices)}
         lengths = {shape.length for shape in shapes}
         while length := planner.longest(one for one in lengths if self._known(one) is None):
-            self._choices[self._key(length)] = planner.choose(length, drawn, shapes).joined(self._shortest)
+            key = self._key(length)
+            self._choices[key] = planner.choose(length, drawn, shapes, before.get(key)).joined(self._shortest)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

@@ -190,17 +190,17 @@ class FirstBatchCheck:
             if torch_dist.get_rank() == 0:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if findings else 0))
-        # an evaluation may ask for several losses, and refuses other kinds by itself
-        if findings and (training or findings[0].raised != LossKindError.__name__):
-            raise self._error(text, findings[0])  # a caller who goes on gets the error again
-
-    def _error(self, text: str, first: Finding) -> Exception:
-        """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
-        if first.raised == LossKindError.__name__:
-            return RaisedEverywhere(SliceLossError(first.problem.partition(": ")[2]))
-        if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
-            return VerifyError(text)
-        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(first.layer)))
+        if not findings:
+            return
+        # a caller who goes on gets the error again
+        if findings[0].raised == LossKindError.__name__:
+            if training:  # an evaluation may ask for several losses, and refuses other kinds by itself
+                raise RaisedEverywhere(SliceLossError(findings[0].problem.partition(": ")[2]))
+        elif self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
+            raise VerifyError(text)
+        else:
+            text = text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(findings[0].layer)
+            raise RaisedEverywhere(VerifyError(text))
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -40,10 +39,12 @@ class LabelProbe:
     def __init__(self, check: LossCheck, tokens: int) -> None:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
-        self._devices = [each.device for each in check.outputs.tensors]
+        self._device = check.outputs.tensors[0].device
         outputs = _narrowed(check.outputs, tokens)  # on the host: the memory of the device is for training
         self._check = replace(check, outputs=outputs, slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
+        # special labels that are spread unevenly over unequal slices tell the means apart
+        self._plan = SlicePlan((tokens // 3, tokens - tokens // 3))
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
         pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
         self._is_even = all(abs(weight - share) <= _EVEN for weight, share in pairs)  # all means agreed until now
@@ -72,35 +73,24 @@ class LabelProbe:
         before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
-        with self._on_device(), untouched(holder, with_gradients=False):
-            calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-            problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
-            if problem is not None and is_later and self._is_nan_anyway():
-                self._seen, problem = before, None  # training names the slice
-            return problem
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Copy the outputs to their devices for the block."""
-        kept = self._check
-        tensors = (each.to(device) for each, device in zip(kept.outputs.tensors, self._devices, strict=True))
-        self._check = replace(kept, outputs=replace(kept.outputs, tensors=tuple(tensors)))
+        on_host, self._check = self._check, replace(self._check, outputs=self._check.outputs.to(self._device))
         try:
-            yield
+            with untouched(holder, with_gradients=False):
+                calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
+                problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+                if problem is not None and is_later and self._is_nan_anyway():
+                    self._seen, problem = before, None  # training names the slice
+                return problem
         finally:
-            self._check = kept
+            self._check = on_host
 
     def _is_nan_anyway(self) -> bool:
         """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""
         if self._regular is None:
             return False
         labels = self._regular.stretched(self._tokens)
-        check = _with_labels(self._check, labels, self._unequal())
+        check = _with_labels(self._check, labels, self._plan)
         return not bool(torch.isfinite(check.losses(check.slicing).values).all())
-
-    def _unequal(self) -> SlicePlan:
-        """Return unequal slices: special labels that are spread unevenly over them tell the means apart."""
-        return SlicePlan((self._tokens // 3, self._tokens - self._tokens // 3))
 
     def _try(self, labels: SliceableTensors, is_later: bool) -> str | None:
         """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
@@ -141,7 +131,7 @@ class LabelProbe:
 
         The others are in the first row alone, because a mean over rows may follow a mean over the tokens of each.
         """
-        plan, labels = self._unequal(), special.stretched(self._tokens)
+        plan, labels = self._plan, special.stretched(self._tokens)
         if self._regular is not None:
             labels = self._regular.stretched(self._tokens)
             others = special.stretched(-(-plan.lengths[1] // 2))
@@ -166,7 +156,7 @@ class LabelProbe:
             if tensor.dim() > 1:
                 own_rows = self._rows if tokens.size(1) == rows else tokens.size(1)
                 chosen = chosen[:, None].expand(-1, own_rows, *chosen.shape[1:]).movedim(0, labels.dim).contiguous()
-            tensors.append(chosen.to(self._devices[0]))
+            tensors.append(chosen.to(self._device))
         return replace(labels, tensors=tuple(tensors))
 
 

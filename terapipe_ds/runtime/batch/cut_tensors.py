@@ -137,8 +137,12 @@ class SliceableTensors:
 
     def stretched(self, length: int) -> SliceableTensors:
         """Return a copy with `length` tokens, cut off or repeated from the start, for measurements."""
-        places, both = torch.arange(length, device="cpu") % self.length, zip(self.tensors, self.sliced, strict=True)
-        tensors = tuple(t.index_select(self.dim, places.to(t.device)) if cut else t.clone() for t, cut in both)
+        return self.picked(torch.arange(length, device="cpu") % self.length)
+
+    def picked(self, tokens: torch.Tensor) -> SliceableTensors:
+        """Return a copy with these tokens of all rows."""
+        both = zip(self.tensors, self.sliced, strict=True)
+        tensors = tuple(t.index_select(self.dim, tokens.to(t.device)) if cut else t.clone() for t, cut in both)
         return replace(self, tensors=tensors)
 
     def part(self, start: int, stop: int) -> Any:

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe_ds.attention.documents import Starts
-from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
-from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.cut import Cut
-from terapipe_ds.runtime.verify.layer import LayerCheck, cast, wider
+from terapipe_ds.runtime.verify.layer import LayerCheck
 from terapipe_ds.runtime.verify.tokens import Activations, TokenDim
 
 _TOKENS = 127  # of a window: no other dimension is likely to be a multiple of this prime number
@@ -60,27 +57,12 @@ class DocumentCheck(LayerCheck):
         """Add a fault if tokens of earlier documents change the outputs of later ones."""
         self.keep()
         # every change counts: in half precision the attention of a fresh model is hardly more than rounding
-        dtype = wider(self._dtypes(()))
-        difference = self.changes(None if dtype is None else compare.EXACT)
-        if difference is not None and dtype is not None:
-            difference = self._in_wider_dtype(dtype)
+        difference = self.changes(compare.EXACT)
+        if difference is not None:
+            other, in_wider = self.in_wider_dtype(lambda check: check.changes(None))
+            difference = self.changes(None) if other is None else in_wider
         self.faults += [] if difference is None else [_MIXES.format(difference)]
         return None
-
-    def _in_wider_dtype(self, dtype: torch.dtype) -> Difference | None:
-        """Return a change that is more than rounding; a layer without one has its own tolerance."""
-        self._begin_anew()
-        reference, difference = replace(self, inputs=cast(self.inputs, dtype), autocast=nullcontext, faults=[]), None
-        caught: Exception | None = None
-        try:
-            with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
-                reference.keep()
-                difference = reference.changes(None)
-        except Exception as error:  # kernels that know no other dtype, too little memory
-            caught = error
-            logger.debug("%s does not run in %s", self.layer, dtype, exc_info=True)
-        failed = self.slicing.ranks.trials.failure(caught, f"{self.layer} in {dtype}") is not None
-        return self.changes(None) if failed else difference
 
     def changes(self, tolerance: Tolerance | None) -> Difference | None:
         """Return how outputs of later documents change; None for `tolerance` is the tolerance of the dtypes.
@@ -107,12 +89,8 @@ class DocumentCheck(LayerCheck):
 
     def _run_on(self, inputs: Activations) -> Tensors:
         """Return the outputs of the layer on other inputs."""
-        own, self.inputs = self.inputs, inputs
         self._begin_anew()
-        try:
-            [run], _ = self._forwards(self.slicing)
-        finally:
-            self.inputs = own
+        [run], _ = self._forwards(self.slicing, inputs)
         return tuple(output.detach() for output in run.outputs)
 
     def _with_other_documents(self) -> Iterator[Activations]:

@@ -77,15 +77,18 @@ class FirstBatchCheck:
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
-        self._is_done = False
-        self._is_evaluated = False  # the loss agreed in an evaluation, before the first training batch
-        self._are_documents_apart = stage.config.documents == "off" or stage.config.verify == "off"
-        self._longest = 0  # tokens of the longest sequence whose layers agreed
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
-        self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
-        self._labels_agreed = False  # it is known how labels weigh the losses of slices
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
         self._probe: LabelProbe | None = None  # tries labels that first appear later
+        self.renew()
+
+    def renew(self) -> None:
+        """Check the next training batch as the first one. Every rank must call this between the same batches."""
+        self._is_done = False
+        self._is_evaluated = False  # the loss agreed in an evaluation, before the first training batch
+        self._are_documents_apart = self._config.documents == "off" or self._config.verify == "off"
+        self._longest = 0  # tokens of the longest sequence whose layers agreed
+        self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
 
     def run(self, batch: BatchInFlight, needs_loss: bool, ends: bool) -> None:
         """Check the first batch, if this is it. With `ends`, check a whole micro-batch and then end the process.
@@ -104,10 +107,9 @@ class FirstBatchCheck:
         sliced = self._that_show_more(micro_batches)
         if self._is_done and not sliced:
             return
-        longest, has_foreign_layers = max((one.plan.sequence_length for one in sliced), default=0), self._longest > 0
-        if not self._is_done:
-            self._labels_agreed, has_foreign_layers = self._agree(sliced)
-        if not (self._labels_agreed or (ends and training)):
+        longest = max((one.plan.sequence_length for one in sliced), default=0)
+        has_slices, has_foreign_layers = (True, self._longest > 0) if self._is_done else self._agree(sliced)
+        if not (has_slices or (ends and training)):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
         setting, again, ends = self._config.verify, self._loss_waits or not training, ends and training
@@ -133,7 +135,11 @@ class FirstBatchCheck:
 
     def _that_show_more(self, micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:
         """Return the micro-batches with slices, long ones and those with several rows first; later only what is new."""
-        sliced = [one for one in self._divided(micro_batches) if one.plan.num_slices > 1]
+        # the share of each sequence rank is a slice of its own: a layer whose tokens may lie on several ranks must meet
+        # the same conditions; each rank checks all shares, without exchanges, because all of them draw whole sequences
+        if self._shares > 1:
+            micro_batches = [replace(one, plan=one.plan.divided(self._shares)) for one in micro_batches]
+        sliced = [one for one in micro_batches if one.plan.num_slices > 1]
         sliced.sort(key=lambda one: (-one.plan.sequence_length, one.shape.rows == 1))
         if self._is_done and not (sliced and 0 < _GROWTH * self._longest <= sliced[0].plan.sequence_length):
             return [one for one in sliced if self._had_one_row and one.shape.rows > 1]
@@ -145,7 +151,7 @@ class FirstBatchCheck:
             return
         packed = next((one for one in micro_batches if one.shape.starts is not None), None)
         may_cut = None if packed is None or packed.inputs is None else cuttable(packed.inputs)
-        everyone = self._of_all_ranks((packed is not None, all_own(self._module), may_cut))
+        everyone = _gather((packed is not None, all_own(self._module), may_cut), self._groups.world)
         num_packed = sum(is_packed for is_packed, *_ in everyone)
         self._are_documents_apart = num_packed > 0
         if not num_packed or (self._config.verify is None and all(are_own for _, are_own, _ in everyone)):
@@ -154,7 +160,7 @@ class FirstBatchCheck:
         # a second time for layers that cannot run on a few tokens
         for may_cut in (everyone[first][2], (None, False)):
             found = Findings() if packed is None else self._findings_of_documents(packed, may_cut or (None, False))
-            result = Findings.of_all(self._of_all_ranks(found), num_packed // self._layout.num_stages)
+            result = Findings.of_all(_gather(found, self._groups.world), num_packed // self._layout.num_stages)
             if not any(finding.is_of_the_cut for finding in result.findings):
                 break
         if result.findings:
@@ -169,9 +175,6 @@ class FirstBatchCheck:
             )
             logger.log(logging.WARNING if result.notes else logging.INFO, "%s", "; ".join([text, *result.notes]))
 
-    def _of_all_ranks(self, value: _T) -> list[_T]:
-        return [value] if self._groups.world is None else gather(value, self._groups.world)
-
     def _findings_of_documents(self, micro_batch: MicroBatchInFlight, may_cut: tuple[int | None, bool]) -> Findings:
         """Return this rank's findings around the start of a document."""
         cut = window_of_documents(micro_batch, may_cut, max(self._token_multiple // self._shares, 1))
@@ -181,39 +184,23 @@ class FirstBatchCheck:
         get_accelerator().empty_cache()
         return found
 
-    def renew(self) -> None:
-        """Check the next training batch as the first one. Every rank must call this between the same batches."""
-        self._is_done = self._is_evaluated = self._loss_waits = False
-        self._are_documents_apart = self._config.documents == "off" or self._config.verify == "off"
-        self._longest = 0
-
     def _raise(self, findings: Sequence[Finding], text: str, ends: bool, training: bool) -> None:
         """Raise the error of this rank if there are findings, or SystemExit if the user wants only the check."""
         if ends:  # its report is the result of the process
             if torch_dist.get_rank() == 0:
                 print(text, flush=True)
             raise RaisedEverywhere(SystemExit(1 if findings else 0))
-        # an evaluation may ask for several losses, and refuses other kinds by itself
-        if findings and (training or findings[0].raised != LossKindError.__name__):
-            raise self._error(text, findings[0])  # a caller who goes on gets the error again
-
-    def _error(self, text: str, first: Finding) -> Exception:
-        """Return the error of this rank; only rank 0's has the whole text, if the text is long."""
-        if first.raised == LossKindError.__name__:
-            return RaisedEverywhere(SliceLossError(first.problem.partition(": ")[2]))
-        if self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
-            return VerifyError(text)
-        return RaisedEverywhere(VerifyError(text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(first.layer)))
-
-    def _divided(self, micro_batches: Sequence[MicroBatchInFlight]) -> Sequence[MicroBatchInFlight]:
-        """Return the micro-batches with the share of each sequence rank as a slice of its own.
-
-        A layer whose tokens may lie on several ranks must meet the same conditions as a layer that gets them in slices.
-        Each rank checks all shares, without exchanges: all of them draw whole sequences.
-        """
-        if self._shares == 1:
-            return micro_batches
-        return [replace(one, plan=one.plan.divided(self._shares)) for one in micro_batches]
+        if not findings:
+            return
+        # a caller who goes on gets the error again
+        if findings[0].raised == LossKindError.__name__:
+            if training:  # an evaluation may ask for several losses, and refuses other kinds by itself
+                raise RaisedEverywhere(SliceLossError(findings[0].problem.partition(": ")[2]))
+        elif self._is_done and self._groups.everyone is not None:  # the other pipelines do not take part
+            raise VerifyError(text)
+        else:
+            text = text if torch_dist.get_rank() == 0 else _ELSEWHERE.format(findings[0].layer)
+            raise RaisedEverywhere(VerifyError(text))
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
@@ -261,9 +248,9 @@ class FirstBatchCheck:
             if self._is_done:  # each pipeline has lengths of its own
                 copies, group = 1, self._groups.control
             found = found or [Findings(with_layers)]
-            everyone = [found] if group is None else gather(found, group)
             # plan by plan: other replicas may have fewer plans
-            by_plan = ([one for one in ranks if one is not None] for ranks in itertools.zip_longest(*everyone))
+            ranks_of_plans = itertools.zip_longest(*_gather(found, group))
+            by_plan = ([one for one in ranks if one is not None] for ranks in ranks_of_plans)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in by_plan])
             # try layers that cannot run on a few tokens on all tokens
             if not result.findings or not all(finding.is_of_the_cut for finding in result.findings):
@@ -287,12 +274,10 @@ class FirstBatchCheck:
         """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
         # the first stage has the inputs: whether rows and tokens may be cut depends on both
         tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
-        everyone = [tensors] if self._groups.control is None else gather(tensors, self._groups.control)
-        choice: list[Any] = [None]
+        rows, tokens = zip(*itertools.chain(*_gather(tensors, self._groups.control)), strict=True)
+        cut, findings = Cut(micro_batch.plan, micro_batch.plan.sequence_length), []
         if self._engine.stage_id == self._layout.loss_stage:
-            rows, tokens = zip(*itertools.chain(*everyone), strict=True)
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
-            cut, findings = Cut(micro_batch.plan, micro_batch.plan.sequence_length), []
             try:
                 cut = self._weighted(
                     micro_batch, cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
@@ -300,12 +285,8 @@ class FirstBatchCheck:
             except Exception as error:
                 kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
-            choice = [(cut, findings)]
-        if self._groups.control is not None:
-            source = self._groups.ranks[self._layout.loss_stage]
-            torch_dist.broadcast_object_list(choice, src=source, group=self._groups.control)
-        chosen: tuple[Cut, list[Finding]] = choice[0]
-        return chosen
+        everyone = _gather((cut, findings), self._groups.control)
+        return everyone[self._layout.loss_stage if len(everyone) > 1 else 0]
 
     def _window(
         self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
@@ -404,6 +385,11 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
+
+
+def _gather(value: _T, group: Any) -> list[_T]:
+    """Return the value of each rank of a group; None stands for this rank alone."""
+    return [value] if group is None else gather(value, group)
 
 
 def one_per_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
-from terapipe_ds.runtime.verify.cut import Cut, num_rows, row_dim
+from terapipe_ds.runtime.verify.cut import Cut, num_rows
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TokenDim
 
@@ -40,10 +39,12 @@ class LabelProbe:
     def __init__(self, check: LossCheck, tokens: int) -> None:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
-        self._devices = [each.device for each in check.outputs.tensors]
+        self._device = check.outputs.tensors[0].device
         outputs = _narrowed(check.outputs, tokens)  # on the host: the memory of the device is for training
         self._check = replace(check, outputs=outputs, slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
+        # special labels that are spread unevenly over unequal slices tell the means apart
+        self._plan = SlicePlan((tokens // 3, tokens - tokens // 3))
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
         pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
         self._is_even = all(abs(weight - share) <= _EVEN for weight, share in pairs)  # all means agreed until now
@@ -72,35 +73,24 @@ class LabelProbe:
         before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
-        with self._on_device(), untouched(holder, with_gradients=False):
-            calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-            problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
-            if problem is not None and is_later and self._is_nan_anyway():
-                self._seen, problem = before, None  # training names the slice
-            return problem
-
-    @contextmanager
-    def _on_device(self) -> Iterator[None]:
-        """Copy the outputs to their devices for the block."""
-        kept = self._check
-        tensors = (each.to(device) for each, device in zip(kept.outputs.tensors, self._devices, strict=True))
-        self._check = replace(kept, outputs=replace(kept.outputs, tensors=tuple(tensors)))
+        on_host, self._check = self._check, replace(self._check, outputs=self._check.outputs.to(self._device))
         try:
-            yield
+            with untouched(holder, with_gradients=False):
+                calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
+                problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+                if problem is not None and is_later and self._is_nan_anyway():
+                    self._seen, problem = before, None  # training names the slice
+                return problem
         finally:
-            self._check = kept
+            self._check = on_host
 
     def _is_nan_anyway(self) -> bool:
         """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""
         if self._regular is None:
             return False
-        labels = _picked(self._regular, np.zeros(self._tokens, np.int64))
-        check = _with_labels(self._check, labels, self._unequal())
+        labels = self._regular.stretched(self._tokens)
+        check = _with_labels(self._check, labels, self._plan)
         return not bool(torch.isfinite(check.losses(check.slicing).values).all())
-
-    def _unequal(self) -> SlicePlan:
-        """Return unequal slices: special labels that are spread unevenly over them tell the means apart."""
-        return SlicePlan((self._tokens // 3, self._tokens - self._tokens // 3))
 
     def _try(self, labels: SliceableTensors, is_later: bool) -> str | None:
         """Try one kind of label per token; if some lack a gradient or a weight, compare slices with the whole.
@@ -111,7 +101,7 @@ class LabelProbe:
         config, loss_fn = self._check.config, self._check.loss_fn
         num_kinds, ranks = labels.length, self._check.slicing.ranks
         # which kinds get a gradient; NaN, when all labels are ignored, is none
-        whole = replace(self._check, labels=_picked(labels, np.arange(self._tokens) % num_kinds))
+        whole = replace(self._check, labels=labels.stretched(self._tokens))
         losses = whole.losses(whole.slicing)
         norms = [each.reshape(self._tokens, -1).double().norm(dim=1) for each in losses.gradients if each.dim() > 0]
         is_trained = (torch.stack(norms).sum(0)[:num_kinds] > 0.0).cpu()
@@ -123,10 +113,10 @@ class LabelProbe:
             is_counted = torch.tensor(counts, device="cpu") > 0.0
         regular, special = ((is_trained & is_counted) == wanted for wanted in (True, False))
         if self._regular is None and regular.any():
-            self._regular = _picked(labels, regular.nonzero().flatten().numpy()[:1])
+            self._regular = labels.picked(regular.nonzero().flatten()[:1])
         chosen = [special] if special.any() else []
         chosen += [regular] if is_later and regular.any() else []
-        picked = (_picked(labels, each.nonzero().flatten().numpy()) for each in chosen)
+        picked = (labels.picked(each.nonzero().flatten()) for each in chosen)
         problem = next(filter(None, map(self._compare, picked)), None)
         ignored, trained = (_named(labels, kinds) for kinds in (~is_trained & is_counted, is_trained & ~is_counted))
         return problem and problem + "".join(
@@ -141,16 +131,13 @@ class LabelProbe:
 
         The others are in the first row alone, because a mean over rows may follow a mean over the tokens of each.
         """
-        plan, kinds = self._unequal(), np.arange(self._tokens) % special.length
-        first = plan.lengths[0]
+        plan, labels = self._plan, special.stretched(self._tokens)
         if self._regular is not None:
-            others = np.arange(len(kinds[first::2])) % special.length
-            special = _joined(special, self._regular)
-            kinds[:] = special.length - 1
-            kinds[first::2] = others
-        labels = _picked(special, kinds)
-        if self._regular is not None:
-            labels = _with_first_row(_picked(special, np.full_like(kinds, special.length - 1)), labels)
+            labels = self._regular.stretched(self._tokens)
+            others = special.stretched(-(-plan.lengths[1] // 2))
+            for tensor, source, is_cut in zip(labels.tensors, others.tensors, labels.sliced, strict=True):
+                if is_cut and tensor.dim() > 1:
+                    _tokens_first(tensor, labels.dim)[plan.lengths[0] :: 2, 0] = _tokens_first(source, labels.dim)[:, 0]
         values = labels.deciding.flatten().unique().tolist() if not labels.deciding.is_floating_point() else []
         check = _with_labels(self._check, labels, plan, plan.shares if self._is_even else None)
         return replace(check, other_ignored=tuple(values)).run()
@@ -169,7 +156,7 @@ class LabelProbe:
             if tensor.dim() > 1:
                 own_rows = self._rows if tokens.size(1) == rows else tokens.size(1)
                 chosen = chosen[:, None].expand(-1, own_rows, *chosen.shape[1:]).movedim(0, labels.dim).contiguous()
-            tensors.append(chosen.to(self._devices[0]))
+            tensors.append(chosen.to(self._device))
         return replace(labels, tensors=tuple(tensors))
 
 
@@ -223,27 +210,6 @@ def _windows(
 def _firsts(length: int, window: int) -> list[int]:
     """Return the starts of windows that cover everything; the last window ends at the end."""
     return [*range(0, length - window, window), length - window]
-
-
-def _picked(labels: SliceableTensors, tokens: np.ndarray) -> SliceableTensors:
-    """Return a sequence of these tokens of the labels."""
-    index = torch.from_numpy(tokens).to(labels.deciding.device)
-    pairs = zip(labels.tensors, labels.sliced, strict=True)
-    return replace(labels, tensors=tuple(t.index_select(labels.dim, index) if cut else t for t, cut in pairs))
-
-
-def _joined(a: SliceableTensors, b: SliceableTensors) -> SliceableTensors:
-    triples = zip(a.tensors, b.tensors, a.sliced, strict=True)
-    return replace(a, tensors=tuple(torch.cat((x, y), a.dim) if cut else x for x, y, cut in triples))
-
-
-def _with_first_row(labels: SliceableTensors, other: SliceableTensors) -> SliceableTensors:
-    """Return copies of the labels, with the first row of `other`."""
-    tensors = [tensor.clone() for tensor in labels.tensors]
-    for tensor, source, is_cut in zip(tensors, other.tensors, labels.sliced, strict=True):
-        if is_cut and tensor.dim() > 1:
-            tensor.select(row_dim(labels), 0).copy_(source.select(row_dim(labels), 0))
-    return replace(labels, tensors=tuple(tensors))
 
 
 def _tokens_first(tensor: Tensor, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -132,29 +132,35 @@ class LayerCheck:
         rounding, in the layer's own dtype against the wider one. A layer that cannot run in a wider dtype keeps its
         difference.
         """
-        # fp64 has no wider dtype: a difference there is a fault
-        dtype = wider(self._dtypes(()))
-        if dtype is None:
-            return difference
-        self._begin_anew()
-        reference, agrees = replace(self, inputs=cast(self.inputs, dtype), autocast=nullcontext), False
-        caught: Exception | None = None
-        try:
-            with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
-                reference.keep()
-                agrees = reference.compare_all() is None
-        except Exception as error:  # kernels that know no other dtype, too little memory
-            caught = error
-            logger.debug("%s does not run in %s", self.layer, dtype, exc_info=True)
-        # a tensor-parallel peer may wait in the layer for the rank that raised
-        if self.slicing.ranks.trials.failure(caught, f"{self.layer} in {dtype}") is not None:
-            return difference
-        if not all(self.slicing.ranks.exchange(agrees)):
+        reference, in_wider = self.in_wider_dtype(lambda check: check.compare_all())
+        if reference is None or not all(self.slicing.ranks.exchange(in_wider is None)):
             return difference
         # the wider dtype shows no difference: measure how much of this difference is rounding
         for scale in _SCALES:
             self._measure(reference, scale)
         return self._compare_again(1.0)
+
+    def in_wider_dtype(self, run: Callable[[Self], Difference | None]) -> tuple[Self | None, Difference | None]:
+        """Return this check in a wider dtype with the difference there; None if it cannot run, as always in fp64."""
+        dtype = wider(self._dtypes(()))
+        if dtype is None:
+            return None, None
+        self._begin_anew()
+        inputs = self.inputs.changed(
+            lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        )
+        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[])
+        difference = caught = None
+        try:
+            with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
+                other.keep()
+                difference = run(other)
+        except Exception as error:  # kernels that know no other dtype, too little memory
+            caught = error
+            logger.debug("%s does not run in %s", self.layer, dtype, exc_info=True)
+        # a tensor-parallel peer may wait in the layer for the rank that raised
+        failure = self.slicing.ranks.trials.failure(caught, f"{self.layer} in {dtype}")
+        return (other if failure is None else None), difference
 
     def _measure(self, reference: LayerCheck, scale: float) -> None:
         """Measure how much rounding changes the results of the whole sequence, with gradients of this scale."""
@@ -253,15 +259,14 @@ class LayerCheck:
         if self.in_evaluation_mode and self.layer.module is not None:
             self.layer.module.eval()
 
-    def _forwards(self, slicing: Slicing) -> tuple[list[Forward], list[Draws]]:
-        """Return the forwards of all slices, and the draws of each."""
-        runs, drawn = [], []
+    def _forwards(self, slicing: Slicing, inputs: Activations | None = None) -> tuple[list[Forward], list[Draws]]:
+        """Return the forwards of all slices, of other `inputs` if there are any, and the draws of each."""
+        runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
             keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
             self.weights.open_batch(keys if len(keys) > 1 else ())
         for slice_id in range(slicing.plan.num_slices):
-            pairs = zip(self.inputs.layouts, self.inputs.tensors, strict=True)
-            leaves = tuple(slicing.cut(*pair, slice_id) for pair in pairs)
+            leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
             states, sees = self._kept.generator_states(), _SeesFp32()
@@ -270,7 +275,7 @@ class LayerCheck:
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 self.is_running = True
-                outputs = self.layer(copies, self.inputs.is_tuple)
+                outputs = self.layer(copies, inputs.is_tuple)
                 self.is_running = False
             try:
                 tensors = as_tuple(outputs, OUTPUTS)
@@ -316,7 +321,7 @@ class LayerCheck:
     def _backwards(self, slicing: Slicing, runs: list[Forward], of_outputs: Mapping[int, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of the inputs, with tokens first, and of the parameters; slices run in reverse."""
         self._take_gradients()
-        of_leaves: list[list[Tensor]] = []
+        of_slices: list[Tensors] = []
         weights = self.weights or WeightGradients()
         while runs:
             leaves, outputs, _ = runs.pop()
@@ -331,12 +336,12 @@ class LayerCheck:
                     self.is_running = True
                     torch.autograd.backward([outputs[i] for i in used], shares)
                     self.is_running = False
-            of_leaves.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
+            of_slices.insert(0, leaves)
         # W comes as late as possible
         for key in list(weights.waiting):
             with push_slice(slicing.active(key[-1], "weight")):
                 weights.compute(key, nullcontext)
-        of_inputs = map(slicing.joined_gradients, self.inputs.layouts, zip(*of_leaves, strict=True))
+        of_inputs = self.inputs.gradients(slicing, of_slices)
         return {f"input gradient {i}": each for i, each in enumerate(of_inputs)} | self._take_gradients()
 
     def _take_gradients(self) -> dict[str, Tensor]:
@@ -435,12 +440,3 @@ def wider(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     if dtypes & {torch.float16, torch.bfloat16}:
         return torch.float32
     return torch.float64 if torch.float32 in dtypes else None
-
-
-def cast(inputs: Activations, dtype: torch.dtype) -> Activations:
-    """Return copies of the inputs with their floating numbers in `dtype`."""
-
-    def wide(tensor: Tensor) -> Tensor:
-        return tensor.detach().to(dtype).requires_grad_(tensor.requires_grad) if tensor.is_floating_point() else tensor
-
-    return inputs.changed(wide)

@@ -11,16 +11,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, active_slice, guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
 from terapipe_ds.runtime.batch.loss import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
-from terapipe_ds.runtime.verify.layer import OUTPUTS, Forward, LayerCheck
-from terapipe_ds.runtime.verify.named_layer import NamedLayer
+from terapipe_ds.runtime.verify.layer import Forward, LayerCheck
+from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
@@ -46,29 +46,17 @@ class Losses:
     reported: list[dict[str, float]]  # by slice, the values that the module reports beside the loss
 
 
-class _Joined(nn.Module):
-    """Hold a layer for a function that runs it and the loss."""
-
-    def __init__(self, layer: nn.Module | None, run: Callable[[Any], Any]) -> None:
-        super().__init__()
-        self.layer, self._run = layer, run
-
-    def forward(self, values: Any) -> Any:
-        return self._run(values)
-
-
 def joined(
     layer: NamedLayer, labels: SliceableTensors, loss_of: Callable[[Any, Any, ActiveSlice], Tensor]
 ) -> NamedLayer:
     """Return a layer as one with its loss; `loss_of` takes the outputs, their labels, and the active slice."""
 
-    def run(values: Any) -> Tensor:
+    def loss(outputs: Any) -> Tensor:
         active = active_slice()
         assert active is not None
-        outputs = layer(as_tuple(values, OUTPUTS), not torch.is_tensor(values))
         return loss_of(outputs, labels.part(active.start, active.stop), active)
 
-    return NamedLayer(layer.layer_id, _Joined(layer.module, run))
+    return chained([layer, NamedLayer(layer.layer_id, loss)])
 
 
 class LossOfHiddenCheck(LayerCheck):
@@ -232,10 +220,9 @@ class LossCheck:
     def losses(self, slicing: Slicing) -> Losses:
         """Run forwards and then backwards in reverse, each while its slice is active, as in training."""
         # all forwards before the first backward, as in training
-        layouts, runs, size, reported = self.outputs.layouts, [], 1e-6, []
+        runs, size, reported = [], 1e-6, []
         for slice_id, weight in enumerate(slicing.weights):
-            cut = (slicing.cut(*pair, slice_id) for pair in zip(layouts, self.outputs.tensors, strict=True))
-            leaves = [tensor.requires_grad_(tensor.is_floating_point()) for tensor in cut]
+            leaves = tuple(t.requires_grad_(t.is_floating_point()) for t in self.outputs.cut(slicing, slice_id))
             copies, active = tuple(leaf.clone() for leaf in leaves), slicing.active(slice_id)
             with push_slice(active), guard_plain_attention(), GuardCapturedNames():
                 labels = self.labels.part(active.start, active.stop)
@@ -243,16 +230,14 @@ class LossCheck:
             reported.append(_reported(self.get_additional_losses) if weight else {})
             runs.append((leaves, loss))
         # backwards in reverse; a product of gradient and output tells the size of a term of the loss
-        gradients: list[list[Tensor]] = []
         for slice_id, (leaves, loss) in reversed(list(enumerate(runs))):
             if loss.requires_grad:
                 with push_slice(slicing.active(slice_id, "recompute")):
                     loss.backward()
-            gradients.insert(0, [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves])
-            for leaf, gradient in zip(leaves, gradients[0], strict=True):
-                terms = (gradient.float() * leaf.detach().float()).nan_to_num(0.0, 0.0, 0.0)
-                size = max(size, float(terms.abs().sum()))
+            for leaf in leaves:
+                terms = 0.0 if leaf.grad is None else leaf.grad.float() * leaf.detach().float()
+                size = max(size, float(torch.as_tensor(terms).nan_to_num(0.0, 0.0, 0.0).abs().sum()))
         slicing.store.reset()
-        joined = map(slicing.joined_gradients, layouts, zip(*gradients, strict=True))
+        gradients = self.outputs.gradients(slicing, [leaves for leaves, _ in runs])
         values = torch.stack([loss.detach().double().reshape(()) for _, loss in runs])
-        return Losses(values, list(joined), size, reported)
+        return Losses(values, gradients, size, reported)

@@ -87,17 +87,13 @@ class Findings:
     @classmethod
     def of_all(cls, ranks: Sequence[Findings], copies: int) -> Findings:
         """Join the findings of all ranks; `copies` of them (replicas, tensor-parallel peers) have the same layers."""
-        num_losses = max(rank.num_losses for rank in ranks)
         by_layer = {(one.layer_id, one.layer): one for rank in reversed(ranks) for one in reversed(rank.findings)}
-        return cls(
-            ranks[0].with_layers,
-            next((rank.cut for rank in ranks if rank.cut is not None), None),
-            sum(rank.num_layers for rank in ranks) // copies,
-            num_losses,
-            sum(rank.without_dropout for rank in ranks) // copies,
-            not num_losses and any(rank.loss_waits for rank in ranks),
-            sorted(by_layer.values()),
-            list(dict.fromkeys(note for rank in ranks for note in rank.notes)),
+        return replace(
+            cls._joined(ranks, []),
+            cut=next((rank.cut for rank in ranks if rank.cut is not None), None),
+            num_layers=sum(rank.num_layers for rank in ranks) // copies,
+            without_dropout=sum(rank.without_dropout for rank in ranks) // copies,
+            findings=sorted(by_layer.values()),
         )
 
     @classmethod
@@ -106,11 +102,16 @@ class Findings:
         wrong = next((found for found in plans if found.findings), None)
         if wrong is not None or len(plans) == 1:
             return wrong or plans[0]
-        first, num_losses = plans[0], max(found.num_losses for found in plans)
-        more = [f"and so on {found.cut}" for found in plans[1:] if found.cut is not None and found.cut != first.cut]
-        notes = [note for found in plans for note in found.notes]
-        waits = not num_losses and any(found.loss_waits for found in plans)
-        return replace(first, num_losses=num_losses, loss_waits=waits, notes=list(dict.fromkeys(more + notes)))
+        others = [found.cut for found in plans[1:] if found.cut is not None and found.cut != plans[0].cut]
+        return cls._joined(plans, [f"and so on {cut}" for cut in others])
+
+    @classmethod
+    def _joined(cls, several: Sequence[Findings], notes: list[str]) -> Findings:
+        """Return the first findings with the notes of all, and whether any has a loss."""
+        num_losses = max(one.num_losses for one in several)
+        waits = not num_losses and any(one.loss_waits for one in several)
+        notes = list(dict.fromkeys([*notes, *(note for one in several for note in one.notes)]))
+        return replace(several[0], num_losses=num_losses, loss_waits=waits, notes=notes)
 
     def text(self, took_s: float, only_loss: bool = False) -> str:
         """Return one line per finding; without findings, one line about the coverage."""

@@ -99,6 +99,16 @@ class Activations:
     is_tuple: bool
     layouts: tuple[TensorLayout, ...]
 
+    def cut(self, slicing: Slicing, slice_id: int) -> Tensors:
+        """Return a slice's share of each tensor, copies that require gradients if the tensors do."""
+        pairs = zip(self.layouts, self.tensors, strict=True)
+        return tuple(slicing.cut(*pair, slice_id) for pair in pairs)
+
+    def gradients(self, slicing: Slicing, leaves: Sequence[Tensors]) -> list[Tensor]:
+        """Return the gradients that the leaves of all slices got, joined, with tokens first."""
+        of_slices = ([torch.zeros_like(t) if t.grad is None else t.grad for t in each] for each in leaves)
+        return list(map(slicing.joined_gradients, self.layouts, zip(*of_slices, strict=True)))
+
     def to(self, device: torch.device) -> Activations:
         """Return copies on `device`, which share memory with nothing."""
         return self.changed(lambda t: t.detach().to(device, copy=True).requires_grad_(t.requires_grad))

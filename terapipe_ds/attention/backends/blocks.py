@@ -37,7 +37,7 @@ TensorPair = tuple[Tensor, Tensor]
 class Block(NamedTuple):
     """Describe one call of a kernel: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
 
-    A kernel that takes a `mask` adds it to the scores; it is [T, keys]. Only a slice in one call has a `dropout_p`.
+    A kernel that takes a `mask` adds it to the scores; it is [T, keys].
     """
 
     q: Tensor
@@ -46,7 +46,6 @@ class Block(NamedTuple):
     is_causal: bool
     scale: float
     mask: Tensor | None = None
-    dropout_p: float = 0.0
 
 
 class BlockKernel:

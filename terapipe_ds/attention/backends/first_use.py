@@ -40,10 +40,13 @@ _TIMED_PREFIX = 7 * _TIMED_TOKENS  # long enough that the device computes while 
 def wrong_kernel(kernel: Backend, q: Tensor, need: Need) -> str | None:
     """Return how a kernel differs from plain torch in calls like `q` with such a need; None where it does not."""
     checked = need._replace(value_dim=None, documents=need.documents and kernel.takes_documents)
-    key = q.device, q.dtype, widest_head(q, need), checked, torch.are_deterministic_algorithms_enabled()
-    problem = wrong_result(kernel.forward, kernel.backward, CHECKED, *key)
-    options = problem and str(need).removeprefix(", ")
-    return f"with {options} {problem}" if options else problem
+    # a window is none for slices that it does not limit
+    for kind in (checked, checked._replace(window=False)) if need.window else (checked,):
+        key = q.device, q.dtype, widest_head(q, need), kind, torch.are_deterministic_algorithms_enabled()
+        if (problem := wrong_result(kernel.forward, kernel.backward, CHECKED, *key)) is not None:
+            options = str(kind).removeprefix(", ")
+            return f"with {options} {problem}" if options else problem
+    return None
 
 
 def widest_head(q: Tensor, need: Need) -> int:

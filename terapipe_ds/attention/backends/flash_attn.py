@@ -1,7 +1,8 @@
-"""Call flash-attn 2, 3 and 4, where they are installed: windows, caps, and documents of a row in one call.
+"""Call kernels of FlashAttention on CUDA: those of flash-attn 2, 3 and 4, where they are installed, and torch's own.
 
-Their masks are aligned bottom-right and they know grouped heads: one call does a slice. With documents they take one
-call per row, for packed queries and keys.
+Their masks are aligned bottom-right and they know grouped heads: one call does a slice. So they can replay attention
+dropout, whose random numbers a kernel draws anew in each call. With documents the packages take one call per row, for
+packed queries and keys.
 """
 
 from __future__ import annotations
@@ -16,14 +17,36 @@ import torch
 from terapipe_ds import compat
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import as_wide
-from terapipe_ds.attention.backends.first_use import wrong_kernel
-from terapipe_ds.attention.backends.fused import NO_DROPOUT, cuda_capability, cuda_refusal
+from terapipe_ds.attention.backends.first_use import widest_head, wrong_kernel
 from terapipe_ds.attention.documents import to_device
 
+_aten = torch.ops.aten
 _Lengths = tuple[Any, ...] | None
 """Of packed documents: cumulative lengths of queries and of keys, and the longest of each."""
-_State = Tensor | None
+_State = Any
 _Tensors = Sequence[Tensor]
+NO_DROPOUT = "it cannot replay dropout"
+NO_SOFTCAP = "it knows no softcap"
+
+
+@functools.cache
+def cuda_capability() -> tuple[int, int]:
+    """Return the compute capability of the current NVIDIA device, (0, 0) without one."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability()
+
+
+def cuda_refusal(q: Tensor, need: Need) -> str | None:
+    """Return why no kernel of FlashAttention or cuDNN takes such queries, whatever else the call needs."""
+    if q.device.type != "cuda":
+        return f"it runs on cuda, not on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {q.dtype}"
+    dim = widest_head(q, need)
+    if dim % 8 or dim > 256:
+        return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
+    return None
 
 
 class FlashAttn:
@@ -152,6 +175,44 @@ class FlashAttn4(FlashAttn3):
         grad, q, k, v, out = inputs
         options = {**_fa4_options(queries), **_named(lengths and lengths[:2])}  # without the longest
         return _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=_is_deterministic())[:3]
+
+
+class CudaFlash(FlashAttn):
+    """Run torch's own FlashAttention kernel: no softcap, and a call for each document.
+
+    torch/nn/attention/bias.py relies on the alignment of its mask; mha_fwd and mha_bwd of its flash_api.cpp only check
+    that key heads divide query heads.
+    """
+
+    name = "cuda_flash"
+    takes_documents = False
+
+    def is_available(self) -> bool:
+        return cuda_capability() >= (8, 0)
+
+    def refusal(self, q: Tensor, need: Need) -> str | None:
+        return NO_SOFTCAP if need.softcap else super().refusal(q, need)
+
+    def run(self, inputs: _Tensors, lengths: _Lengths, queries: Queries) -> tuple[Tensor, Tensor, _State]:
+        out, lse, *state, _ = _aten._flash_attention_forward(
+            *inputs, *self._sizes(inputs), queries.dropout_p, True, False, **self._options(queries)
+        )
+        return out, lse, state
+
+    def gradients(self, inputs: _Tensors, lse: Tensor, lengths: _Lengths, queries: Queries, state: _State) -> _Tensors:
+        gradients: _Tensors = _aten._flash_attention_backward(
+            *inputs, lse, *self._sizes(inputs[1:]), queries.dropout_p, True, *state, **self._options(queries)
+        )
+        return gradients
+
+    @staticmethod
+    def _sizes(inputs: _Tensors) -> tuple[Any, ...]:
+        """Return no lengths of packed rows, and the tokens of queries and of keys."""
+        return None, None, inputs[0].shape[1], inputs[1].shape[1]
+
+    @staticmethod
+    def _options(queries: Queries) -> dict[str, Any]:
+        return {"scale": queries.scale, **_window(queries, None)}
 
 
 def _like_inputs(inputs: _Tensors) -> _Tensors:

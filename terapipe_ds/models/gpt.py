@@ -236,10 +236,6 @@ class PositionEmbedding(nn.Module):
         check_learned_positions(longest_run(inputs, starts), self.weight.shape[0], GPTConfigError)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # the compiler must not see positions as numbers: each slice would have a graph of its own
-        if torch.compiler.is_compiling():
-            places = torch.ops.terapipe_ds.position_ids(hidden, self.weight.shape[0])
-            return F.dropout(hidden + F.embedding(places, self.weight), self.dropout, self.training)
         positions = places_in_documents()
         # the usual case: rows of one document, whose positions are a range of the table
         if positions is None:

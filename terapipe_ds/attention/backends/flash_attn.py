@@ -91,44 +91,25 @@ class FlashAttn:
 
     def forward(self, queries: Queries) -> Attended:
         """Attend: all at once, or row by row where documents are packed."""
-        if queries.spans:
-            return self._forward_packed(queries)
-        out, lse, state = self.run([x.transpose(1, 2) for x in as_wide(*queries[:3])], None, queries)
-        return Attended(out.transpose(1, 2)[..., : queries.values.shape[3]], lse, (state,))
+        value_dim, results = queries.values.shape[3], []
+        for part in _parts(queries):
+            out, lse, state = self.run(_heads_last(part.inputs), part.lengths, queries)
+            results.append((_heads_first(out)[..., :value_dim], lse.view(-1, *lse.shape[-2:]), state))
+        outs, lses, states = zip(*results, strict=True)
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        return Attended(out, lse, states)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        if queries.spans:
-            return self._backward_packed(grad, queries, attended, add_grads)
-        inputs = [x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out)]
-        found = self.gradients(inputs, attended.lse.contiguous(), None, queries, attended.state[0])
-        dq, dk, dv = (x.transpose(1, 2) for x in found)
-        dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
-        add_grads(0, dk[..., :dim], dv[..., :value_dim])
-        return dq[..., :dim]
-
-    def _forward_packed(self, queries: Queries) -> Attended:
-        q, values = queries.q, queries.values
-        out, states = q.new_empty(*q.shape[:3], values.shape[3]), []
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        # one call per row: rows have different numbers of keys in reach
-        for packed in _packed_rows(queries):
-            inputs = [x.transpose(0, 1) for x in as_wide(*packed.inputs)]
-            of_row, lse_of_row, state = self.run(inputs, packed.lengths, queries)
-            out[packed.row] = of_row.transpose(0, 1)[..., : values.shape[3]]
-            lse[packed.row] = lse_of_row
-            states.append(state)
-        return Attended(out, lse, tuple(states))
-
-    def _backward_packed(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        dq, dim, value_dim = torch.empty_like(queries.q), queries.keys.shape[3], queries.values.shape[3]
-        for packed, state in zip(_packed_rows(queries), attended.state, strict=True):
-            row = packed.row
-            inputs = [x.transpose(0, 1) for x in as_wide(grad[row], *packed.inputs, attended.out[row])]
-            found = self.gradients(inputs, attended.lse[row].contiguous(), packed.lengths, queries, state)
-            of_q, dk, dv = (x.transpose(0, 1) for x in found)
-            dq[row] = of_q[..., :dim]
-            add_grads(packed.first_key, dk[None, ..., :dim], dv[None, ..., :value_dim], rows=slice(row, row + 1))
-        return dq
+        dim, value_dim, of_queries = queries.keys.shape[3], queries.values.shape[3], []
+        for part, state in zip(_parts(queries), attended.state, strict=True):
+            d_out, out, lse = (x[part.row] for x in (grad, attended.out, attended.lse))
+            inputs = _heads_last((d_out, *part.inputs, out))
+            gradients = self.gradients(inputs, lse.contiguous(), part.lengths, queries, state)
+            dq, dk, dv = map(_heads_first, gradients)
+            of_queries.append(dq[..., :dim])
+            of_row = {} if part.lengths is None else {"rows": slice(part.row, part.row + 1)}
+            add_grads(part.first_key, dk[..., :dim], dv[..., :value_dim], **of_row)
+        return of_queries[0] if len(of_queries) == 1 else torch.cat(of_queries)
 
 
 class FlashAttn3(FlashAttn):
@@ -245,17 +226,22 @@ def _named(lengths: _Lengths) -> dict[str, Any]:
     return dict(zip(names, lengths or (), strict=False))
 
 
-class _PackedRow(NamedTuple):
-    """A row's documents one after another: q, k, v [H, tokens, D], and their lengths as the package takes them."""
+class _Part(NamedTuple):
+    """What one call computes: all rows, or the documents of one row, one after another.
 
-    row: int
+    Then q, k, v are [H, tokens, D] and have lengths, as the packages take them.
+    """
+
+    row: Any
     first_key: int
     inputs: tuple[Tensor, Tensor, Tensor]
     lengths: _Lengths
 
 
-def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
-    """Yield each row. The keys of its documents in reach lie one after another, as its queries do."""
+def _parts(queries: Queries) -> Iterator[_Part]:
+    """Yield the calls. The keys of a row's documents in reach lie one after another, as its queries do."""
+    if not queries.spans:
+        yield _Part(slice(None), 0, queries[:3], None)
     for rows, group in itertools.groupby(queries.spans, key=lambda span: (span.rows.start, span.rows.stop)):
         spans = list(group)
         first, stop, device = spans[0].first_key, spans[-1].stop, queries.q.device
@@ -267,7 +253,17 @@ def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
         longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (queries_at, keys_at)]
         for row in range(*rows):
             inputs = queries.q[row], queries.keys[row, :, first:stop], queries.values[row, :, first:stop]
-            yield _PackedRow(row, first, inputs, (cumulative[0], cumulative[1], longest[0], longest[1]))
+            yield _Part(row, first, inputs, (cumulative[0], cumulative[1], longest[0], longest[1]))
+
+
+def _heads_last(tensors: _Tensors) -> _Tensors:
+    """Return tensors [.., H, tokens, D] as the kernels take them, [.., tokens, H, D] with one D."""
+    return [x.transpose(-3, -2) for x in as_wide(*tensors)]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Return what a kernel gave as [B, H, tokens, D]: a row of packed documents is a batch of one."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled

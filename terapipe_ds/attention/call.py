@@ -18,7 +18,7 @@ from torch import Tensor
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
-from terapipe_ds.attention.reach import Reach, Span, reach_of
+from terapipe_ds.attention.documents import Reach, Span
 from terapipe_ds.attention.slice_store import SliceEntry
 
 _NOTHING = nullcontext()
@@ -59,7 +59,7 @@ def prepare(
             f"store; push an ActiveSlice with store=SliceStore()"
         )
     # the needs beyond plain causal attention decide which backends can take the call
-    reach = reach_of(active, options.window)
+    reach = active.reach(options.window)
     need = Need(
         dropout=options.dropout_p > 0,
         window=reach.window is not None,

@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from terapipe_ds.attention import opaque
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.call import Call, Options, check_inputs, gradient_of_sinks, prepare, without_autocast
-from terapipe_ds.attention.reach import reach_of
 
 
 def sliced_attention(
@@ -76,7 +75,7 @@ def sliced_attention(
     # torch's own function is the fastest where nothing has to be kept for other slices
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     keeps = active is not None and active.keeps_attention
-    is_plain = active is None or (active.is_whole and reach_of(active, window).starts is None)
+    is_plain = active is None or (active.is_whole and active.reach(window).starts is None)
     if asks_nothing and is_plain and not keeps:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]

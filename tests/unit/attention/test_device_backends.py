@@ -369,7 +369,7 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["cudnn", "window"])
+@pytest.mark.parametrize("kernel", ["cudnn", "plain", "window"])
 def test_shapes_on_meta(kernel: str, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
     """The real operators of this torch: arguments, shapes and dtypes of first, later and two-token slices."""
     backend = Cudnn() if kernel == "cudnn" else CudaFlash()
@@ -377,7 +377,7 @@ def test_shapes_on_meta(kernel: str, dtype: torch.dtype, heads: tuple[int, int],
         q, grad = (torch.empty(2, heads[0], tokens, dim, dtype=dtype, device="meta") for _ in range(2))
         keys, values = (torch.empty(2, heads[1], 1000, dim, dtype=dtype, device="meta") for _ in range(2))
         seen = (x[:, :, : start + tokens] for x in (keys, values))
-        queries = Queries(q, *seen, start, dim**-0.5, window=None if kernel == "cudnn" else 100)
+        queries = Queries(q, *seen, start, dim**-0.5, window=100 if kernel == "window" else None)
         attended, pieces = backend.forward(queries), list[tuple[int, int]]()
 
         def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False, pieces: Any = pieces) -> None:

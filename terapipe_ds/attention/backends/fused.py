@@ -18,7 +18,7 @@ from terapipe_ds.attention.backends.base import (
     unfold_groups,
 )
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel
-from terapipe_ds.attention.backends.first_use import widest_head, wrong_result
+from terapipe_ds.attention.backends.first_use import wrong_kernel
 from terapipe_ds.attention.backends.flash_attn import (
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -28,8 +28,6 @@ from terapipe_ds.attention.backends.flash_attn import (
 )
 
 _aten = torch.ops.aten
-_CHECKED_BY_CUDNN = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 1000), (2, 8, 8, 128, 129), (1, 4, 1, 2, 500))
-"""(batch, query heads, key heads, queries, keys before them) that are compared with plain torch at first use."""
 
 
 class CpuFlash(BlockKernel):
@@ -145,7 +143,7 @@ class Cudnn(BlockKernel):
             return problem
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
-        return wrong_result(self.forward, self.backward, _CHECKED_BY_CUDNN, q.device, q.dtype, widest_head(q, need))
+        return wrong_kernel(self, q, need)
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in two calls, to the prefix and to the slice's own tokens."""

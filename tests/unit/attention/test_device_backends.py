@@ -271,7 +271,7 @@ def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     with _on_cpu(TorchOps(), Cudnn):
         assert Cudnn().refusal(torch.zeros(1, 4, 2, 8), Need()) is None
     with pytest.raises(ValueError, match="'cudnn' was forced, but it is .*% off for 300 tokens after 0"):
-        with _on_cpu(TorchOps(shift=1), Cudnn):
+        with _on_cpu(TorchOps(shift=1), Cudnn, checks=True):
             run_sliced(random_inputs((1, 4, 2, 20, 8)), (9, 11))
 
 

@@ -118,8 +118,7 @@ def _fake_cuda(backend: str) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (fused, flash_attn, flex):
             stack.enter_context(mock.patch.object(module, "cuda_capability", lambda: (9, 0)))
-        for module in (fused, first_use):
-            stack.enter_context(mock.patch.object(module, "wrong_result", lambda *key: None))
+        stack.enter_context(mock.patch.object(first_use, "wrong_result", lambda *key: None))
         stack.enter_context(mock.patch.object(flex, "_compiled", lambda: _flex_attention))
         for name in ("has_flash_attn", "has_flash_attn_3", "has_flash_attn_4"):
             stack.enter_context(mock.patch.object(flash_attn, name, lambda: True))
@@ -208,7 +207,7 @@ def _pretended(device: str, kernel: type) -> Any:
             *((module, "cuda_capability", lambda: (9, 0)) for module in (fused, flash_attn)),
             (flash_attn, "has_flash_attn", lambda: False),
             *((module, "cuda_refusal", refuses) for module in (fused, flash_attn)),
-            *((module, "wrong_result", lambda *key: None) for module in (fused, first_use)),
+            (first_use, "wrong_result", lambda *key: None),
             (other, "is_available", lambda self: False),
             (backends, "_chosen", {}),
         ):

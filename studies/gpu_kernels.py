@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from terapipe_ds.attention.backends.base import Queries
-from terapipe_ds.attention.backends.fused import CudaFlash, Cudnn
+from terapipe_ds.attention.backends.flash_attn import CudaFlash
+from terapipe_ds.attention.backends.fused import Cudnn
 
 PRODUCTS = ((512, 4096, 14336), (1024, 4096, 14336), (2048, 4096, 14336), (4096, 4096, 14336), (1024, 4096, 4096))
 """(tokens, in, out)."""

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from terapipe_ds.attention.documents import Documents, are_position_ids, starts_of
+from terapipe_ds.attention.documents import Documents, Reach, are_position_ids, have_edges, starts_of
 
 MODES = ("train", "eval", "recompute", "weight", "probe")
 
@@ -99,6 +99,13 @@ class ActiveSlice:
     def is_whole(self) -> bool:
         """Return whether the slice is the whole sequence: nothing has to be kept for other slices."""
         return self.start == 0 and self.stop == self.sequence_length
+
+    def reach(self, window: int | None) -> Reach:
+        """Return how far back the tokens see in a layer with that window."""
+        return Reach(
+            None if window is None or window >= self.sequence_length else window,
+            self.documents.starts if self.documents is not None and have_edges(self.documents.starts) else None,
+        )
 
     def replace(self, **changes: Any) -> ActiveSlice:
         """Return a copy with some fields changed, e.g. `active.replace(mode="recompute")` around a backward."""

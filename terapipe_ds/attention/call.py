@@ -18,7 +18,7 @@ from torch import Tensor
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
-from terapipe_ds.attention.reach import Reach, Span, reach_of
+from terapipe_ds.attention.documents import Reach, Span
 from terapipe_ds.attention.slice_store import SliceEntry
 
 _NOTHING = nullcontext()
@@ -59,7 +59,7 @@ def prepare(
             f"store; push an ActiveSlice with store=SliceStore()"
         )
     # the needs beyond plain causal attention decide which backends can take the call
-    reach = reach_of(active, options.window)
+    reach = active.reach(options.window)
     need = Need(
         dropout=options.dropout_p > 0,
         window=reach.window is not None,
@@ -254,7 +254,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Ha
     tokens, of_q, of_k, of_v = active.num_tokens, q.shape, k.shape, v.shape
     if len(of_q) != 4 or of_q[2] != tokens:
         problem = (
-            f"the active slice [{active.start}, {active.stop}) has {tokens} tokens, so q must be [B, H, {tokens}, D], "
+            f"the active slice [{active.start}, {active.stop}) has {tokens} tokens"
+            f"{'' if active.exchange is None else ', those of this sequence rank'}, so q must be [B, H, {tokens}, D], "
             f"got {_shapes(q, k, v)}; pass the slice's own tokens, and no others"
         )
     elif len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3] or of_k != (of_q[0], of_k[1], tokens, of_q[3]):

@@ -70,15 +70,18 @@ class HeadExchange:
     ) -> Tensor:
         """Return `attention` of the rank's tokens to all tokens of the sequence so far.
 
-        q: [B, H, T / N, D]; k, v: [B, H_kv, T / N, D]. `attention` gets all T tokens of H / N heads, and the sinks of
-        these heads, while the whole slice is the active one.
+        q: [B, H, T / N, D]; k, v: [B, H_kv, T / N, D], as the caller has checked. `attention` gets all T tokens of
+        H / N heads, and the sinks of these heads, while the whole slice is the active one.
 
-        Raises:
-            ValueError: shapes that do not fit, or H no multiple of N.
+        Raises ValueError if H is no multiple of N.
         """
-        # shapes are checked on each rank before the first message: a rank alone in a collective would hang
         size, rank = self.ranks.size, self.ranks.rank
-        self._check(q, k, v, layer)
+        if q.shape[1] % size:
+            raise ValueError(
+                f"layer {layer!r}: {q.shape[1]} query heads cannot be divided over {size} sequence ranks: give the "
+                f"topology a 'sequence' axis that divides {q.shape[1]}, or a model with a multiple of {size} heads "
+                f"(q {tuple(q.shape)}, k {tuple(k.shape)})"
+            )
         repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
         if repeats > 1:
             k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
@@ -91,26 +94,6 @@ class HeadExchange:
         with push_slice(whole if active is None or active.kept is None else whole.replace(kept=active.kept)):
             out = attention(q, k, v, sinks=sinks)
         return to_tokens(out, self.ranks)
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, layer: Hashable) -> None:
-        size, tokens = self.ranks.size, self.whole.num_tokens // self.ranks.size
-        shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-        if any(x.dim() != 4 or x.shape[2] != tokens for x in (q, k, v)):
-            problem = (
-                f"a sequence rank has {tokens} of the {self.whole.num_tokens} tokens of slice [{self.whole.start}, "
-                f"{self.whole.stop}), so q, k and v must be [B, heads, {tokens}, D], got {shapes}; pass the rank's own "
-                "tokens, and no others"
-            )
-        elif q.shape[1] % size:
-            problem = (
-                f"{q.shape[1]} query heads cannot be divided over {size} sequence ranks: give the topology a "
-                f"'sequence' axis that divides {q.shape[1]}, or a model with a multiple of {size} heads ({shapes})"
-            )
-        elif k.shape[1] == 0 or k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1]:
-            problem = f"the query heads must be a multiple of the key heads, got {shapes}"
-        else:
-            return
-        raise ValueError(f"layer {layer!r}: {problem}")
 
 
 def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:

@@ -69,20 +69,17 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
     """
     # guards may be nested: the functions that are there now come back, whoever put them there
     attention, multi_head = F.scaled_dot_product_attention, F.multi_head_attention_forward
-    fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception()
-    if intercept:
-        F.scaled_dot_product_attention = _intercepting(attention, interception)
-        F.multi_head_attention_forward = _intercepting_multi_head(multi_head)
-    else:
-        F.scaled_dot_product_attention = _guarded(attention, token_dim=-2)
-        F.multi_head_attention_forward = _guarded(multi_head, token_dim=0)
+    fast_path, interception = torch.backends.mha.get_fastpath_enabled(), Interception() if intercept else None
+    F.scaled_dot_product_attention = _guarded(attention, interception)
+    F.multi_head_attention_forward = _guarded_multi_head(multi_head, intercept)
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         yield
     finally:
         F.scaled_dot_product_attention, F.multi_head_attention_forward = attention, multi_head
         torch.backends.mha.set_fastpath_enabled(fast_path)
-        interception.close()
+        if interception is not None:
+            interception.close()
 
 
 class GuardCapturedNames(TorchFunctionMode):
@@ -124,18 +121,9 @@ def _from_backends() -> bool:
     return frame is not None
 
 
-def _guarded(function: Callable[..., Any], token_dim: int) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        _check(dict(zip(_ARGUMENTS, args, strict=False)) | kwargs, token_dim)
-        return function(*args, **kwargs)
-
-    return guarded
-
-
-def _intercepting(attention: Callable[..., Any], interception: Interception) -> Callable[..., Any]:
+def _guarded(attention: Callable[..., Any], interception: Interception | None) -> Callable[..., Any]:
     @functools.wraps(attention)
-    def intercepting(
+    def guarded(
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -149,9 +137,12 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
         # cross-attention and whole sequences are none of ours
         active = active_slice()
         is_plain = _sees_all(active, is_causal and attn_mask is None)
-        if active is None or is_plain or (not is_causal and query.shape[-2] != key.shape[-2]):
+        may_cross = not is_causal or interception is None
+        if active is None or is_plain or (may_cross and query.shape[-2] != key.shape[-2]):
             options = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
             return attention(query, key, value, attn_mask, **options)  # type: ignore[no-any-return]
+        if interception is None:
+            raise _error(query, key, _CALL_OURS)
         cause = _problem_of(query, key, value, attn_mask, is_causal, enable_gqa, active)
         if cause is None:
             out = interception.attend(query, key, value, active, dropout_p, scale)
@@ -160,15 +151,15 @@ def _intercepting(attention: Callable[..., Any], interception: Interception) -> 
             cause = "no nn.Module runs that could name the call, but a function: make it the forward of a module"
         raise _error(query, key, cause)
 
-    return intercepting
+    return guarded
 
 
 _signature = functools.lru_cache(maxsize=8)(inspect.signature)
 
 
-def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_multi_head(multi_head: Callable[..., Any], intercept: bool) -> Callable[..., Any]:
     @functools.wraps(multi_head)
-    def intercepting(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         global _intercepted
         # it has some 25 arguments, which callers give by place or by name
         bound = _signature(multi_head).bind(*args, **kwargs)
@@ -176,6 +167,8 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         query, key = bound.arguments["query"], bound.arguments["key"]
         if _sees_all(active_slice(), bound.arguments["is_causal"]) or query.shape[0] != key.shape[0]:
             return multi_head(*args, **kwargs)
+        if not intercept:
+            raise _error(query, key, _CALL_OURS)
         if bound.arguments["need_weights"]:
             raise _error(query, key, "it returns weights, and a slice has only a part of them: pass need_weights=False")
         if not bound.arguments["is_causal"]:
@@ -188,7 +181,7 @@ def _intercepting_multi_head(multi_head: Callable[..., Any]) -> Callable[..., An
         finally:
             _intercepted -= 1
 
-    return intercepting
+    return guarded
 
 
 def _sees_all(active: ActiveSlice | None, is_causal: bool) -> bool:

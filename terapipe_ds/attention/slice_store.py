@@ -25,7 +25,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreError  # who uses the store catches it
 from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
 from terapipe_ds.attention.carry.states import CarriedStates
-from terapipe_ds.attention.reach import Reach, reach_of
+from terapipe_ds.attention.documents import Reach
 
 
 class LayerBytes(NamedTuple):
@@ -287,7 +287,7 @@ class SliceStore:
                 "sliced_attention, which exchanges them, or a topology without a 'sequence' axis"
             )
         # the order is checked before memory is touched
-        entry = self._lookup(active, layer, (k, v), reach_of(active, window))
+        entry = self._lookup(active, layer, (k, v), active.reach(window))
         entry.advance(active)
         # a weight pass runs beside slices that read the same keys
         if active.mode != "weight":

@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import opaque
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
-from terapipe_ds.attention.call import Call, Options, gradient_of_sinks, prepare, without_autocast
-from terapipe_ds.attention.reach import reach_of
+from terapipe_ds.attention.call import Call, Options, check_inputs, gradient_of_sinks, prepare, without_autocast
 
 
 def sliced_attention(
@@ -69,12 +68,14 @@ def sliced_attention(
     active = active_slice()
     # the call that the ranks make together runs with the whole slice as the active one, so that it ends up below
     if active is not None and active.exchange is not None:
+        # on each rank before the first message: a rank alone in a collective would hang
+        check_inputs(q, k, v, active, layer, dropout_p)
         options: Any = {"layer": layer, "scale": scale, "dropout_p": dropout_p, "window": window, "softcap": softcap}
         return active.exchange.attend(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)
     # torch's own function is the fastest where nothing has to be kept for other slices
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     keeps = active is not None and active.keeps_attention
-    is_plain = active is None or (active.is_whole and reach_of(active, window).starts is None)
+    is_plain = active is None or (active.is_whole and active.reach(window).starts is None)
     if asks_nothing and is_plain and not keeps:
         return F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout_p, is_causal=True, scale=scale, enable_gqa=k.shape[1] != q.shape[1]

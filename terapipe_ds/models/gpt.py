@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
@@ -21,17 +21,14 @@ from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor, nn
 
-from terapipe_ds.attention import sliced_attention
-from terapipe_ds.attention.documents import Starts, to_device
+from terapipe_ds.attention import active_slice, sliced_attention
+from terapipe_ds.attention.documents import Starts, are_position_ids, to_device
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits
 from terapipe_ds.models.positions import (
     RowsOfTable,
-    are_with_ids,
     check_learned_positions,
-    check_position_ids,
-    count_anew,
     first_position,
     longest_run,
     places_in_documents,
@@ -204,14 +201,49 @@ class TokenEmbedding(nn.Module):
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
         """Look at position ids while they are on the host: no slice then waits for its device to read them."""
-        if starts is None and isinstance(inputs, tuple) and are_with_ids(inputs):
-            self._rows_count_anew = bool(self._rows_count_anew) or count_anew(*inputs)
+        if starts is None and isinstance(inputs, tuple) and _are_with_ids(inputs):
+            self._rows_count_anew = bool(self._rows_count_anew) or _count_anew(*inputs)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
-            check_position_ids(tokens, others, GPTConfigError, self._rows_count_anew)
+            _check_position_ids(tokens, others, self._rows_count_anew)
         return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
+
+
+def _count_anew(tokens: Tensor, position_ids: Tensor) -> bool:
+    """Return whether position ids count anew within a row. Ids that merely start later in the row do not."""
+    offsets = position_ids - torch.arange(tokens.shape[1], device=tokens.device)
+    return bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any())
+
+
+def _are_with_ids(inputs: Sequence[Any]) -> bool:
+    """Return whether inputs are tokens [B, T] with position ids."""
+    is_pair = len(inputs) == 2 and all(map(torch.is_tensor, inputs))
+    return is_pair and inputs[0].shape == inputs[1].shape and are_position_ids(inputs[1])
+
+
+def _check_position_ids(tokens: Tensor, others: Sequence[Tensor], rows_count_anew: bool | None) -> None:
+    """Raise GPTConfigError unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
+
+    If no documents are known, layers count the positions of the whole row. `rows_count_anew`: whether whole rows have
+    ids that do not; None: nobody has looked.
+    """
+    if not _are_with_ids((tokens, *others)):
+        shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
+        problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
+        raise GPTConfigError(f"{problem}, and no more, got {shapes}: leave other inputs out")
+    active = active_slice()
+    # the engine has read the documents of the same ids
+    if active is not None and (active.documents is not None or active.mode == "probe"):
+        return
+    # numbers on a device are read only where whole rows, on the host, gave a reason
+    if (active is None or rows_count_anew is not False) and _count_anew(tokens, others[0]):
+        raise GPTConfigError(
+            "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
+            "to the index of the position ids among the inputs (outside of the engine: run the rows within "
+            "terapipe_ds.attention.documents(position_ids)), or leave the position ids out"
+        )
 
 
 class PositionEmbedding(nn.Module):
@@ -236,10 +268,6 @@ class PositionEmbedding(nn.Module):
         check_learned_positions(longest_run(inputs, starts), self.weight.shape[0], GPTConfigError)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # the compiler must not see positions as numbers: each slice would have a graph of its own
-        if torch.compiler.is_compiling():
-            places = torch.ops.terapipe_ds.position_ids(hidden, self.weight.shape[0])
-            return F.dropout(hidden + F.embedding(places, self.weight), self.dropout, self.training)
         positions = places_in_documents()
         # the usual case: rows of one document, whose positions are a range of the table
         if positions is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.documents import Starts, are_position_ids
+from terapipe_ds.attention.documents import Starts
 
 
 def first_position() -> int:
@@ -55,43 +55,6 @@ class RowsOfTable(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.add(ctx.start, grad)
         return None, None, None, None
-
-
-def count_anew(tokens: Tensor, position_ids: Tensor) -> bool:
-    """Return whether position ids count anew within a row. Ids that merely start later in the row do not."""
-    offsets = position_ids - torch.arange(tokens.shape[1], device=tokens.device)
-    return bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any())
-
-
-def are_with_ids(inputs: Sequence[Any]) -> bool:
-    """Return whether inputs are tokens [B, T] with position ids."""
-    is_pair = len(inputs) == 2 and all(map(torch.is_tensor, inputs))
-    return is_pair and inputs[0].shape == inputs[1].shape and are_position_ids(inputs[1])
-
-
-def check_position_ids(
-    tokens: Tensor, others: Sequence[Tensor], error: type[ValueError], rows_count_anew: bool | None = None
-) -> None:
-    """Raise `error` unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
-
-    If no documents are known, layers count the positions of the whole row. `rows_count_anew`: whether whole rows have
-    ids that do not; None: nobody has looked.
-    """
-    if not are_with_ids((tokens, *others)):
-        shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
-        problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
-        raise error(f"{problem}, and no more, got {shapes}: leave other inputs out")
-    active = active_slice()
-    # the engine has read the documents of the same ids
-    if active is not None and (active.documents is not None or active.mode == "probe"):
-        return
-    # numbers on a device are read only where whole rows, on the host, gave a reason
-    if (active is None or rows_count_anew is not False) and count_anew(tokens, others[0]):
-        raise error(
-            "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
-            "to the index of the position ids among the inputs (outside of the engine: run the rows within "
-            "terapipe_ds.attention.documents(position_ids)), or leave the position ids out"
-        )
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:

@@ -182,8 +182,8 @@ def log_sum_exp_not_merged(merge: Any, first: Any, second: Any, target: Any) -> 
     target[1].copy_(of_first)
 
 
-fault("attention", SUNK, "a window is one token longer", "attention.call:reach_of", "attention.slice_store:reach_of")(
-    window_of_one_token_more=lambda reach_of, active, window: reach_of(active, None if window is None else window + 1)
+fault("attention", SUNK, "a window is one token longer", "attention.active_slice:ActiveSlice.reach")(
+    window_of_one_token_more=lambda reach, active, window: reach(active, None if window is None else window + 1)
 )
 fault("attention", SUNK, "sinks get no gradient", "attention.sliced:gradient_of_sinks")(
     sinks_without_gradient=lambda gradient, *args: 0 * gradient(*args)
@@ -219,9 +219,7 @@ def stale_keys_and_values() -> Iterator[None]:
 
     def write_once(write: Any, self: Any, active: Any, layer: Any, k: Any, v: Any, window: Any = None) -> Any:
         if batches and active.start == 0:
-            from terapipe_ds.attention.reach import reach_of
-
-            entry = self._lookup(active, layer, (k, v), reach_of(active, window))
+            entry = self._lookup(active, layer, (k, v), active.reach(window))
             entry.advance(active)
             entry.make_room(active)
             return entry

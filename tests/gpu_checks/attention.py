@@ -5,7 +5,6 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
-from terapipe_ds.attention.backends import available_backends, fused
+from terapipe_ds.attention.backends import available_backends
 from terapipe_ds.attention.backends.base import Need
+from terapipe_ds.attention.backends.flash_attn import CudaFlash
 from terapipe_ds.attention.documents import Documents, Starts
 from tests.gpu_checks.checks import Check, Settings, at_most, equal, not_run
 
@@ -57,12 +57,11 @@ def checks(settings: Settings) -> Iterator[Check]:
         expected = in_fp64(*inputs)
         unsliced = _errors(_unsliced(inputs, on_device), expected)
         if on_device:
-            takes = fused._takes_slices(fused.CudaFlash(), inputs[0].device, dtype, shape[-1])
-            yield equal(f"{name}: a slice is", "one call" if takes else "calls on blocks", "one call")
-            problem = fused.CudaFlash().refusal(inputs[0], Need(dropout=True))
-            yield equal(f"{name}: dropout in one call", problem or "right", "right")
+            for what, need in (("a slice", Need()), ("dropout", Need(dropout=True))):
+                problem = CudaFlash().refusal(inputs[0], need)
+                yield equal(f"{name}: {what} in one call", problem or "right", "right")
         for way in _ways(on_device):
-            with _forced(way, on_device), _backend(way if way in _OTHERS else kernel):
+            with _backend(way if way in _OTHERS else kernel):
                 found = _errors(in_slices(*inputs, lengths), expected)
             worst = max(mine / max(whole, 1e-3) for mine, whole in zip(found, unsliced, strict=True))
             yield at_most(f"{name}: error of slices over unsliced, {way}", worst, MOST_OVER_UNSLICED)
@@ -84,7 +83,7 @@ def _ways(on_device: bool) -> tuple[str, ...]:
     """Return the ways to compute slices: by torch's FlashAttention kernel, and by others where they can run."""
     if not on_device:
         return ("blocks",)
-    return ("one call", "blocks", *(name for name in available_backends() if name in _OTHERS))
+    return ("one call", *(name for name in available_backends() if name in _OTHERS))
 
 
 def _option_check(name: str, options: dict[str, Any], backend: str | None, device: str) -> Check:
@@ -186,12 +185,6 @@ def _unsliced(inputs: Sequence[Tensor], on_device: bool) -> list[Tensor]:
 
 def _errors(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     return [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
-
-
-def _forced(way: str, on_device: bool) -> contextlib.AbstractContextManager[object]:
-    if not on_device:
-        return contextlib.nullcontext()
-    return mock.patch.object(fused, "_takes_slices", lambda *key: way == "one call")
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
 from terapipe_ds.attention.backends.first_use import fastest
-from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
+from terapipe_ds.attention.backends.flash_attn import CudaFlash, FlashAttn, FlashAttn3, FlashAttn4
 from terapipe_ds.attention.backends.flex import Flex
-from terapipe_ds.attention.backends.fused import CpuFlash, CudaFlash, Cudnn
+from terapipe_ds.attention.backends.fused import CpuFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.messages import logger
 

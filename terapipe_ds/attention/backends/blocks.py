@@ -37,7 +37,7 @@ TensorPair = tuple[Tensor, Tensor]
 class Block(NamedTuple):
     """Describe one call of a kernel: all queries see all keys, or (`is_causal`) query i sees the keys [0, i].
 
-    A kernel that takes a `mask` adds it to the scores; it is [T, keys]. Only a slice in one call has a `dropout_p`.
+    A kernel that takes a `mask` adds it to the scores; it is [T, keys].
     """
 
     q: Tensor
@@ -46,7 +46,6 @@ class Block(NamedTuple):
     is_causal: bool
     scale: float
     mask: Tensor | None = None
-    dropout_p: float = 0.0
 
 
 class BlockKernel:
@@ -69,20 +68,15 @@ class BlockKernel:
 
     def attend(self, block: Block) -> Attended:
         """Return `run` of a block. If keys and values have different head dims, zeros pad the smaller ones."""
-        dim, value_dim = block.k.shape[3], block.v.shape[3]
-        if dim == value_dim:
-            return self.run(block)
-        attended = self.run(_widened(block, max(dim, value_dim)))
-        return attended._replace(out=attended.out[..., :value_dim])
+        q, k, v = as_wide(*block[:3])
+        attended = self.run(block._replace(q=q, k=k, v=v))
+        return attended._replace(out=attended.out[..., : block.v.shape[3]])
 
     def attend_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
         """Return `run_backward` of a block of any head dims."""
         dim, value_dim = block.k.shape[3], block.v.shape[3]
-        if dim == value_dim:
-            return self.run_backward(grad, block, attended)
-        widest = max(dim, value_dim)
-        grad, out = widen(grad, widest), widen(attended.out, widest)
-        dq, dk, dv = self.run_backward(grad, _widened(block, widest), attended._replace(out=out))
+        grad, q, k, v, out = as_wide(grad, *block[:3], attended.out)
+        dq, dk, dv = self.run_backward(grad, block._replace(q=q, k=k, v=v), attended._replace(out=out))
         return dq[..., :dim], dk[..., :dim], dv[..., :value_dim]
 
     def forward(self, queries: Queries) -> Attended:
@@ -178,19 +172,10 @@ class BlockKernel:
         return max(1, self.prefix_bytes // per_token // 512) * 512
 
 
-def widen(x: Tensor, dim: int) -> Tensor:
-    """Return [..., D] padded at the end with zeros, up to `dim`."""
-    return x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1]))
-
-
 def as_wide(*tensors: Tensor) -> list[Tensor]:
-    """Return the tensors with one head dim, the largest."""
+    """Return the tensors with one head dim, the largest: the others are padded at the end with zeros."""
     dim = max(x.shape[-1] for x in tensors)
-    return [widen(x, dim) for x in tensors]
-
-
-def _widened(block: Block, dim: int) -> Block:
-    return block._replace(q=widen(block.q, dim), k=widen(block.k, dim), v=widen(block.v, dim))
+    return [x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in tensors]
 
 
 def cut(stop: int, length: int | None) -> Iterator[tuple[int, int]]:

@@ -18,17 +18,21 @@ from torch.utils import _python_dispatch
 
 from terapipe_ds.attention.backends.base import Attended, Backend, Need, Queries, Tensor, expand_heads, sum_groups
 from terapipe_ds.attention.backends.reference import Reference
-from terapipe_ds.attention.reach import Span
+from terapipe_ds.attention.documents import Span
 from terapipe_ds.messages import logger
 
 Forward = Callable[[Queries], Attended]
 Backward = Callable[..., Tensor]  # of `Backend.backward`
 Shape = tuple[int, int, int, int, int]
-CHECKED = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300))
+CHECKED = (
+    (1, 4, 2, 300, 0), (1, 4, 2, 40, 88), (1, 4, 2, 40, 1000), (1, 4, 2, 1, 1000), (4, 64, 16, 64, 300),
+    (2, 8, 8, 128, 129), (1, 4, 1, 2, 500),
+)  # fmt: skip
 """(batch, query heads, key heads, queries, keys before them) for each way that torch's kernel has through a slice
 (set_params_splitkv, num_splits_heuristic and mha_fwd of its flash_api.cpp): the first slice, with grouped heads; keys
 that fill one block; few blocks of 64 queries before several blocks of keys, which are then divided over the processors
-and merged; one query, whose group takes the place of queries; and enough blocks of queries that none is divided.
+and merged; one query, whose group takes the place of queries; and enough blocks of queries that none is divided. Then
+several rows without groups, and all queries with one key head.
 """
 _WITH_DROPOUT, _DROPOUT_P = (2, 4, 2, 40, 300), 0.25  # with dropout kernels divide no keys and swap no heads
 _MOST_ERROR = 0.02  # for bf16, whose steps are 0.4 %
@@ -40,10 +44,13 @@ _TIMED_PREFIX = 7 * _TIMED_TOKENS  # long enough that the device computes while 
 def wrong_kernel(kernel: Backend, q: Tensor, need: Need) -> str | None:
     """Return how a kernel differs from plain torch in calls like `q` with such a need; None where it does not."""
     checked = need._replace(value_dim=None, documents=need.documents and kernel.takes_documents)
-    key = q.device, q.dtype, widest_head(q, need), checked, torch.are_deterministic_algorithms_enabled()
-    problem = wrong_result(kernel.forward, kernel.backward, CHECKED, *key)
-    options = problem and str(need).removeprefix(", ")
-    return f"with {options} {problem}" if options else problem
+    # a window is none for slices that it does not limit
+    for kind in (checked, checked._replace(window=False)) if need.window else (checked,):
+        key = q.device, q.dtype, widest_head(q, need), kind, torch.are_deterministic_algorithms_enabled()
+        if (problem := wrong_result(kernel.forward, kernel.backward, *key)) is not None:
+            options = str(kind).removeprefix(", ")
+            return f"with {options} {problem}" if options else problem
+    return None
 
 
 def widest_head(q: Tensor, need: Need) -> int:
@@ -55,17 +62,16 @@ def widest_head(q: Tensor, need: Need) -> int:
 def wrong_result(
     forward: Forward,
     backward: Backward,
-    shapes: tuple[Shape, ...],
     device: torch.device,
     dtype: torch.dtype,
     head_dim: int,
-    need: Need = Need(),  # noqa: B008  # an immutable value
-    is_deterministic: bool = False,  # the kernel may have another backward then
+    need: Need,
+    is_deterministic: bool,  # the kernel may have another backward then
 ) -> str | None:
     """Return the shape in which a kernel differs from plain torch, or the error that it raises; None if neither."""
     compare = _error_with_dropout if need.dropout else _error
     # each way through the kernel is tried once
-    for shape in (_WITH_DROPOUT,) if need.dropout else shapes:
+    for shape in (_WITH_DROPOUT,) if need.dropout else CHECKED:
         try:
             with _as_outside(device):
                 error = compare(forward, backward, *random_queries(shape, head_dim, device, dtype, need))

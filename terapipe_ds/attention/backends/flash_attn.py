@@ -1,7 +1,8 @@
-"""Call flash-attn 2, 3 and 4, where they are installed: windows, caps, and documents of a row in one call.
+"""Call kernels of FlashAttention on CUDA: those of flash-attn 2, 3 and 4, where they are installed, and torch's own.
 
-Their masks are aligned bottom-right and they know grouped heads: one call does a slice. With documents they take one
-call per row, for packed queries and keys.
+Their masks are aligned bottom-right and they know grouped heads: one call does a slice. So they can replay attention
+dropout, whose random numbers a kernel draws anew in each call. With documents the packages take one call per row, for
+packed queries and keys.
 """
 
 from __future__ import annotations
@@ -16,14 +17,36 @@ import torch
 from terapipe_ds import compat
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import as_wide
-from terapipe_ds.attention.backends.first_use import wrong_kernel
-from terapipe_ds.attention.backends.fused import NO_DROPOUT, cuda_capability, cuda_refusal
+from terapipe_ds.attention.backends.first_use import widest_head, wrong_kernel
 from terapipe_ds.attention.documents import to_device
 
+_aten = torch.ops.aten
 _Lengths = tuple[Any, ...] | None
 """Of packed documents: cumulative lengths of queries and of keys, and the longest of each."""
-_State = Tensor | None
+_State = Any
 _Tensors = Sequence[Tensor]
+NO_DROPOUT = "it cannot replay dropout"
+NO_SOFTCAP = "it knows no softcap"
+
+
+@functools.cache
+def cuda_capability() -> tuple[int, int]:
+    """Return the compute capability of the current NVIDIA device, (0, 0) without one."""
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return 0, 0
+    return torch.cuda.get_device_capability()
+
+
+def cuda_refusal(q: Tensor, need: Need) -> str | None:
+    """Return why no kernel of FlashAttention or cuDNN takes such queries, whatever else the call needs."""
+    if q.device.type != "cuda":
+        return f"it runs on cuda, not on {q.device.type}"
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        return f"it takes bfloat16 and float16, not {q.dtype}"
+    dim = widest_head(q, need)
+    if dim % 8 or dim > 256:
+        return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
+    return None
 
 
 class FlashAttn:
@@ -68,44 +91,25 @@ class FlashAttn:
 
     def forward(self, queries: Queries) -> Attended:
         """Attend: all at once, or row by row where documents are packed."""
-        if queries.spans:
-            return self._forward_packed(queries)
-        out, lse, state = self.run([x.transpose(1, 2) for x in as_wide(*queries[:3])], None, queries)
-        return Attended(out.transpose(1, 2)[..., : queries.values.shape[3]], lse, (state,))
+        value_dim, results = queries.values.shape[3], []
+        for part in _parts(queries):
+            out, lse, state = self.run(_heads_last(part.inputs), part.lengths, queries)
+            results.append((_heads_first(out)[..., :value_dim], lse.view(-1, *lse.shape[-2:]), state))
+        outs, lses, states = zip(*results, strict=True)
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x) for x in (outs, lses))
+        return Attended(out, lse, states)
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        if queries.spans:
-            return self._backward_packed(grad, queries, attended, add_grads)
-        inputs = [x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out)]
-        found = self.gradients(inputs, attended.lse.contiguous(), None, queries, attended.state[0])
-        dq, dk, dv = (x.transpose(1, 2) for x in found)
-        dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
-        add_grads(0, dk[..., :dim], dv[..., :value_dim])
-        return dq[..., :dim]
-
-    def _forward_packed(self, queries: Queries) -> Attended:
-        q, values = queries.q, queries.values
-        out, states = q.new_empty(*q.shape[:3], values.shape[3]), []
-        lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        # one call per row: rows have different numbers of keys in reach
-        for packed in _packed_rows(queries):
-            inputs = [x.transpose(0, 1) for x in as_wide(*packed.inputs)]
-            of_row, lse_of_row, state = self.run(inputs, packed.lengths, queries)
-            out[packed.row] = of_row.transpose(0, 1)[..., : values.shape[3]]
-            lse[packed.row] = lse_of_row
-            states.append(state)
-        return Attended(out, lse, tuple(states))
-
-    def _backward_packed(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        dq, dim, value_dim = torch.empty_like(queries.q), queries.keys.shape[3], queries.values.shape[3]
-        for packed, state in zip(_packed_rows(queries), attended.state, strict=True):
-            row = packed.row
-            inputs = [x.transpose(0, 1) for x in as_wide(grad[row], *packed.inputs, attended.out[row])]
-            found = self.gradients(inputs, attended.lse[row].contiguous(), packed.lengths, queries, state)
-            of_q, dk, dv = (x.transpose(0, 1) for x in found)
-            dq[row] = of_q[..., :dim]
-            add_grads(packed.first_key, dk[None, ..., :dim], dv[None, ..., :value_dim], rows=slice(row, row + 1))
-        return dq
+        dim, value_dim, of_queries = queries.keys.shape[3], queries.values.shape[3], []
+        for part, state in zip(_parts(queries), attended.state, strict=True):
+            d_out, out, lse = (x[part.row] for x in (grad, attended.out, attended.lse))
+            inputs = _heads_last((d_out, *part.inputs, out))
+            gradients = self.gradients(inputs, lse.contiguous(), part.lengths, queries, state)
+            dq, dk, dv = map(_heads_first, gradients)
+            of_queries.append(dq[..., :dim])
+            of_row = {} if part.lengths is None else {"rows": slice(part.row, part.row + 1)}
+            add_grads(part.first_key, dk[..., :dim], dv[..., :value_dim], **of_row)
+        return of_queries[0] if len(of_queries) == 1 else torch.cat(of_queries)
 
 
 class FlashAttn3(FlashAttn):
@@ -154,6 +158,44 @@ class FlashAttn4(FlashAttn3):
         return _flash_attn_bwd(q, k, v, out, grad, lse, **options, deterministic=_is_deterministic())[:3]
 
 
+class CudaFlash(FlashAttn):
+    """Run torch's own FlashAttention kernel: no softcap, and a call for each document.
+
+    torch/nn/attention/bias.py relies on the alignment of its mask; mha_fwd and mha_bwd of its flash_api.cpp only check
+    that key heads divide query heads.
+    """
+
+    name = "cuda_flash"
+    takes_documents = False
+
+    def is_available(self) -> bool:
+        return cuda_capability() >= (8, 0)
+
+    def refusal(self, q: Tensor, need: Need) -> str | None:
+        return NO_SOFTCAP if need.softcap else super().refusal(q, need)
+
+    def run(self, inputs: _Tensors, lengths: _Lengths, queries: Queries) -> tuple[Tensor, Tensor, _State]:
+        out, lse, *state, _ = _aten._flash_attention_forward(
+            *inputs, *self._sizes(inputs), queries.dropout_p, True, False, **self._options(queries)
+        )
+        return out, lse, state
+
+    def gradients(self, inputs: _Tensors, lse: Tensor, lengths: _Lengths, queries: Queries, state: _State) -> _Tensors:
+        gradients: _Tensors = _aten._flash_attention_backward(
+            *inputs, lse, *self._sizes(inputs[1:]), queries.dropout_p, True, *state, **self._options(queries)
+        )
+        return gradients
+
+    @staticmethod
+    def _sizes(inputs: _Tensors) -> tuple[Any, ...]:
+        """Return no lengths of packed rows, and the tokens of queries and of keys."""
+        return None, None, inputs[0].shape[1], inputs[1].shape[1]
+
+    @staticmethod
+    def _options(queries: Queries) -> dict[str, Any]:
+        return {"scale": queries.scale, **_window(queries, None)}
+
+
 def _like_inputs(inputs: _Tensors) -> _Tensors:
     """Return where a kernel writes dQ, dK and dV: memory of its own layout, as wide as its inputs."""
     return tuple(x.new_empty(x.shape) for x in inputs[1:4])
@@ -184,17 +226,22 @@ def _named(lengths: _Lengths) -> dict[str, Any]:
     return dict(zip(names, lengths or (), strict=False))
 
 
-class _PackedRow(NamedTuple):
-    """A row's documents one after another: q, k, v [H, tokens, D], and their lengths as the package takes them."""
+class _Part(NamedTuple):
+    """What one call computes: all rows, or the documents of one row, one after another.
 
-    row: int
+    Then q, k, v are [H, tokens, D] and have lengths, as the packages take them.
+    """
+
+    row: Any
     first_key: int
     inputs: tuple[Tensor, Tensor, Tensor]
     lengths: _Lengths
 
 
-def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
-    """Yield each row. The keys of its documents in reach lie one after another, as its queries do."""
+def _parts(queries: Queries) -> Iterator[_Part]:
+    """Yield the calls. The keys of a row's documents in reach lie one after another, as its queries do."""
+    if not queries.spans:
+        yield _Part(slice(None), 0, queries[:3], None)
     for rows, group in itertools.groupby(queries.spans, key=lambda span: (span.rows.start, span.rows.stop)):
         spans = list(group)
         first, stop, device = spans[0].first_key, spans[-1].stop, queries.q.device
@@ -206,7 +253,17 @@ def _packed_rows(queries: Queries) -> Iterator[_PackedRow]:
         longest = [max(b - a for a, b in itertools.pairwise(x)) for x in (queries_at, keys_at)]
         for row in range(*rows):
             inputs = queries.q[row], queries.keys[row, :, first:stop], queries.values[row, :, first:stop]
-            yield _PackedRow(row, first, inputs, (cumulative[0], cumulative[1], longest[0], longest[1]))
+            yield _Part(row, first, inputs, (cumulative[0], cumulative[1], longest[0], longest[1]))
+
+
+def _heads_last(tensors: _Tensors) -> _Tensors:
+    """Return tensors [.., H, tokens, D] as the kernels take them, [.., tokens, H, D] with one D."""
+    return [x.transpose(-3, -2) for x in as_wide(*tensors)]
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Return what a kernel gave as [B, H, tokens, D]: a row of packed documents is a batch of one."""
+    return (x if x.dim() == 4 else x.unsqueeze(0)).transpose(1, 2)
 
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled

@@ -20,7 +20,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
-from terapipe_ds.attention.backends.fused import cuda_capability
+from terapipe_ds.attention.backends.flash_attn import cuda_capability
 from terapipe_ds.attention.documents import to_device
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

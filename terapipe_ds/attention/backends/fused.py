@@ -1,29 +1,36 @@
-"""Call torch's fused kernels, on CPU and CUDA.
-
-Attention dropout needs one call per slice, because a kernel draws its random numbers anew in each call.
-"""
+"""Call torch's fused kernels of the CPU and of cuDNN, which take a slice in several calls."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Iterator
 
 import torch
 
-from terapipe_ds.attention.backends.bands import BandKernel
-from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
-from terapipe_ds.attention.backends.blocks import Block, BlockKernel, as_wide
-from terapipe_ds.attention.backends.first_use import CHECKED, widest_head, wrong_kernel, wrong_result
-from terapipe_ds.messages import logger
+from terapipe_ds.attention.backends.base import (
+    AddGrads,
+    Attended,
+    Need,
+    Queries,
+    Tensor,
+    fold_groups,
+    unfold_groups,
+)
+from terapipe_ds.attention.backends.blocks import Block, BlockKernel
+from terapipe_ds.attention.backends.first_use import wrong_kernel
+from terapipe_ds.attention.backends.flash_attn import (
+    NO_DROPOUT,
+    NO_SOFTCAP,
+    CudaFlash,
+    cuda_capability,
+    cuda_refusal,
+)
 
 _aten = torch.ops.aten
-_CHECKED_BY_CUDNN = ((1, 4, 2, 300, 0), (1, 4, 2, 40, 1000), (2, 8, 8, 128, 129), (1, 4, 1, 2, 500))
-"""(batch, query heads, key heads, queries, keys before them) that are compared with plain torch at first use."""
-NO_DROPOUT = "it cannot replay dropout"
-NO_SOFTCAP = "it knows no softcap"
-NO_WINDOW = "it knows no window"
 
 
-class CpuFlash(BandKernel):
+class CpuFlash(BlockKernel):
     """torch's fused CPU kernel: fp64, fp32, bf16 and fp16, any head dims, windows, no softcap and no dropout."""
 
     name = "cpu_flash"
@@ -33,6 +40,7 @@ class CpuFlash(BandKernel):
     # The gradients of a block are fresh memory. The heap hands out the same few MiB again and again, still warm; for
     # a long prefix the memory would be mapped and zeroed page by page on every call.
     prefix_bytes = 2 * 2**20
+    windowed_tokens = 128  # the most queries of a call with a window
 
     def is_available(self) -> bool:
         return hasattr(_aten, "_scaled_dot_product_flash_attention_for_cpu")
@@ -46,111 +54,62 @@ class CpuFlash(BandKernel):
             return NO_SOFTCAP
         return NO_DROPOUT if need.dropout else None
 
+    def forward(self, queries: Queries) -> Attended:
+        """Attend. With a window, a few queries at a time attend to the keys in their reach, by a mask."""
+        if queries.window is None:
+            return super().forward(queries)
+        q, values = queries.q, queries.values
+        batch, heads, tokens, _ = q.shape
+        out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
+        lse = q.new_empty(batch, heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
+        for rows, _, block in self._windowed(queries, q.dtype):
+            of_rows = self.attend(block)
+            for target, part in ((out, of_rows.out), (lse, of_rows.lse)):
+                target[:, :, rows] = unfold_groups(part, heads, rows.stop - rows.start)
+        return Attended(out, lse)
+
+    def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
+        """Return dQ. With a window all gradients are added: calls have keys in common."""
+        if queries.window is None:
+            return super().backward(grad, queries, attended, add_grads)
+        dtype, (heads, kv_heads) = self.backward_dtype(queries.q.dtype), (queries.q.shape[1], queries.keys.shape[1])
+        dq = torch.empty_like(queries.q)
+        for rows, column, block in self._windowed(queries, dtype):
+            d_out, out = (fold_groups(x[:, :, rows], kv_heads).to(dtype) for x in (grad, attended.out))
+            lse = attended.lse[:, :, rows].reshape(block.q.shape[:3])
+            d_rows, dk, dv = self.attend_backward(d_out, block, Attended(out, lse))
+            dq[:, :, rows] = unfold_groups(d_rows, heads, rows.stop - rows.start).to(dq.dtype)
+            add_grads(column, dk, dv, again=True)
+        return dq
+
+    def _windowed(self, queries: Queries, dtype: torch.dtype) -> Iterator[tuple[slice, int, Block]]:
+        """Yield some of the queries with the first key in their reach, and the call that computes them."""
+        q, keys, values, start, scale = queries[:5]
+        tokens, kv_heads, window = q.shape[2], keys.shape[1], queries.window
+        assert window is not None
+        # more queries in a call compute more masked scores, fewer make slow products
+        size = min(self.windowed_tokens, max(64, window // 8))
+        for row in range(0, tokens, size):
+            rows, first = slice(row, min(row + size, tokens)), queries.first_key(row)
+            mask = window_mask(rows.stop - row, start + row - first, window, dtype, q.device)
+            k, v = (x[:, :, first : start + rows.stop].to(dtype) for x in (keys, values))
+            folded = fold_groups(q[:, :, rows], kv_heads).to(dtype)
+            yield rows, first, Block(folded, k, v, False, scale, mask.repeat(q.shape[1] // kv_heads, 1))
+
     def backward_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return fp32 for half precision, in which the kernel's backward is slower and rounds dK, dV per 64 queries."""
         return torch.float32 if dtype.itemsize < 4 else dtype
 
     def run(self, block: Block) -> Attended:
-        q, k, v, is_causal, scale, mask, _ = block
+        q, k, v, is_causal, scale, mask = block
         return Attended(
             *_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, attn_mask=mask, scale=scale)
         )
 
     def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, is_causal, scale, mask, _ = block
+        q, k, v, is_causal, scale, mask = block
         dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, attended.out, attended.lse, 0.0, is_causal, attn_mask=mask, scale=scale
-        )
-        return dq, dk, dv
-
-
-class CudaFlash(BlockKernel):
-    """torch's own FlashAttention kernel on CUDA: bf16 and fp16, head dims in multiples of 8 to 256, windows, dropout.
-
-    Its causal mask is aligned bottom-right, and torch/nn/attention/bias.py relies on that. It knows grouped heads:
-    mha_fwd and mha_bwd of its flash_api.cpp only check that key heads divide query heads. So one call does a slice;
-    if the result on a device differs from plain torch, calls on blocks do it.
-    """
-
-    name = "cuda_flash"
-
-    def is_available(self) -> bool:
-        return cuda_capability() >= (8, 0)
-
-    def refusal(self, q: Tensor, need: Need) -> str | None:
-        if need.softcap:
-            return NO_SOFTCAP
-        if (problem := cuda_refusal(q, need)) is not None or not (need.window or need.dropout):
-            return problem
-        if need.dropout and not _takes_slices(self, q.device, q.dtype, widest_head(q, need)):
-            return "one call per slice is wrong here, and several calls cannot replay dropout"
-        # a window is none for slices that it does not limit
-        kinds = {need, need._replace(window=False)} if need.dropout else {need}
-        return next(filter(None, (wrong_kernel(self, q, kind) for kind in kinds)), None)
-
-    def forward(self, queries: Queries) -> Attended:
-        """Attend in one call if that gives the right result, else in blocks."""
-        if queries.window is not None:
-            return self._forward_windowed(queries)
-        return self.forward_at_once(queries) if self._takes_at_once(queries) else super().forward(queries)
-
-    def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        """Return dQ, by as many calls as the forward has made."""
-        if queries.window is not None:
-            return self._backward_windowed(grad, queries, attended, add_grads)
-        if not self._takes_at_once(queries):
-            return super().backward(grad, queries, attended, add_grads)
-        return self.backward_at_once(grad, queries, attended, add_grads)
-
-    def forward_at_once(self, queries: Queries) -> Attended:
-        """Attend in one call: the kernel aligns its causal mask bottom-right."""
-        return self.attend(_whole_block(queries))
-
-    def backward_at_once(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        """Return dQ of a forward in one call."""
-        dq, dk, dv = self.attend_backward(grad, _whole_block(queries), attended)
-        add_grads(0, dk, dv)
-        return dq
-
-    def _forward_windowed(self, queries: Queries) -> Attended:
-        """Call the operator beneath, which takes a window; its tensors are [B, tokens, heads, D]."""
-        q, k, v = (x.transpose(1, 2) for x in as_wide(*queries[:3]))
-        out, lse, *state, _ = _aten._flash_attention_forward(
-            q, k, v, None, None, q.shape[1], k.shape[1], queries.dropout_p, True, False, **_window_options(queries)
-        )
-        return Attended(out.transpose(1, 2)[..., : queries.values.shape[3]], lse, tuple(state))
-
-    def _backward_windowed(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
-        wide_grad, q, k, v, out = (x.transpose(1, 2) for x in as_wide(grad, *queries[:3], attended.out))
-        tensors, sizes = (wide_grad, q, k, v, out, attended.lse.contiguous(), None, None), (q.shape[1], k.shape[1])
-        gradients = _aten._flash_attention_backward(
-            *tensors, *sizes, queries.dropout_p, True, *attended.state, **_window_options(queries)
-        )
-        dq, dk, dv = (x.transpose(1, 2) for x in gradients)
-        dim, value_dim = queries.keys.shape[3], queries.values.shape[3]
-        add_grads(0, dk[..., :dim], dv[..., :value_dim])
-        return dq[..., :dim]
-
-    def _takes_at_once(self, queries: Queries) -> bool:
-        """Return whether one call computes the slice. Any kernel takes a square block with as many key heads."""
-        q = queries.q
-        is_square = queries.start == 0 and q.shape[1] == queries.keys.shape[1]
-        return is_square or _takes_slices(self, q.device, q.dtype, max(q.shape[-1], queries.values.shape[-1]))
-
-    def run(self, block: Block) -> Attended:
-        """Call the kernel's forward. Torch's backward needs the state even without dropout."""
-        q, k, v, is_causal, scale, _, dropout_p = block
-        out, lse, cum_q, cum_k, _, _, seed, offset, _ = _aten._scaled_dot_product_flash_attention(
-            q, k, v, dropout_p, is_causal, False, scale=scale
-        )
-        return Attended(out, lse, (cum_q, cum_k, seed, offset))
-
-    def run_backward(self, grad: Tensor, block: Block, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, is_causal, scale, _, dropout_p = block
-        out, lse, (cum_q, cum_k, seed, offset) = attended
-        tensors, sizes = (grad, q, k, v, out, lse.contiguous(), cum_q, cum_k), (q.shape[2], k.shape[2])
-        dq, dk, dv = _aten._scaled_dot_product_flash_attention_backward(
-            *tensors, *sizes, dropout_p, is_causal, seed, offset, scale=scale
         )
         return dq, dk, dv
 
@@ -173,14 +132,18 @@ class Cudnn(BlockKernel):
         return cuda_capability() >= (9, 0) and hasattr(_aten, "_scaled_dot_product_cudnn_attention")
 
     def refusal(self, q: Tensor, need: Need) -> str | None:
-        for is_asked, reason in ((need.window, NO_WINDOW), (need.softcap, NO_SOFTCAP), (need.dropout, NO_DROPOUT)):
+        for is_asked, reason in (
+            (need.window, "it knows no window"),
+            (need.softcap, NO_SOFTCAP),
+            (need.dropout, NO_DROPOUT),
+        ):
             if is_asked:
                 return reason
         if (problem := cuda_refusal(q, need)) is not None:
             return problem
         if torch.are_deterministic_algorithms_enabled():
             return "torch.use_deterministic_algorithms is on, and its backward is not deterministic"
-        return wrong_result(self.forward, self.backward, _CHECKED_BY_CUDNN, q.device, q.dtype, widest_head(q, need))
+        return wrong_kernel(self, q, need)
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in two calls, to the prefix and to the slice's own tokens."""
@@ -214,40 +177,14 @@ class Cudnn(BlockKernel):
         return dq, dk, dv
 
 
-@functools.cache
-def _takes_slices(kernel: CudaFlash, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether one call on a slice gives the values and gradients of plain torch in all shapes of `CHECKED`."""
-    problem = wrong_result(kernel.forward_at_once, kernel.backward_at_once, CHECKED, device, dtype, head_dim)
-    if problem is not None:
-        says = "sliced attention: %s takes two calls per slice on %s (%s, head dim %d), for one call was tried: %s"
-        logger.warning(says, kernel.name, device, dtype, head_dim, problem)
-    return problem is None
+@functools.lru_cache(maxsize=8)
+def window_mask(tokens: int, before: int, window: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return [tokens, before + tokens]: 0 where query i sees key j, which are the last `window` up to its own, or -inf.
 
-
-def _whole_block(queries: Queries) -> Block:
-    return Block(*queries[:3], True, queries.scale, dropout_p=queries.dropout_p)
-
-
-def _window_options(queries: Queries) -> dict[str, float | int]:
-    assert queries.window is not None
-    return {"scale": queries.scale, "window_size_left": queries.window - 1, "window_size_right": 0}
-
-
-@functools.cache
-def cuda_capability() -> tuple[int, int]:
-    """Return the compute capability of the current NVIDIA device, (0, 0) without one."""
-    if not torch.cuda.is_available() or torch.version.hip is not None:
-        return 0, 0
-    return torch.cuda.get_device_capability()
-
-
-def cuda_refusal(q: Tensor, need: Need) -> str | None:
-    """Return why no kernel of FlashAttention or cuDNN takes such queries, whatever else the call needs."""
-    if q.device.type != "cuda":
-        return f"it runs on cuda, not on {q.device.type}"
-    if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"it takes bfloat16 and float16, not {q.dtype}"
-    dim = widest_head(q, need)
-    if dim % 8 or dim > 256:
-        return f"it takes head dims that are multiples of 8 up to 256, not {dim}"
-    return None
+    The first query has `before` keys before its own.
+    """
+    with torch.inference_mode(False):
+        query, key = (torch.arange(n, device=device) for n in (tokens, before + tokens))
+        ago = query.unsqueeze(1) + before - key
+        hidden = (ago < 0) | (ago >= window)
+        return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)

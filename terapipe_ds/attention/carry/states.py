@@ -59,7 +59,7 @@ class CarriedEntry:
         """Return the state of the boundary where the slice starts."""
         if active.mode == "probe":
             return self._state_to_measure_with(active)
-        self._check_read(active)
+        self._check_order(active, "reads")
         if active.start == 0:
             return None
         # a layer that runs again finds the very leaf of its first run, and its gradient adds up there
@@ -76,20 +76,24 @@ class CarriedEntry:
             )
         return kept.state
 
-    def _check_read(self, active: ActiveSlice) -> None:
+    def _check_order(self, active: ActiveSlice, does: str) -> None:
+        """Raise SliceStoreError unless it is the slice's turn."""
         start, stop = active.start, active.stop
-        if active.mode in ("train", "eval"):
-            if start == self.filled:
+        if active.mode in ("recompute", "weight"):
+            if stop <= self.filled:
                 return
-            if start > self.filled:
-                why = f"but only [0, {self.filled}) has written it; every slice writes it, in slice order"
-            else:
-                why = f"but [0, {self.filled}) has written it already: {_SECOND_TIME.format(mode=active.mode)}"
-        elif stop > self.filled:
             why = f"in mode {active.mode!r}, but only [0, {self.filled}) has run; the first forward needs mode 'train'"
-        else:
+        elif start == self.filled:
             return
-        raise SliceStoreError(f"{self}: slice [{start}, {stop}) reads it {why}")
+        elif start > self.filled:
+            why = f"but only [0, {self.filled}) has written it; every slice writes it, in slice order and without gaps"
+        else:
+            why = (
+                f"but [0, {self.filled}) has written it already: two layers of this part share the name (give each its "
+                "own), or the layer reads after it writes, or a forward inside a backward runs in mode "
+                f"{active.mode!r} (use 'recompute'), or the micro-batch before was not released"
+            )
+        raise SliceStoreError(f"{self}: slice [{start}, {stop}) {does} it {why}")
 
     def _state_to_measure_with(self, active: ActiveSlice) -> Tensor | None:
         """Return what a probe reads, whose previous slice never ran: the last state written, as a leaf of its own."""
@@ -104,33 +108,21 @@ class CarriedEntry:
 
         A forward that runs again writes nothing: the next slice, which read the state, has run its backward.
         """
-        start, stop = active.start, active.stop
+        stop = active.stop
+        if active.mode != "probe":
+            self._check_order(active, "writes")
         if active.mode in ("recompute", "weight"):
-            if stop > self.filled:
-                raise SliceStoreError(
-                    f"{self}: mode {active.mode!r} runs slice [{start}, {stop}) again, but only [0, {self.filled}) has "
-                    "run; the first forward of a slice needs mode 'train'"
-                )
             return
         # the first forward of a reentrant checkpoint says nothing about gradients; its second run does
         self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
         if active.mode == "probe":
-            self.filled = self.frontier = stop
-        elif start != self.filled:
-            raise SliceStoreError(self._write_message(active))
+            self.frontier = stop
         self.filled = stop
         # no backward comes: the newest state alone is read again
         if active.mode != "train":
             self._drop_all()
         if stop < active.sequence_length or active.mode == "probe":
             self._kept[stop] = self._copy(active, state)
-
-    def _write_message(self, active: ActiveSlice) -> str:
-        if active.start > self.filled:
-            why = f"but only [0, {self.filled}) has; every slice writes it, in slice order and without gaps"
-        else:
-            why = f"but [0, {self.filled}) has already: {_SECOND_TIME.format(mode=active.mode)}"
-        return f"{self}: slice [{active.start}, {active.stop}) writes it, {why}"
 
     def _copy(self, active: ActiveSlice, state: Tensor) -> _Kept:
         begun: tuple[int, ...] = ()
@@ -237,12 +229,6 @@ class CarriedEntry:
     def _drop_all(self) -> None:
         self._owner.count(-self.num_bytes)
         self._kept.clear()
-
-
-_SECOND_TIME = (
-    "two layers of this part share the name (give each its own), or the layer reads after it writes, or a forward "
-    "inside a backward runs in mode {mode!r} (use 'recompute'), or the micro-batch before was not released"
-)
 
 
 class CarriedStates:

@@ -19,10 +19,8 @@ from megatron.core.transformer import TransformerConfig
 
 from terapipe_ds.models.megatron.refusals import MegatronConfigError
 
-_AXES = ("pipe", "data", "model")  # of DeepSpeed's topology, the last one varying fastest
-_ORDERS = {_AXES: "tp-cp-ep-dp-pp", ("data", "pipe", "model"): "tp-cp-ep-pp-dp"}
-"""The same orders of Megatron, which names the fastest axis first."""
-_AXIS_OF = {"tp": "model", "dp": "data", "pp": "pipe"}
+_ORDERS = (("pipe", "data", "model"), ("data", "pipe", "model"))
+"""Of the axes of DeepSpeed's topology, the last one varying fastest: those that Megatron knows, too."""
 _ranks_of = torch_dist.get_process_group_ranks
 
 
@@ -65,19 +63,13 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     if given_stages not in (1, stages):
         config_has = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
         return f"{config_has} stages; give the same number, or 1 to leave stages to DeepSpeed"
-    order = _ORDERS.get(tuple(topology.get_axis_names()), _ORDERS[_AXES])
-    megatron = parallel_state.RankGenerator(
-        tp=tensor, ep=1, dp=grid.get_data_parallel_world_size(), pp=stages, cp=1, order=order
-    )
-    for token, axis in _AXIS_OF.items():
-        theirs = sorted(map(sorted, megatron.get_ranks(token)))
-        ours = sorted(map(sorted, topology.get_axis_comm_lists(axis))) or [[r] for r in range(topology.world_size())]
-        if theirs != ours:
-            return (
-                f"the {axis} groups of DeepSpeed's topology (axes {topology.get_axis_names()}) are {ours}, Megatron's "
-                f"{token} groups (order {order}) are {theirs}. Build the topology with PipeModelDataParallelTopology, "
-                f"whose axes are {list(_AXES)}, or with the order data, pipe, model"
-            )
+    names = topology.get_axis_names()
+    if not any(names == [axis for axis in order if axis in names] for order in _ORDERS):
+        return (
+            f"DeepSpeed's topology (axes {names}) puts its ranks in another order than Megatron's (tp-cp-ep-dp-pp or "
+            "tp-cp-ep-pp-dp, the fastest first). Build the topology with PipeModelDataParallelTopology, whose axes are "
+            f"{[*_ORDERS[0]]}, or with the order data, pipe, model"
+        )
     return None
 
 

@@ -20,7 +20,7 @@ from terapipe_ds.attention.backends.flex import Flex
 class TorchOps:
     """torch's operators written out, as an H100 was seen to compute them; `calls` has (queries, keys, is_causal).
 
-    FlashAttention: masks are aligned bottom-right; with a window tensors are [B, tokens, heads, D]. cuDNN: the causal
+    FlashAttention: masks are aligned bottom-right, tensors are [B, tokens, heads, D]. cuDNN: the causal
     mask is aligned top-left and `shift` tokens off, the log-sum-exp has a fourth dimension, one query with one key is
     refused, grouped heads are taken.
 
@@ -34,11 +34,11 @@ class TorchOps:
     def __init__(self, variant: str = "", shift: int = 0) -> None:
         self.variant, self.shift, self.calls = variant, shift, list[tuple[int, int, bool]]()
 
-    def _hidden(self, q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
+    def _hidden(self, q: Tensor, k: Tensor) -> Tensor:
         if self.variant == "no groups" and q.shape[1] > k.shape[1]:
             raise RuntimeError("Expected the heads to match\nand a trace")
         shift = 0 if self.variant == "upper left" else k.shape[2] - q.shape[2]
-        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift) if is_causal else None
+        return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + shift)
 
     @staticmethod
     def _way(q: Tensor, k: Tensor) -> str:
@@ -53,15 +53,6 @@ class TorchOps:
             return "split" if query_blocks < 0.8 * 2 * 132 else "full"
         return "one block"
 
-    def _scaled_dot_product_flash_attention(
-        self, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, is_causal: bool, debug: bool, *, scale: float
-    ) -> tuple[Any, ...]:
-        self.calls.append((q.shape[2], k.shape[2], is_causal))
-        seed, keep = self._drawn(q, k, dropout_p)
-        out, lse = kernel_attend(q, k, v, self._hidden(q, k, is_causal), scale, keep)
-        out = out * (1.1 if is_causal and self._way(q, k) == self.variant else 1.0)
-        return out, lse, "cum_q", "cum_k", 0, 0, seed, "offset", None
-
     def _drawn(self, q: Tensor, k: Tensor, p: float, seed: Any = None) -> tuple[Any, Tensor | None]:
         """Draw a seed as the kernel does, if dropout needs one, and return the factors of the probabilities."""
         if p == 0:
@@ -71,24 +62,16 @@ class TorchOps:
         keep = torch.rand(*q.shape[:3], k.shape[2], generator=torch.Generator().manual_seed(int(seed))) >= p
         return seed, keep / ((1 - p) * (1.1 if self.variant == "keeps too much" else 1.0))
 
-    def _scaled_dot_product_flash_attention_backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        max_q, max_k, (p, is_causal, seed) = q.shape[2], k.shape[2], rest[4:7]
-        assert rest == ("cum_q", "cum_k", max_q, max_k, p, is_causal, seed, "offset")
-        self.calls.append((q.shape[2], k.shape[2], is_causal))
-        keep = self._drawn(q, k, p, seed)[1]
-        dq, dk, dv = kernel_gradients(grad, (q, k, v), self._hidden(q, k, is_causal), out, lse, scale, keep)
-        is_wrong = self.variant == "backward" and is_causal and max_q != max_k
-        return dq, dk * (1.1 if is_wrong else 1.0), dv
-
-    def _window(self, q: Tensor, k: Tensor, left: int, right: int) -> Tensor:
+    def _window(self, q: Tensor, k: Tensor, left: int | None, right: int | None) -> Tensor:
+        if left is None:
+            assert right is None
+            return self._hidden(q, k)
         assert right == 0 and left >= 0
         ago = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2] - torch.arange(k.shape[2])
         return (ago < 0) | (ago > left)
 
     def _flash_attention_forward(
-        self, *arguments: Any, scale: float, window_size_left: int, window_size_right: int
+        self, *arguments: Any, scale: float, window_size_left: int | None, window_size_right: int | None
     ) -> Any:
         *inputs, cum_q, cum_k, max_q, max_k, p, is_causal, debug = arguments
         q, k, v = (x.transpose(1, 2) for x in inputs)
@@ -96,17 +79,21 @@ class TorchOps:
         self.calls.append((q.shape[2], k.shape[2], True))
         seed, keep = self._drawn(q, k, p)
         out, lse = kernel_attend(q, k, v, self._window(q, k, window_size_left, window_size_right), scale, keep)
+        out = out * (1.1 if self._way(q, k) == self.variant else 1.0)
         return out.transpose(1, 2), lse, seed, "unused", None
 
     def _flash_attention_backward(
-        self, *arguments: Any, scale: float, window_size_left: int, window_size_right: int
+        self, *arguments: Any, scale: float, window_size_left: int | None, window_size_right: int | None
     ) -> Any:
         grad, q, k, v, out, lse, *rest = arguments
         grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
         p, _, seed, _ = rest[4:]
         assert rest == [None, None, q.shape[2], k.shape[2], p, True, seed, "unused"] and lse.is_contiguous()
+        self.calls.append((q.shape[2], k.shape[2], True))
         hidden, keep = self._window(q, k, window_size_left, window_size_right), self._drawn(q, k, p, seed)[1]
-        return tuple(x.transpose(1, 2) for x in kernel_gradients(grad, (q, k, v), hidden, out, lse, scale, keep))
+        dq, dk, dv = kernel_gradients(grad, (q, k, v), hidden, out, lse, scale, keep)
+        is_wrong = self.variant == "backward" and q.shape[2] != k.shape[2]
+        return tuple(x.transpose(1, 2) for x in (dq, dk * (1.1 if is_wrong else 1.0), dv))
 
     def _top_left(self, q: Tensor, k: Tensor, is_causal: bool) -> Tensor | None:
         hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1 + self.shift)

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
-from terapipe_ds.attention.backends.bands import BandKernel
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.attention.documents import Starts
@@ -129,10 +128,10 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 @contextlib.contextmanager
 def small_blocks(backend: str | None, tokens: int) -> Iterator[None]:
-    """Force a backend and make its tiles, bands and causal blocks so small that a short slice has several."""
+    """Force a backend and make its tiles, windowed calls and causal blocks so small that a short slice has several."""
     with forced(backend), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Reference, "tile_tokens", tokens)
-        patch.setattr(BandKernel, "most_band_tokens", tokens)
+        patch.setattr(CpuFlash, "windowed_tokens", tokens)
         patch.setattr(CpuFlash, "causal_tokens", tokens)
         yield
 

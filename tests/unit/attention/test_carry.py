@@ -214,7 +214,7 @@ WRONG: list[tuple[str, Callable[[Sums], Any], str]] = [  # what runs before, the
     (
         "",
         lambda it: it.forward(0, run=lambda x: carry.write("sums", "recurrent", x[:, -1], it(x))),
-        r"\[0, 3\) has already: two layers of this part share the name",
+        r"\[0, 3\) has written it already: two layers of this part share the name",
     ),
     *((f"F0 F1 F2 {order[:-2]}", lambda it, last=order[-2:]: it.play(last), OUT_OF_ORDER) for order in ORDERS),
     (
@@ -243,7 +243,9 @@ def test_a_state_that_a_slice_leaves_out() -> None:
     sums.forward(1, run=lambda x: x)
     with pytest.raises(SliceStoreError, match=r"slice \[4, 8\) reads it but only \[0, 3\) has written it; every"):
         sums.forward(2)
-    with pytest.raises(SliceStoreError, match=r"slice \[4, 8\) writes it, but only \[0, 3\) has; every slice"):
+    with pytest.raises(
+        SliceStoreError, match=r"slice \[4, 8\) writes it but only \[0, 3\) has written it; every slice"
+    ):
         sums.forward(2, run=lambda x: carry.write("sums", "recurrent", x[:, -1], x))
 
 

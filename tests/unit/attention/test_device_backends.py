@@ -22,8 +22,8 @@ from terapipe_ds.attention import backends
 from terapipe_ds.attention.backends import choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
-from terapipe_ds.attention.backends.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
-from terapipe_ds.attention.backends.fused import CudaFlash, Cudnn
+from terapipe_ds.attention.backends.flash_attn import CudaFlash, FlashAttn, FlashAttn3, FlashAttn4
+from terapipe_ds.attention.backends.fused import Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
 
@@ -155,7 +155,7 @@ def test_the_check_of_dropout(need: Need) -> None:
         with _on_cpu(TorchOps(variant), CudaFlash):
             assert "dropout it is" in (CudaFlash().refusal(q, need) or "")
     with _on_cpu(TorchOps("upper left"), CudaFlash):
-        assert "several calls cannot replay dropout" in (CudaFlash().refusal(q, need) or "")
+        assert "dropout it is" in (CudaFlash().refusal(q, need) or "")
     with flash_attn_on_cpu():
         for documents in (False, True):
             assert wrong_kernel(FlashAttn(), q, need._replace(documents=documents)) is None
@@ -192,38 +192,22 @@ def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
     assert torch.equal(places, (key <= query) & (key >= first.unsqueeze(-1)))
 
 
-# -- torch's FlashAttention: one call per slice where the kernel is right --------------------------------------------
+# -- torch's FlashAttention: one call per slice, where the kernel is right -------------------------------------------
 
 
 def _forget() -> None:
-    for cached in (fused._takes_slices, first_use.wrong_result, first_use.times_ms):
+    for cached in (first_use.wrong_result, first_use.times_ms):
         cached.cache_clear()
 
 
-def _run_on_flash_ops(ops: TorchOps, heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> float:
-    _forget()
-    monkeypatch.setattr(fused, "_aten", ops)
-    monkeypatch.setattr(CudaFlash, "refusal", lambda self, q, need: None)
-    monkeypatch.setattr(CudaFlash, "is_available", lambda self: True)
-    inputs = random_inputs((2, *heads, 20, 8))
-    try:
-        with forced("cuda_flash"):
-            return largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs))
-    finally:
-        _forget()
-
-
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["all heads", "grouped"])
-def test_cuda_flash_takes_one_call_per_slice(
-    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ops = TorchOps()
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        assert _run_on_flash_ops(ops, heads, monkeypatch) <= 1e-12
+def test_cuda_flash_takes_one_call_per_slice(heads: tuple[int, int]) -> None:
+    ops, inputs = TorchOps(), random_inputs((2, *heads, 20, 8))
+    with _on_cpu(ops, CudaFlash, checks=True):
+        assert largest_error(run_sliced(inputs, (9, 10, 1)), run_plain(inputs)) <= 1e-12
     calls = [call for call in ops.calls if call[1] <= 20]  # the others are those of the check
     assert calls == [*SLICES, *reversed(SLICES)]
     assert len(ops.calls) == len(calls) + 2 * len(CHECKED)  # which was made once
-    assert not caplog.records
 
 
 @pytest.mark.parametrize(("variant", "said"), [
@@ -232,16 +216,12 @@ def test_cuda_flash_takes_one_call_per_slice(
     ("full", "10.0% off for 64 tokens after 300"), ("query", "10.0% off for 1 tokens after 1000"),
     ("first", "10.0% off for 300 tokens after 0"),
 ])  # fmt: skip
-def test_cuda_flash_falls_back_to_two_calls(
-    variant: str, said: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ops = TorchOps(variant)
-    with caplog.at_level(logging.WARNING, logger="terapipe_ds"):
-        error = _run_on_flash_ops(ops, (4, 2), monkeypatch)
-    (record,) = caplog.records
-    assert said in record.getMessage() and "two calls per slice" in record.getMessage()
-    assert error <= 1e-12
-    assert (10, 19, True) not in ops.calls and (2 * 10, 9, False) in ops.calls
+def test_a_wrong_cuda_flash_is_passed_over(variant: str, said: str) -> None:
+    q = torch.zeros(1, 4, 2, 8)
+    with _on_cpu(TorchOps(variant), CudaFlash, checks=True):
+        assert said in (CudaFlash().refusal(q, Need()) or "")
+        with pytest.raises(ValueError, match="'cuda_flash' was forced, but it"):
+            run_sliced(random_inputs((2, 4, 2, 20, 8)), (9, 10, 1))
 
 
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
@@ -258,12 +238,12 @@ def _on_cpu(ops: TorchOps, kernel: type, checks: bool = False) -> Iterator[None]
     """Have `kernel` run on the stand-ins, forced; where it needs another kernel for one token, on plain torch."""
     _forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "_aten", ops)
-        patch.setattr(fused, "cuda_refusal", lambda q, need: None)
-        patch.setattr(fused, "cuda_capability", lambda: (9, 0))
+        for module in (fused, flash_attn):
+            patch.setattr(module, "_aten", ops)
+            patch.setattr(module, "cuda_refusal", lambda q, need: None)
+            patch.setattr(module, "cuda_capability", lambda: (9, 0))
         if not checks:  # one shape for each way, not many large ones
-            for module in (first_use, fused):
-                patch.setattr(module, "CHECKED", ((1, 4, 2, 9, 0), (1, 4, 2, 5, 13)))
+            patch.setattr(first_use, "CHECKED", ((1, 4, 2, 9, 0), (1, 4, 2, 5, 13)))
             patch.setattr(first_use, "_WITH_DROPOUT", (2, 4, 2, 40, 30))
         for backend in backends._BACKENDS:
             if isinstance(backend, Cudnn):
@@ -291,7 +271,7 @@ def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
     with _on_cpu(TorchOps(), Cudnn):
         assert Cudnn().refusal(torch.zeros(1, 4, 2, 8), Need()) is None
     with pytest.raises(ValueError, match="'cudnn' was forced, but it is .*% off for 300 tokens after 0"):
-        with _on_cpu(TorchOps(shift=1), Cudnn):
+        with _on_cpu(TorchOps(shift=1), Cudnn, checks=True):
             run_sliced(random_inputs((1, 4, 2, 20, 8)), (9, 11))
 
 
@@ -381,7 +361,7 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
 
     with _on_cpu(TorchOps(), CudaFlash):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fused, "_aten", Older())
+            patch.setattr(flash_attn, "_aten", Older())
             refusal = CudaFlash().refusal(torch.zeros(1, 4, 2, 8), Need(window=True))
     assert refusal is not None and "with window it raised" in refusal
 
@@ -389,7 +369,7 @@ def test_a_window_that_the_operator_lacks_is_refused() -> None:
 @pytest.mark.parametrize("dim", [8, 64, 96, 128, 192, 256])
 @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (8, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kernel", ["cudnn", "window"])
+@pytest.mark.parametrize("kernel", ["cudnn", "plain", "window"])
 def test_shapes_on_meta(kernel: str, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
     """The real operators of this torch: arguments, shapes and dtypes of first, later and two-token slices."""
     backend = Cudnn() if kernel == "cudnn" else CudaFlash()
@@ -397,7 +377,7 @@ def test_shapes_on_meta(kernel: str, dtype: torch.dtype, heads: tuple[int, int],
         q, grad = (torch.empty(2, heads[0], tokens, dim, dtype=dtype, device="meta") for _ in range(2))
         keys, values = (torch.empty(2, heads[1], 1000, dim, dtype=dtype, device="meta") for _ in range(2))
         seen = (x[:, :, : start + tokens] for x in (keys, values))
-        queries = Queries(q, *seen, start, dim**-0.5, window=None if kernel == "cudnn" else 100)
+        queries = Queries(q, *seen, start, dim**-0.5, window=100 if kernel == "window" else None)
         attended, pieces = backend.forward(queries), list[tuple[int, int]]()
 
         def add(offset: int, dk: Tensor, dv: Tensor, again: bool = False, pieces: Any = pieces) -> None:

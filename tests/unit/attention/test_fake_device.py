@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
+from terapipe_ds.attention import ActiveSlice, SliceStore, backends, push_slice
 from terapipe_ds.attention.backends import first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.blocks import Block
@@ -118,15 +118,12 @@ def _fake_cuda(backend: str) -> Iterator[None]:
     with ExitStack() as stack:
         for module in (fused, flash_attn, flex):
             stack.enter_context(mock.patch.object(module, "cuda_capability", lambda: (9, 0)))
-        for module in (fused, first_use):
-            stack.enter_context(mock.patch.object(module, "wrong_result", lambda *key: None))
-        at_once = backend != "cuda_flash in blocks"
-        stack.enter_context(mock.patch.object(fused, "_takes_slices", lambda *key: at_once))
+        stack.enter_context(mock.patch.object(first_use, "wrong_result", lambda *key: None))
         stack.enter_context(mock.patch.object(flex, "_compiled", lambda: _flex_attention))
         for name in ("has_flash_attn", "has_flash_attn_3", "has_flash_attn_4"):
             stack.enter_context(mock.patch.object(flash_attn, name, lambda: True))
         stack.enter_context(flash_attn_installed(_Shapes()))
-        stack.enter_context(forced(backend.partition(" ")[0]))
+        stack.enter_context(forced(backend))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_Indexing())
         yield
@@ -136,7 +133,7 @@ def _fake_cuda(backend: str) -> Iterator[None]:
 REFUSED = {
     "flash_attn": "", "flash_attn_3": "dropout", "flash_attn_4": "dropout",
     "cudnn": "window; cap; dropout; window, documents, sinks; all",
-    "cuda_flash": "cap; all", "cuda_flash in blocks": "cap; dropout; all", "flex": "plain; dropout; sinks",
+    "cuda_flash": "cap; all", "flex": "plain; dropout; sinks",
 }  # fmt: skip
 
 
@@ -197,19 +194,22 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 @contextlib.contextmanager
-def _pretended(device: str, one_call: bool) -> Any:
-    """`cuda_flash` is what computes attention on `device`; autocast does not know `meta`."""
+def _pretended(device: str, kernel: type) -> Any:
+    """`kernel` is what computes attention on `device`; autocast does not know `meta`."""
     asks, refusal = torch.is_autocast_enabled, fused.cuda_refusal
+    other = fused.Cudnn if kernel is flash_attn.CudaFlash else flash_attn.CudaFlash
 
     def refuses(q: torch.Tensor, need: Need) -> str | None:
         return None if q.device.type == device and q.element_size() == 2 else refusal(q, need)
 
     with contextlib.ExitStack() as stack:
         for module, name, stand_in in (
-            (fused, "cuda_capability", lambda: (9, 0)),
+            *((module, "cuda_capability", lambda: (9, 0)) for module in (fused, flash_attn)),
             (flash_attn, "has_flash_attn", lambda: False),
-            (fused, "cuda_refusal", refuses),
-            (fused, "_takes_slices", lambda *key: one_call),
+            *((module, "cuda_refusal", refuses) for module in (fused, flash_attn)),
+            (first_use, "wrong_result", lambda *key: None),
+            (other, "is_available", lambda self: False),
+            (backends, "_chosen", {}),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
         if device == "meta":
@@ -222,22 +222,23 @@ def _pretended(device: str, one_call: bool) -> Any:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("one_call", [True, False], ids=["one call", "blocks"])
+@pytest.mark.parametrize("kernel", [flash_attn.CudaFlash, fused.Cudnn], ids=["one call", "blocks"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) -> None:
+def test_a_model_in_slices(model: str, dtype: str, kernel: Any, device: str) -> None:
     config = GPTConfig(
         hidden_size=512, num_heads=8, num_layers=1, max_sequence_length=512, dtype=dtype, **MODELS[model]
     )
     positions._tables.clear()
     calls: list[tuple[int, int]] = []
-    run = fused.CudaFlash.run
+    run = kernel.run
 
-    def watched(self: Any, block: Block) -> Any:
-        calls.append((block.q.shape[2], block.k.shape[2]))
-        return run(self, block)
+    def watched(self: Any, inputs: Any, *rest: Any) -> Any:
+        tokens = 2 if isinstance(inputs, Block) else 1
+        calls.append((inputs[0].shape[tokens], inputs[1].shape[tokens]))
+        return run(self, inputs, *rest)
 
-    with _pretended(device, one_call), mock.patch.object(fused.CudaFlash, "run", watched):
+    with _pretended(device, kernel), mock.patch.object(kernel, "run", watched):
         with torch.device(device):
             layers = nn.Sequential(TokenEmbedding(config), DecoderLayer(config, 0), FinalNorm(config), LMHead(config))
         accumulate_in_products(layers, None)
@@ -253,9 +254,8 @@ def test_a_model_in_slices(model: str, dtype: str, one_call: bool, device: str) 
         store.release(0, 0)
         store.assert_drained()
     positions._tables.clear()
-    kv_heads, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    blocks = [(200, 200), (300, 300), (300 * groups, 200), (12, 12), (12 * groups, 500)]
-    assert kv_heads * groups == 8 and calls == ([(200, 200), (300, 500), (12, 512)] if one_call else blocks)
+    blocks = [(200, 200), (300, 300), (300, 200), (12, 12), (12, 500)]
+    assert calls == (blocks if kernel is fused.Cudnn else [(200, 200), (300, 500), (12, 512)])
 
 
 def _forwards(

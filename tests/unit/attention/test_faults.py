@@ -10,12 +10,11 @@ from reach_cases import Case, error, run_formula, run_in_slices, small_blocks
 from test_store_reach import evaluate, undefined_memory_is_nan
 
 from terapipe_ds.attention import SliceStore, SliceStoreError, call, sliced
-from terapipe_ds.attention.backends import bands, reference
-from terapipe_ds.attention.backends.bands import Bands
+from terapipe_ds.attention.backends import fused, reference
+from terapipe_ds.attention.backends.base import Queries
 from terapipe_ds.attention.backends.blocks import BlockKernel
 from terapipe_ds.attention.buffers import TokenBuffer
-from terapipe_ds.attention.documents import Documents
-from terapipe_ds.attention.reach import Reach
+from terapipe_ds.attention.documents import Documents, Reach
 from terapipe_ds.attention.slice_store import SliceEntry
 
 WINDOW = Case((9, 10, 1, 12), window=6)
@@ -37,11 +36,9 @@ def fault(case: Case, owner: Any, name: str) -> Callable[[Callable[..., Any]], C
     return enter
 
 
-@fault(WINDOW, bands, "band_mask")
-def window_one_token_longer(mask: Any, size: int, window: int, *rest: Any) -> Any:
-    longer = mask(size, window, *rest).clone()
-    longer.diagonal(-1).zero_()
-    return longer
+@fault(WINDOW, fused, "window_mask")
+def window_one_token_longer(mask: Any, tokens: int, before: int, window: int, *rest: Any) -> Any:
+    return mask(tokens, before, window + 1, *rest)
 
 
 @fault(WINDOW, Reach, "_in_window")
@@ -54,9 +51,9 @@ def window_of_tiles_one_token_longer(scores: Any, queries: Any, *rest: Any) -> A
     return scores(queries._replace(window=None if queries.window is None else queries.window + 1), *rest)
 
 
-@fault(WINDOW, Bands, "keys_of")
-def keys_of_the_band_before(keys_of: Any, self: Any, *rest: Any) -> Any:
-    return keys_of(dataclasses.replace(self, column=max(0, self.column - 1)), *rest)
+@fault(WINDOW, Queries, "first_key")
+def keys_without_the_first_one(first_key: Any, self: Any, row: int) -> int:
+    return int(first_key(self, row) + (self.start + row > 0))
 
 
 @fault(DOCUMENTS, Documents, "edges")
@@ -78,7 +75,7 @@ def gradients_of_another_row(
 
 
 @fault(WINDOW, SliceEntry, "add_grads")
-def gradients_of_bands_overwritten(
+def gradients_of_calls_overwritten(
     add: Any, self: Any, offset: int, dk: Any, dv: Any, again: bool = False, rows: Any = None
 ) -> None:
     for total, part in zip(self.grads.at(offset, offset + dk.shape[2]), (dk, dv), strict=True):

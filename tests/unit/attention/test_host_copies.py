@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from terapipe_ds.attention import ActiveSlice, SliceStore, carry, opaque, push_slice
 from terapipe_ds.attention.backends import flex
 from terapipe_ds.attention.backends.base import Queries
-from terapipe_ds.attention.backends.flash_attn import _packed_rows
-from terapipe_ds.attention.documents import Documents
-from terapipe_ds.attention.reach import Span
+from terapipe_ds.attention.backends.flash_attn import _parts
+from terapipe_ds.attention.documents import Documents, Span
 from terapipe_ds.models.gpt import GPTConfig, PositionEmbedding
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 
@@ -49,7 +48,7 @@ def learned_positions() -> None:
 
 
 def packed_rows() -> None:
-    list(_packed_rows(Queries(tensor(2, 1, 4, 8), tensor(2, 1, 8, 8), tensor(2, 1, 8, 8), 4, 1.0, spans=SPANS)))
+    list(_parts(Queries(tensor(2, 1, 4, 8), tensor(2, 1, 8, 8), tensor(2, 1, 8, 8), 4, 1.0, spans=SPANS)))
 
 
 def mask_and_cap_of_flex() -> None:

@@ -75,8 +75,8 @@ def test_a_whole_sequence_equals_the_formula(case: Case, backend: str | None, ou
 
 
 @pytest.mark.parametrize("backend", [None, "reference"])
-def test_several_bands_and_tiles_of_the_real_sizes(backend: str | None) -> None:
-    """Windows that are shorter and longer than a band, a tile, a slice; two rows with other documents."""
+def test_several_calls_and_tiles_of_the_real_sizes(backend: str | None) -> None:
+    """Windows that are shorter and longer than a call's queries, a tile, a slice; two rows with other documents."""
     for window, starts in ((40, None), (700, ((0, 800), (0, 100, 1203))), (300, None)):
         case = Case(
             lengths=(700, 513, 286, 1), kv_heads=2, batch=1 if starts is None else 2, window=window, starts=starts

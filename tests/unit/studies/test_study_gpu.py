@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from studies import attention, gpu
-from terapipe_ds.attention.backends import fused
+from terapipe_ds.attention.backends import flash_attn
 from terapipe_ds.bench.drivers import base
 from terapipe_ds.bench.report import load_result
 from terapipe_ds.bench.table import render
@@ -21,7 +21,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that take no time, and measurements that are made up: a slice takes a millisecond, the whole two."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a pretended device")
-    monkeypatch.setattr(fused, "cuda_capability", lambda: (9, 0))
+    monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(base, "available_backends", lambda: ("cuda_flash",))
 
     def measure(shape: attention.Shape, num_slices: int, repeats: int, device: str) -> attention.SlicingCost:

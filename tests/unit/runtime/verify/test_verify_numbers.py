@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.runtime.verify import compare
+from terapipe_ds.runtime.verify import compare, layer
 from tests.small_models.faulty import WIDTH
 from tests.small_models.parts import Calls
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
@@ -57,6 +57,34 @@ def test_a_layer_that_knows_no_wider_dtype_keeps_its_difference() -> None:
 
     with mock.patch(f"{__name__}.Scaled", OnlyHalf):
         assert "input gradient differs" in str(scaled(*CANCELS[0]).findings)
+
+
+class Routed(nn.Module):
+    """Scale tokens by one of two experts. In bf16 later slices round the last bit in another way, as kernels do."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.experts, self.factor = nn.Parameter(torch.tensor([0.2, 3.0])), factor
+
+    def forward(self, inputs: tuple[Tensor]) -> Tensor:
+        x, active = inputs[0], active_slice()
+        if active is not None and active.start > 0:
+            x = x * self.factor
+            x = x * (1 + torch.finfo(x.dtype).eps) if x.dtype == torch.bfloat16 else x
+        return x * self.experts[(x[..., :1] >= 1.0).long()]
+
+
+def test_a_router_that_decides_by_the_last_bit_is_healthy() -> None:
+    x = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+    x[..., 0] = 1.0 - 2.0**-8  # the largest number of bf16 below the border
+
+    def findings(factor: float = 1.0) -> list[Any]:
+        return verify([Routed(factor).bfloat16()], (x.bfloat16().requires_grad_(),)).findings
+
+    assert findings() == []
+    with mock.patch.object(layer, "nudged", lambda inputs, seed: inputs):
+        assert "output of tokens" in str(findings())
+    assert len(findings(factor=1.2)) == 1
 
 
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------

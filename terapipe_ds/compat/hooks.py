@@ -24,7 +24,7 @@ DEEPSPEED_HOOKS = {
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
-        "_count_layer_params _get_frozen_parameter_names allreduce_tied_weight_gradients compile forward "
+        "_count_layer_params _get_frozen_parameter_names compile forward "
         "get_tied_weights_and_groups load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",

@@ -402,10 +402,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
     def _exec_reduce_tied_grads(self) -> None:
         # DeepSpeed's own fails for weights that are frozen, or passes over gradients
-        if self._layout.has_copies or self.using_bf16_optimizer or Gradients(self.optimizer).are_beside:
-            sum_gradients(self.module, self.optimizer)
-        else:
-            super()._exec_reduce_tied_grads()
+        sum_gradients(self.module, self.optimizer)
 
     # DeepSpeed calls these two around autograd in a B
 

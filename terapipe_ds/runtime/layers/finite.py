@@ -27,7 +27,7 @@ from terapipe_ds.losses.head import ONLY_LOOKS
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layout.layer_names import module_of
-from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_other_parts, replace_layers
+from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_part, replace_layers
 
 
 class NonFiniteError(ValueError):
@@ -180,10 +180,10 @@ class FiniteCheck:
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""
         if self._gradients and not self._collected:
-            others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
+            active = {id(parameter) for parameter in parameters_of_part(self._module)}
             for parameter, (layer, what) in self._parameters.items():
                 gradient = parameter.grad if self._sums is None else self._sums.so_far(parameter)
-                if gradient is not None and id(parameter) not in others:
+                if gradient is not None and id(parameter) in active:
                     self.look(layer, what, gradient, is_backward=True)
 
     def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:

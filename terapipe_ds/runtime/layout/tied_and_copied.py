@@ -195,9 +195,8 @@ class Gradients:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.are_beside = bool(getattr(optimizer, "use_grad_accum_attribute", False))
         self._name, self._dtype = "grad", None
-        if self.are_beside:
+        if getattr(optimizer, "use_grad_accum_attribute", False):
             self._name, self._dtype = "grad_accum", optimizer.gradient_accumulation_dtype
         self._optimizer = optimizer if isinstance(optimizer, BF16_Optimizer) else None
         groups = [] if self._optimizer is None else self._optimizer.bf16_groups

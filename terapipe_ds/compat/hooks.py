@@ -82,7 +82,7 @@ def require_megatron(what: str) -> None:
 
 def require_transformers(what: str) -> None:
     """Raise MissingExtraError unless transformers is installed; `what` needs it."""
-    if not versions.has_transformers():
+    if not all(map(versions.is_there, ("transformers", "safetensors"))):
         raise versions.MissingExtraError(
             f"{what} needs transformers, which is not installed: pip install "
             f"transformers=={versions.TESTED_VERSIONS['transformers']} safetensors peft"

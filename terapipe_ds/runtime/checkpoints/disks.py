@@ -81,9 +81,8 @@ def problem_of_local_storage(engine: PipelineEngine) -> str | None:
     """
     if not engine.use_node_local_storage():
         return None
-    stages, tensor = engine.grid.get_pipe_parallel_world_size(), engine.grid.get_slice_parallel_world_size()
     return (
-        f"checkpoint.use_node_local_storage with {stages} stages and {tensor} tensor-parallel ranks: DeepSpeed saves "
-        "one model state per machine there, and its load wants that of every stage, so that such a checkpoint is in "
-        "pieces. Remove the key, and save to a folder that all machines share"
+        "checkpoint.use_node_local_storage: DeepSpeed saves one model state per machine there, and the load of a "
+        "pipeline wants that of every stage, so that such a checkpoint is in pieces. Remove the key, and save to a "
+        "folder that all machines share"
     )

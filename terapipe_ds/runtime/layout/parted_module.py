@@ -131,10 +131,3 @@ def parameters_of_part(module: Any) -> list[nn.Parameter]:
         return list(module.parameters())
     layers = [module_of(layer) for layer in module.forward_funcs]
     return list(nn.ModuleList(layer for layer in layers if layer is not None).parameters())
-
-
-def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
-    """Let the active part run these functions instead of its layers."""
-    module.forward_funcs = forward_funcs
-    if isinstance(module, PartedModule):
-        module.held_parts[module.active_chunk].forward_funcs = forward_funcs

@@ -77,14 +77,6 @@ class PartedModule(PipelineModule):
             return super()._index_tied_modules()
         return copies_of(self, self.terapipe_layout, {**self.held_layers(), LOSS: self.loss_fn})
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Return the weights that other stages hold as well, each with the group of these stages."""
-        return [
-            (self._recursive_getattr(comm["module"], name), comm["group"])
-            for comm in self.tied_comms.values()
-            for name in comm["weight_attr"]
-        ]
-
     def _precompute_checkpointable_values(self) -> None:
         for chunk_id in self.each_part():
             self.is_checkpointable_results_interval = None  # kept per interval, and not per part

@@ -7,12 +7,7 @@ from terapipe_ds.compat.versions import TESTED_VERSIONS as TESTED_VERSIONS
 from terapipe_ds.compat.versions import CompatError as CompatError
 from terapipe_ds.compat.versions import MissingExtraError as MissingExtraError
 from terapipe_ds.compat.versions import cache_arguments as cache_arguments
-from terapipe_ds.compat.versions import has_apex as has_apex
-from terapipe_ds.compat.versions import has_flash_attn as has_flash_attn
-from terapipe_ds.compat.versions import has_flash_attn_3 as has_flash_attn_3
-from terapipe_ds.compat.versions import has_flash_attn_4 as has_flash_attn_4
+from terapipe_ds.compat.versions import has as has
 from terapipe_ds.compat.versions import has_megatron as has_megatron
-from terapipe_ds.compat.versions import has_transformer_engine as has_transformer_engine
-from terapipe_ds.compat.versions import has_transformers as has_transformers
 from terapipe_ds.compat.versions import installed_versions as installed_versions
 from terapipe_ds.compat.versions import warn_about_versions as warn_about_versions

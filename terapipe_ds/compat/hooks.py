@@ -17,15 +17,14 @@ from terapipe_ds.compat import versions
 DEEPSPEED_HOOKS = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
         "__getattr__ _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
-        "_exec_optimizer_step _exec_reduce_grads _exec_reduce_tied_grads _exec_schedule _inference_schedule "
+        "_exec_optimizer_step _exec_reduce_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule autotp_size clip_fp32_gradients compile "
         "destroy eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict "
         "reset_activation_shape save_checkpoint set_dataiterator set_dataloader steps_per_print train_batch"
     ),
     "deepspeed.runtime.pipe.module:PipelineModule": (
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
-        "_count_layer_params _get_frozen_parameter_names allreduce_tied_weight_gradients compile forward "
-        "get_tied_weights_and_groups load_state_dir save_state_dict stage_owner"
+        "_count_layer_params _get_frozen_parameter_names compile forward load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": "get_grad_norm_direct scaled_global_norm",
@@ -82,7 +81,7 @@ def require_megatron(what: str) -> None:
 
 def require_transformers(what: str) -> None:
     """Raise MissingExtraError unless transformers is installed; `what` needs it."""
-    if not versions.has_transformers():
+    if not all(map(versions.is_there, ("transformers", "safetensors"))):
         raise versions.MissingExtraError(
             f"{what} needs transformers, which is not installed: pip install "
             f"transformers=={versions.TESTED_VERSIONS['transformers']} safetensors peft"

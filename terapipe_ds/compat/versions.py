@@ -31,6 +31,18 @@ TESTED_RANGES = {
 CACHE_ARGUMENTS = {"5.24": ("cache", "past_key_values", "cache_params"), "4.57": ("past_key_values", "cache_params")}
 TESTED_PYTHONS = ("3.11", "3.12")
 _OPTIONAL = ("megatron-core", "transformers")
+# Optional package -> the module and the names in it that are used: of flash-attn those with the log-sum-exp. On PyPI
+# apex is another package, without `FusedAdam`.
+_USED = {
+    "apex": ("apex.optimizers", "FusedAdam"),
+    "flash_attn": (
+        "flash_attn.flash_attn_interface",
+        *(f"_flash_attn_{kind}{way}" for kind in ("", "varlen_") for way in ("forward", "backward")),
+    ),
+    "flash_attn_3": ("flash_attn_interface", "flash_attn_func"),
+    "flash_attn_4": ("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+    "transformer_engine": ("transformer_engine.pytorch", "DotProductAttention"),
+}
 
 
 class CompatError(RuntimeError):
@@ -104,42 +116,6 @@ def warn_about_versions() -> None:
         logger.warning("; ".join(lines))
 
 
-def has_apex() -> bool:
-    """Return whether NVIDIA apex is installed; another package has the name on PyPI, without `FusedAdam`."""
-    return _has("apex.optimizers", "FusedAdam")
-
-
-def has_flash_attn() -> bool:
-    """Return whether flash-attn has the functions that give and take the log-sum-exp, of rows and of packed rows."""
-    names = [f"_flash_attn_{kind}{way}" for kind in ("", "varlen_") for way in ("forward", "backward")]
-    return _has("flash_attn.flash_attn_interface", *names)
-
-
-def has_flash_attn_3() -> bool:
-    """Return whether flash-attn 3 is installed, which is a package beside flash-attn."""
-    return _has("flash_attn_interface", "flash_attn_func")
-
-
-def has_flash_attn_4() -> bool:
-    """Return whether flash-attn 4 is installed, with the functions that give and take the log-sum-exp."""
-    return _has("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd")
-
-
-def has_any_flash_attn() -> bool:
-    """Return whether some version of flash-attn is installed, of those that compute slices."""
-    return has_flash_attn() or has_flash_attn_3() or has_flash_attn_4()
-
-
-def has_transformer_engine() -> bool:
-    """Return whether NVIDIA Transformer Engine for torch is installed."""
-    return _has("transformer_engine.pytorch", "DotProductAttention")
-
-
-def has_transformers() -> bool:
-    """Return whether transformers and safetensors are installed, without importing them."""
-    return all(importlib.util.find_spec(name) is not None for name in ("transformers", "safetensors"))
-
-
 def has_megatron() -> bool:
     """Return whether megatron-core is installed, without importing it; Megatron-LM's scripts alone do not count."""
     try:
@@ -150,8 +126,9 @@ def has_megatron() -> bool:
     return any(Path(folder, "transformer").is_dir() for folder in folders or ())
 
 
-def _has(module: str, *names: str) -> bool:
-    """Return whether `module` imports and has `names`; a package that fails on import counts as absent."""
+def has(package: str) -> bool:
+    """Return whether an optional package imports and has the names that are used; one that fails counts as absent."""
+    module, *names = _USED[package]
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError:

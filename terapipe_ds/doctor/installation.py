@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor.lines import Check, Line
@@ -74,7 +74,7 @@ def extras() -> Iterator[Line]:
 
 def apex() -> Iterator[Line]:
     """Report whether NVIDIA's apex is installed, or the other package of that name."""
-    if versions.has_apex():
+    if versions.has("apex"):
         yield Line("ok", "apex", "NVIDIA's, with FusedAdam")
     elif versions.is_there("apex"):
         yield Line("warning", "apex", "the package of this name here is not NVIDIA's", "pip uninstall apex")
@@ -82,12 +82,12 @@ def apex() -> Iterator[Line]:
         yield Line("note", "apex", "not installed: DeepSpeed's and torch's optimizers run")
 
 
-def optional(name: str, has: Callable[[], bool], without: str) -> Check:
+def optional(name: str, packages: Iterable[str], without: str) -> Check:
     """Return the check of a package that the engine uses where it is installed."""
     module = name.replace("-", "_")
 
     def check() -> Iterator[Line]:
-        if has():
+        if any(map(versions.has, packages)):
             yield Line("ok", name, versions.version_of(name) or "installed")
         elif versions.is_there(module):
             broken = f"installed, but it does not import, or lacks functions that are used: {without}"
@@ -105,6 +105,6 @@ CHECKS = (
     Check("overrides", hooks, ("torch", "deepspeed")),
     Check("extras", extras),
     Check("apex", apex),
-    optional("flash-attn", versions.has_any_flash_attn, "torch's own kernels compute attention"),
-    optional("transformer-engine", versions.has_transformer_engine, _WITHOUT_TE),
+    optional("flash-attn", ("flash_attn", "flash_attn_3", "flash_attn_4"), "torch's own kernels compute attention"),
+    optional("transformer-engine", ("transformer_engine",), _WITHOUT_TE),
 )

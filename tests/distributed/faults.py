@@ -115,7 +115,7 @@ LEAVES = "runtime.engine.part_runner:PartRunner._leaves"
 ADD_PRODUCT = "runtime.layers.weight_gradients:_add_product"
 FACTORS = "runtime.layers.weight_gradients:_factors"
 COMPUTE = "runtime.layers.weight_gradients:WeightGradients.compute"
-REDUCE_TIED = "runtime.engine.engine:TeraPipeEngine._exec_reduce_tied_grads"
+REDUCE_TIED = "runtime.engine.engine:sum_gradients"
 TRAIN_BATCH = "runtime.engine.engine:TeraPipeEngine.train_batch"
 BUILD = "runtime.planning.plans:build"
 VALIDATE = "runtime.planning.plans:validate"
@@ -492,17 +492,17 @@ fault(
 
 
 @fault("engine", UNEVEN, "tied gradients are summed twice", REDUCE_TIED)
-def tied_gradients_reduced_twice(reduce: Any, self: Any) -> None:
-    reduce(self)
-    reduce(self)
+def tied_gradients_reduced_twice(reduce: Any, *tied: Any) -> None:
+    reduce(*tied)
+    reduce(*tied)
 
 
 @fault("engine", replace(EQUAL, hook=True), "the module's hook before_reduce is not called")
 def hook_not_called() -> Iterator[None]:
-    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine, sum_gradients
     from terapipe_ds.schedule import Kind
 
-    without = {Kind.REDUCE_TIED_GRADS: lambda self, action: self._exec_reduce_tied_grads()}
+    without = {Kind.REDUCE_TIED_GRADS: lambda self, action: sum_gradients(self.module, self.optimizer)}
     with mock.patch.object(TeraPipeEngine, "_ACTIONS", {**TeraPipeEngine._ACTIONS, **without}):
         yield
 

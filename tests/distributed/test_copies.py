@@ -43,10 +43,10 @@ def job_messages(limit_bytes: int) -> tuple[list[int], list[int], dict[str, floa
     data = engines.batches(2)
     with mock.patch.object(tied_and_copied, "BUCKET_BYTES", limit_bytes):
         with engines.engine_of(engines.gpt_layers(tied_embedding=True), BOTH_WAYS) as engine:
-            weights = engine.module.get_tied_weights_and_groups()
-            with counted([group for _, group in weights]) as messages:
+            tied = [*tied_and_copied.weights_by_group(engine.module)]
+            with counted([group for group, _ in tied]) as messages:
                 ours = engines.train(engine, data)
-            sizes = [weight.numel() for weight, _ in weights]
+            sizes = [weight.numel() for _, weights in tied for weight in weights]
     return messages, sizes, engines.differences(ours, engines.stock_run(tied_embedding=True))
 
 

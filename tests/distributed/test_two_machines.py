@@ -113,7 +113,7 @@ class TestTwoMachines:
         ("mistake", "kind", "said"),
         [
             ("load", "CheckpointError", "/second/only_here/copied): they have another disk"),
-            ("local storage", "CheckpointError", "use_node_local_storage with 2 stages and 1 tensor-parallel ranks"),
+            ("local storage", "CheckpointError", "use_node_local_storage: DeepSpeed saves one model state per machine"),
             ("config", "TeraPipeConfigError", "terapipe: ranks [0]: "),
             ("file", "TeraPipeConfigError", "the schedule's file: ranks [0]: checksum"),
             ("lengths", "BatchError", "ranks [0]: [[2, 23], [2, 23]]; ranks [1]: [[2, 24], [2, 24]]"),

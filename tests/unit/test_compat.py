@@ -197,35 +197,35 @@ def test_megatron_core_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- optional packages
 
 OPTIONAL = {
-    "apex": (compat.has_apex, "apex.optimizers", "FusedAdam = object"),
-    "flash_attn": (compat.has_flash_attn, "flash_attn.flash_attn_interface",
+    "apex": ("apex.optimizers", "FusedAdam = object"),
+    "flash_attn": ("flash_attn.flash_attn_interface",
                    "_flash_attn_forward = _flash_attn_backward = None\n"
                    "_flash_attn_varlen_forward = _flash_attn_varlen_backward = None"),
-    "transformer_engine": (compat.has_transformer_engine, "transformer_engine.pytorch", "DotProductAttention = object"),
+    "transformer_engine": ("transformer_engine.pytorch", "DotProductAttention = object"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
 def test_optional_packages(site: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    has, module, text = OPTIONAL[package]
+    module, text = OPTIONAL[package]
     with monkeypatch.context() as absent:
         absent.setitem(sys.modules, package, None)
-        assert not has()
+        assert not compat.has(package)
     write(site, f"{package}.__init__")  # as the web toolkit that has the name of NVIDIA's apex
-    assert not has()
+    assert not compat.has(package)
     write(site, module, text)
     versions.importlib.invalidate_caches()
-    assert has()
-    assert has()  # found again, now among the loaded modules
+    assert compat.has(package)
+    assert compat.has(package)  # found again, now among the loaded modules
 
 
 @pytest.mark.parametrize("package", OPTIONAL)
 @pytest.mark.parametrize("failure", ["", "raise OSError('undefined symbol')", "raise ImportError('no CUDA')", "1/0"])
 def test_an_optional_package_that_lacks_its_names_or_breaks_on_import(site: Path, package: str, failure: str) -> None:
-    has, module, text = OPTIONAL[package]
+    module, text = OPTIONAL[package]
     write(site, f"{package}.__init__")
     write(site, module, f"{text}\n{failure}" if failure else "")
-    assert not has()
+    assert not compat.has(package)
 
 
 def test_megatron_core_is_found_without_running_it(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -267,6 +267,6 @@ def _heads_first(x: Tensor) -> Tensor:
 
 
 _is_deterministic = torch.are_deterministic_algorithms_enabled
-has_flash_attn = functools.cache(compat.has_flash_attn)
-has_flash_attn_3 = functools.cache(compat.has_flash_attn_3)
-has_flash_attn_4 = functools.cache(compat.has_flash_attn_4)
+has_flash_attn = functools.cache(functools.partial(compat.has, "flash_attn"))
+has_flash_attn_3 = functools.cache(functools.partial(compat.has, "flash_attn_3"))
+has_flash_attn_4 = functools.cache(functools.partial(compat.has, "flash_attn_4"))

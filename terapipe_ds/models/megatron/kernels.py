@@ -33,7 +33,7 @@ def on_cpu() -> bool:
 
 def uses_transformer_engine(config: TransformerConfig) -> bool:
     """Return whether the config asks for Transformer Engine's layers and they can run: installed, and on a GPU."""
-    return config.transformer_impl == "transformer_engine" and not on_cpu() and compat.has_transformer_engine()
+    return config.transformer_impl == "transformer_engine" and not on_cpu() and compat.has("transformer_engine")
 
 
 def norm_class(config: TransformerConfig) -> type:
@@ -43,7 +43,7 @@ def norm_class(config: TransformerConfig) -> type:
 
         return TENorm
     # megatron-core takes any package named apex for NVIDIA's, so the check is made here
-    if config.normalization == "LayerNorm" and not on_cpu() and compat.has_apex():
+    if config.normalization == "LayerNorm" and not on_cpu() and compat.has("apex"):
         return FusedLayerNorm
     return TorchNorm
 

@@ -16,10 +16,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import logger, show_key, show_value
-from terapipe_ds.runtime.agreement import gather_results
+from terapipe_ds.runtime.agreement import from_rank_0, gather_results
 from terapipe_ds.runtime.checkpoints.disks import require_shared
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
-from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError, is_leader
+from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from terapipe_ds.runtime.log import first_line
 
@@ -42,17 +42,13 @@ def find_checkpoint(
 ) -> ChosenCheckpoint:
     """Choose a checkpoint whose files are intact. A collective over all ranks, which share the files to read.
 
-    The ranks that name files choose, each for its node.
-
     Raises:
         CheckpointError: on every rank: the requested checkpoint is not whole (the error names the files that are
             missing or damaged), or a file would run code, and `allow_pickle` does not permit it.
     """
-    folder, tag, leads = Path(load_dir), None if tag is None else str(tag), is_leader(engine)
+    folder, tag = Path(load_dir), None if tag is None else str(tag)
     is_universal, damaged = bool(engine.load_universal_checkpoint()), dict[str, str]()
-    # On a node with a disk of its own, one rank reads all files: we do not know how many ranks the node has
-    is_own = engine.use_node_local_storage()
-    share = (0, int(leads)) if is_own else (torch_dist.get_rank(), torch_dist.get_world_size())
+    share = torch_dist.get_rank(), torch_dist.get_world_size()
 
     def choose() -> ChosenCheckpoint:
         try:
@@ -61,8 +57,10 @@ def find_checkpoint(
             raise CheckpointError(str(error)) from error
 
     while True:
-        # The leaders compare sizes first. Then all ranks compare checksums and contents
-        chosen = _same_everywhere(folder, gather_results(choose if leads else None, world), engine.global_rank, world)
+        # The first rank compares sizes. Then all ranks compare checksums and contents
+        chosen = from_rank_0(choose, world)
+        if chosen.read_as is not None:
+            require_shared(folder / chosen.read_as, world)
         looked = gather_results(partial(look_at_contents, folder, chosen, with_optimizer, allow_pickle, *share), world)
         problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
         if problem is None:
@@ -74,20 +72,6 @@ def find_checkpoint(
     chosen = replace(chosen, pickled=next((path for _, path in filter(None, looked) if path is not None), None))
     for note in _notes(chosen) if engine.global_rank == 0 else ():
         logger.warning("%s", note)
-    return chosen
-
-
-def _same_everywhere(folder: Path, choices: list[ChosenCheckpoint | None], rank: int, world: Any) -> ChosenCheckpoint:
-    """Return the choice of the node of `rank`, if all nodes have chosen the same one and all ranks see it."""
-    made = [choice for choice in choices if choice is not None]
-    if len(tags := {choice.tag for choice in made}) > 1:
-        raise CheckpointError(
-            f"the last whole checkpoint in {folder} is not the same on every node: {', '.join(map(str, tags))}; "
-            "name one that all have, as load_checkpoint's tag"
-        )
-    chosen = [choice for choice in choices[: rank + 1] if choice is not None][-1]
-    if any(choice.read_as is not None for choice in made):
-        require_shared(folder / str(chosen.read_as), world)
     return chosen
 
 
@@ -106,12 +90,12 @@ def look_at_contents(
 ) -> tuple[str | None, str | None]:
     """Compare the checksums of every `count`-th file, and read it strictly: an unreadable file is damaged.
 
-    Return the damage, and a file that can only be read as a program. With a `count` of 0 nothing is read.
+    Return the damage, and a file that can only be read as a program.
 
     Raises:
         PickleRefused: a file can only be read as a program, and this is not allowed.
     """
-    if chosen.read_as is None or count == 0:
+    if chosen.read_as is None:
         return None, None
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, list[str](), None
     names = _names_without_list(place, with_optimizer) if manifest is None else manifest.names(with_optimizer)

@@ -75,17 +75,14 @@ def _appears(folder: Path) -> bool:
 
 
 def problem_of_local_storage(engine: PipelineEngine) -> str | None:
-    """Say why checkpoints on disks of single machines cannot be loaded again; None: they can, or are not configured.
+    """Say why checkpoints on disks of single machines cannot be loaded again; None: they are not configured.
 
     DeepSpeed lets one rank of each machine save the files that are of no single layer, but loads those of all stages.
     """
     if not engine.use_node_local_storage():
         return None
-    stages, tensor = engine.grid.get_pipe_parallel_world_size(), engine.grid.get_slice_parallel_world_size()
-    if stages * tensor == 1:
-        return None
     return (
-        f"checkpoint.use_node_local_storage with {stages} stages and {tensor} tensor-parallel ranks: DeepSpeed saves "
-        "one model state per machine there, and its load wants that of every stage, so that no such checkpoint could "
-        "be loaded. Remove the key, and save to a folder that all machines share"
+        "checkpoint.use_node_local_storage: DeepSpeed saves one model state per machine there, and the load of a "
+        "pipeline wants that of every stage, so that such a checkpoint is in pieces. Remove the key, and save to a "
+        "folder that all machines share"
     )

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.checkpoint import constants
@@ -51,20 +51,11 @@ class Piece:
         return (start, stop) if self.name == other.name and (start < stop or self == other) else None
 
 
-@dataclass(frozen=True)
-class Content:
+class Content(NamedTuple):
     """Hold an optimizer's states of a piece: vectors with a number for each element, and everything else."""
 
     vectors: dict[str, Tensor]
     others: dict[str, Any]
-
-    def on_cpu(self) -> Content:
-        """Return a copy on the CPU without views: torch would send a view with its whole storage."""
-        vectors, others = (
-            {key: value.detach().cpu().clone() if torch.is_tensor(value) else value for key, value in values.items()}
-            for values in (self.vectors, self.others)
-        )
-        return Content(vectors, others)
 
 
 Contents = dict[Piece, Content]

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
@@ -68,8 +70,7 @@ class OptimizerStates:
     form: StateForm | None  # None: we do not know it
     shapes: Shapes
     orders: Orders  # as the optimizers of the stages hold their parameters
-    stock: Orders | None  # the same in DeepSpeed's own engine; None: `stock_unknown` says why we do not know
-    stock_unknown: str | None
+    stock: Orders | str  # the same in DeepSpeed's own engine, or why we do not know it
     owners: Mapping[str, int]  # of parameters with copies, the stage whose states are saved
     stuck: str | None  # why states cannot be brought into another order
 
@@ -84,20 +85,20 @@ class OptimizerStates:
         if self.stock == self.orders:
             yield {LISTED: self.orders[stage_id]}
             return
-        state, problem = everywhere(optimizer.state_dict, self.world), self.stuck or self.stock_unknown
-        if problem is None and self.stock is not None:
+        state, stock = everywhere(optimizer.state_dict, self.world), self.stuck or self.stock
+        if not isinstance(stock, str):
             try:
-                state = self._reordered(state, self.orders, self.stock, self.owners)
+                state = self._reordered(state, self.orders, stock, self.owners)
             except TeraPipeConfigError as error:  # on every rank
-                problem = str(error)
+                stock = str(error)
         # DeepSpeed asks the optimizer for its state while it saves. States that cannot be moved go into an envelope,
         # which DeepSpeed's own engine fails to load: it would give these states to other parameters
         with ExitStack() as stack:
-            if problem is not None or self.stock is None:
-                state, listed = {ENVELOPE: state, "reason": problem}, {LISTED: self.orders[stage_id], ENVELOPE: problem}
+            if isinstance(stock, str):
+                state, listed = {ENVELOPE: state, "reason": stock}, {LISTED: self.orders[stage_id], ENVELOPE: stock}
             else:
-                listed = {LISTED: self.stock[stage_id]}
-                sizes = [OrderedDict((n, torch.Size(self.shapes[n])) for n in names) for names in self.stock[stage_id]]
+                listed = {LISTED: stock[stage_id]}
+                sizes = [OrderedDict((n, torch.Size(self.shapes[n])) for n in names) for names in stock[stage_id]]
                 stack.enter_context(replaced(self.engine, "_get_zero_param_shapes", lambda: sizes))
             stack.enter_context(replaced(optimizer, "state_dict", lambda: state))
             yield listed
@@ -119,7 +120,8 @@ class OptimizerStates:
         stages = range(self.engine.num_stages)
         saved = [of_ranks[self.engine.grid.stage_to_global(stage_id)] for stage_id in stages]
         listed = [of_stage.listed for of_stage in saved if of_stage.listed is not None]
-        orders = tuple(listed) if len(listed) == len(saved) else self.stock or self.orders
+        unlisted = self.orders if isinstance(self.stock, str) else self.stock
+        orders = tuple(listed) if len(listed) == len(saved) else unlisted
         refuse_everywhere(saved[self.engine.stage_id].problem or self._problem_of(orders), self.world)
         in_envelope = any(of_stage.in_envelope for of_stage in saved)
         if orders == self.orders and not in_envelope:
@@ -170,7 +172,8 @@ class OptimizerStates:
         for (source, target), pieces in sorted(routes_between(sources, targets, owners).items()):
             sent: list[Any] = [[(piece, contents[piece]) for piece in pieces]] if here == source else [None]
             if here == source != target:
-                sent = [[(piece, content.on_cpu()) for piece, content in sent[0]]]
+                # without views: torch would send a view with its whole storage
+                sent = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu().clone(), sent)
                 torch_dist.send_object_list(sent, dst=rank_of(target), group=self.world)
             elif here == target != source:
                 torch_dist.recv_object_list(sent, src=rank_of(source), group=self.world)
@@ -188,9 +191,9 @@ class OptimizerStates:
         return _Saved(None, False, self._problem_of_unlisted(state.get("optimizer")))
 
     def _problem_of_unlisted(self, saved: Any) -> str | None:
-        if self.stock is None:
+        if isinstance(self.stock, str):
             return (
-                f"{self.stock_unknown}, and the checkpoint was saved by DeepSpeed's own engine, which does not say "
+                f"{self.stock}, and the checkpoint was saved by DeepSpeed's own engine, which does not say "
                 f"whose optimizer states it has saved. {_MODULE_ONLY}"
             )
         if self.form is None or self.form.num_partitions > 1 or not isinstance(saved, Mapping):
@@ -263,17 +266,17 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     for name in (name for groups in orders for names in groups for name in names if name.startswith("loss_fn.")):
         stuck = stuck or f"{name} is no parameter of a layer, and some stages have wrong states of it"
     # DeepSpeed's own order is known if nothing moved, or if the groups follow the module
-    unknown, owners = None, {}
-    as_stock = not hasattr(engine.module, STOCK_BOUNDS)  # the layers are where DeepSpeed put them
-    if not as_stock:
+    stock: Orders | str = orders
+    if hasattr(engine.module, STOCK_BOUNDS):  # layers are not where DeepSpeed put them
         unknown = next(filter(None, (_problem_of_order(named, groups) for named, groups, _ in everyone)), None)
-    stock = None if unknown else orders if as_stock else stock_orders(engine.module, shapes, orders)
-    if not as_stock and stock is not None and not all(names for groups in stock for names in groups):
-        stock, unknown = None, "DeepSpeed's own cut has a stage without parameters in a group of the optimizer"
+        stock = unknown or stock_orders(engine.module, shapes, orders)
+        if not isinstance(stock, str) and not all(names for groups in stock for names in groups):
+            stock = "DeepSpeed's own cut has a stage without parameters in a group of the optimizer"
+    owners = {}
     if layout.has_copies:
         by_layer = owners_of(engine.module, layout)
         owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}
-    return OptimizerStates(engine, world, form, shapes, orders, stock, unknown, owners, stuck)
+    return OptimizerStates(engine, world, form, shapes, orders, stock, owners, stuck)
 
 
 def _groups_of(engine: PipelineEngine) -> Groups:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.compat.replaced import replaced
@@ -183,7 +182,7 @@ def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> Check
     everyone = gather((tag, _JOB), world)
     if len(tags := sorted({tag for tag, _ in everyone})) > 1:
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
-    paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), is_leader(engine)
+    paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), engine.global_rank == 0
     _on_each_rank(world, paths.prepare if leads else None)
     with _removed_after_an_error(paths, leads):
         require_shared(paths.saving, world)
@@ -201,12 +200,8 @@ def write(
             stack.enter_context(replaced(engine, name, writer.keeping(getattr(engine, name))))
         stack.enter_context(replaced(engine, "checkpoint_engine", writer))
         saved = save(paths.tag_of(paths.saving), False)
-    with _removed_after_an_error(paths, is_leader(engine)):
+    with _removed_after_an_error(paths, engine.global_rank == 0):
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
-        # If each node has its own disk, a node lists its own files
-        if engine.use_node_local_storage():
-            there = _on_each_rank(world, lambda: {name for name in files if (paths.saving / name).is_file()})
-            files = {name: file for name, file in files.items() if name in (there[torch_dist.get_rank(world)] or ())}
     return saved, files
 
 
@@ -224,7 +219,7 @@ def publish(engine: PipelineEngine, world: Any, paths: CheckpointPaths, manifest
         if manifest.is_latest:
             write_text(paths.folder / LATEST, paths.tag, durable=True)
 
-    leads = is_leader(engine)
+    leads = engine.global_rank == 0
     with _removed_after_an_error(paths, leads):
         _on_each_rank(world, complete if leads else None)
     # From here on the saved files stay even after an error: a load finds them under the other name
@@ -240,11 +235,6 @@ def _removed_after_an_error(paths: CheckpointPaths, leads: bool) -> Iterator[Non
         if leads:  # the others leave, too: an error here would hide theirs
             shutil.rmtree(paths.saving, ignore_errors=True)
         raise
-
-
-def is_leader(engine: PipelineEngine) -> bool:
-    """Return whether this rank names files: the first one of all, or of each node that has a disk of its own."""
-    return int(engine.local_rank if engine.use_node_local_storage() else engine.global_rank) == 0
 
 
 def _on_each_rank(world: Any, act: Callable[[], T] | None) -> list[T | None]:

@@ -7,7 +7,6 @@ of DeepSpeed, which hold only numbers, are also allowed. Everything else needs t
 from __future__ import annotations
 
 import io
-import operator
 import pickle
 import pickletools
 import re
@@ -23,6 +22,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+from torch.utils._pytree import tree_map
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.messages import show_key
@@ -121,15 +121,12 @@ def refusal(path: Path) -> str | None:
 
 def without_numpy(value: Any) -> Any:
     """Return `value` with Python's numbers in place of equal ones of numpy: only running code loads those again."""
-    if isinstance(value, np.float64) or (isinstance(value, np.generic) and value.dtype.kind in "biu"):
-        return value.item()
-    if type(value) not in (dict, list, tuple):
-        return value
-    old = list(value.values() if isinstance(value, dict) else value)
-    new = list(map(without_numpy, old))
-    if all(map(operator.is_, old, new)):
-        return value
-    return dict(zip(value, new, strict=True)) if isinstance(value, dict) else type(value)(new)
+
+    def number(leaf: Any) -> Any:
+        is_exact = isinstance(leaf, np.float64) or (isinstance(leaf, np.generic) and leaf.dtype.kind in "biu")
+        return leaf.item() if is_exact else leaf
+
+    return tree_map(number, value, is_leaf=lambda each: type(each) not in (dict, list, tuple))
 
 
 def _load(path: Path) -> Any:

@@ -61,12 +61,13 @@ from terapipe_ds.runtime.layout.same_model import (
     require_equal_models,
 )
 from terapipe_ds.runtime.layout.sequence_axis import (
+    problem_of_lengths,
     problem_of_sequence_axis,
     shortest_slice_on,
     take_sequence_axis,
     token_multiple,
+    with_multiple,
 )
-from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths, with_multiple
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_shared_layers
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires

@@ -1,8 +1,8 @@
 """Make a slice of tokens the unit of work of DeepSpeed's pipeline engine.
 
-DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, tied gradients, checkpoints, monitors and timers.
-This engine draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more
-micro-batch of gradient accumulation. Reduction and step come once per batch.
+DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, checkpoints, monitors and timers. This engine
+draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more micro-batch of
+gradient accumulation. Reduction and step come once per batch.
 
 DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in this order:
 
@@ -393,19 +393,13 @@ class TeraPipeEngine(ModelEndsEngine):
                 refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
             self._written = self._outside = None
         self._batch_end.before_sums()
-        self._exec_reduce_tied_grads()
+        # DeepSpeed's own sum fails for weights that are frozen, or passes over gradients
+        sum_gradients(self.module, self.optimizer)
 
     def _optimizer_step(self, action: Action) -> None:
         self._batch_end.before_step()
         self._exec_optimizer_step()
         self._batch_end.after_step()
-
-    def _exec_reduce_tied_grads(self) -> None:
-        # DeepSpeed's own fails for weights that are frozen, or passes over gradients
-        if self._layout.has_copies or self.using_bf16_optimizer or Gradients(self.optimizer).are_beside:
-            sum_gradients(self.module, self.optimizer)
-        else:
-            super()._exec_reduce_tied_grads()
 
     # DeepSpeed calls these two around autograd in a B
 

@@ -234,19 +234,26 @@ def _with_the_same_draws(function: Callable[..., Any], trackers: Sequence[Random
     first: list[dict[str, Any]] = []
 
     def run(*inputs: Any) -> Any:
-        before = [tracker.get_states() for tracker in trackers]
         if not first:
-            first.extend(before)
+            first.extend(tracker.get_states() for tracker in trackers)
             return function(*inputs)
-        try:
+        with tracker_states_kept(trackers):
             for tracker, states in zip(trackers, first, strict=True):
                 tracker.set_states(dict(states))  # drawing changes the dict
             return function(*inputs)
-        finally:
-            for tracker, states in zip(trackers, before, strict=True):
-                tracker.set_states(states)
 
     return run if trackers else function
+
+
+@contextmanager
+def tracker_states_kept(trackers: Sequence[RandomStates]) -> Iterator[None]:
+    """Restore the random states of `trackers`, from which layers draw for dropout, at the end."""
+    before = [tracker.get_states() for tracker in trackers]
+    try:
+        yield
+    finally:
+        for tracker, states in zip(trackers, before, strict=True):
+            tracker.set_states(states)
 
 
 def _under_the_same_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

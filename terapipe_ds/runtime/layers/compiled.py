@@ -22,6 +22,7 @@ from terapipe_ds.attention import running_layer
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.layout.parted_module import functions_of
 
 Backend = str | Callable[..., Any]
 DEFAULT_BACKEND: Backend = "inductor"  # of torch.compile; tests have others
@@ -101,8 +102,7 @@ def tell_of_schedules(config: TeraPipeConfig) -> None:
 
 def layers_run_by(module: nn.Module) -> list[nn.Module]:
     """Return the layers that `module` runs, of all parts that the stage holds."""
-    parts = getattr(module, "held_parts", (module,))
-    return [layer for part in parts for layer in getattr(part, "forward_funcs", ()) if isinstance(layer, nn.Module)]
+    return [layer for layer in functions_of(module) if isinstance(layer, nn.Module)]
 
 
 def compiled_parts(layer: nn.Module) -> list[nn.Module]:

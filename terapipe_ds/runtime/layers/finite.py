@@ -27,7 +27,7 @@ from terapipe_ds.losses.head import ONLY_LOOKS
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layout.layer_names import module_of
-from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_other_parts, replace_layers
+from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_part
 
 
 class NonFiniteError(ValueError):
@@ -90,9 +90,9 @@ class FiniteCheck:
         for _ in each_part(self._module):
             layers, start = self._module.forward_funcs, self._module._local_start
             own = [(layer_title(layer, start + index), layer) for index, layer in enumerate(layers)]
-            parts.append(layers)
+            parts.append([*layers])
             owners += own
-            replace_layers(self._module, [self._watched(layer, name, layer is layers[-1]) for name, layer in own])
+            layers[:] = [self._watched(layer, name, layer is layers[-1]) for name, layer in own]
         # modules are hooked once, however many places they have
         handles = self._hook_modules(owners, [part[-1] for part in parts if part])
         self._parameters = _places_of_parameters([*owners, ("the pipeline module", self._module)])
@@ -106,7 +106,7 @@ class FiniteCheck:
             yield
         finally:
             for chunk_id in each_part(self._module):
-                replace_layers(self._module, parts[chunk_id])
+                self._module.forward_funcs[:] = parts[chunk_id]
             self._store.on_gradients = self._store.carried.on_gradient = None
             for handle in handles:
                 handle.remove()
@@ -180,10 +180,10 @@ class FiniteCheck:
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""
         if self._gradients and not self._collected:
-            others = {id(parameter) for parameter in parameters_of_other_parts(self._module)}
+            active = {id(parameter) for parameter in parameters_of_part(self._module)}
             for parameter, (layer, what) in self._parameters.items():
                 gradient = parameter.grad if self._sums is None else self._sums.so_far(parameter)
-                if gradient is not None and id(parameter) not in others:
+                if gradient is not None and id(parameter) in active:
                     self.look(layer, what, gradient, is_backward=True)
 
     def _look_at_accumulators(self, entry: SliceEntry, stop: int) -> None:

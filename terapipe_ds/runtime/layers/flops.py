@@ -22,7 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.module_tracker import ModuleTracker
 
-from terapipe_ds.compat import has_flash_attn
+from terapipe_ds import compat
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
@@ -58,7 +58,7 @@ def _formulas() -> dict[object, Callable[..., int]]:
         aten._scaled_dot_product_flash_attention: attention_formula(_QK_AND_PV, 0, 4),
         aten._scaled_dot_product_flash_attention_backward: attention_formula(_BACKWARD, 1, 11),
     }
-    if has_flash_attn():
+    if compat.has("flash_attn"):
         flash_attn = torch.ops.flash_attn
         formulas[flash_attn._flash_attn_forward] = attention_formula(_QK_AND_PV, 0, 5, token_dim=1)
         formulas[flash_attn._flash_attn_backward] = attention_formula(_BACKWARD, 1, 11, token_dim=1)

@@ -48,35 +48,29 @@ class HostBuffers:
     """Lend flat buffers of bytes: pinned memory beside an accelerator, a file beside a CPU.
 
     For a CPU a file is the memory outside its own, so that tests measure how much would leave a device. Buffers go back
-    to a pool by their size. Files of sizes that a batch did not need leave the pool, or lengths that change from batch
-    to batch would pile up memory.
+    to a pool by their size, which is a power of two: torch rounds pinned memory up to these, and they serve several
+    lengths.
 
     Pinning takes long, and may wait for the whole device, even for receives that wait for this rank. So it happens
     between batches: a batch that needs more buffers than before gets ordinary memory, where copies wait for their
-    stream, and the next one begins with pinned memory in its place. Torch rounds pinned memory up to powers of two, and
-    keeps it. So the pool has these sizes, which serve several lengths, and keeps them too.
+    stream, and the next one begins with pinned memory in its place.
     """
 
     def __init__(self, is_pinned: bool) -> None:
         self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._needed: set[int] = set()  # sizes, since the batch began
         self._ordinary: set[int] = set()  # ids of the pool's buffers that wait to be replaced by pinned ones
 
     def begin_batch(self) -> None:
-        """Pin what the batch before lacked, or drop free buffers of the sizes that nobody took since it began."""
+        """Pin what the batch before lacked."""
         for num_bytes, free in self._free.items() if self._ordinary else ():
             free[:] = [self._new(num_bytes, is_pinned=True) if id(each) in self._ordinary else each for each in free]
         self._ordinary.clear()
-        for num_bytes in () if self._is_pinned else self._free.keys() - self._needed:
-            self.reserved_bytes -= num_bytes * len(self._free.pop(num_bytes))
-        self._needed.clear()
 
     def take(self, num_bytes: int) -> Tensor:
-        """Return a buffer of `num_bytes` bytes, or more if it is for an accelerator."""
-        num_bytes = 1 << (num_bytes - 1).bit_length() if self._is_pinned else num_bytes
-        self._needed.add(num_bytes)
+        """Return a buffer of `num_bytes` bytes or more."""
+        num_bytes = 1 << (num_bytes - 1).bit_length()
         self.live_bytes += num_bytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         if free := self._free[num_bytes]:

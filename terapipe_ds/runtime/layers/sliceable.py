@@ -13,6 +13,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
+from terapipe_ds.runtime.layout.parted_module import functions_of
 
 
 def problem_of_layers(
@@ -220,8 +221,7 @@ class ModelChanges:
                     yield parameter.requires_grad
                     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                         yield from map(_code_of, hooks.values() if hooks else ())
-        for part in getattr(self._module, "held_parts", (self._module,)):
-            yield from map(_code_of, getattr(part, "forward_funcs", ()))
+        yield from map(_code_of, functions_of(self._module))
         loss_fn = getattr(self._module, "loss_fn", None)
         yield _code_of(loss_fn)
         yield from _settings_of(loss_fn)
@@ -283,9 +283,7 @@ _COMPILED = (
 
 def _compiled(module: nn.Module) -> list[str]:
     """Return the names of compiled modules and functions; importing torch's compiler would take a second."""
-    parts = getattr(module, "held_parts", (module,))  # of all chunks, if a stage holds several
-    layers = [each for part in parts for each in getattr(part, "forward_funcs", ())]
-    functions = [each for each in layers if not isinstance(each, nn.Module)]
+    functions = [each for each in functions_of(module) if not isinstance(each, nn.Module)]
     modules = [
         name or type(each).__name__
         for name, each in module.named_modules()

@@ -7,7 +7,7 @@ gradients. Buffers, other attributes and random numbers are restored afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -16,8 +16,10 @@ from deepspeed.runtime.activation_checkpointing import checkpointing as ds_check
 from torch import Tensor, nn
 
 from terapipe_ds.messages import logger
+from terapipe_ds.runtime.layers.activation_checkpointing import tracker_states_kept
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
+from terapipe_ds.runtime.layout.parted_module import functions_of
 from terapipe_ds.runtime.layout.stock_partition import random_states_kept
 
 
@@ -34,26 +36,15 @@ def untouched(module: nn.Module, sums: GradientSums | None = None, with_gradient
     with torch.inference_mode(False), torch.enable_grad():
         trackers = ds_checkpointing.get_cuda_rng_tracker(), *getattr(module, "rng_trackers", ())
         others = stand_ins(module, sums, with_gradients)
-        with random_states_kept(), _same_trackers(trackers), _same_state(module), others:
+        with random_states_kept(), tracker_states_kept(trackers), _same_state(module), others:
             yield
-
-
-@contextmanager
-def _same_trackers(trackers: Iterable[Any]) -> Iterator[None]:
-    """Put back the random states of `trackers`, from which tensor-parallel layers draw for dropout."""
-    before = [(tracker, {name: s.clone() for name, s in tracker.get_states().items()}) for tracker in trackers]
-    try:
-        yield
-    finally:
-        for tracker, states in before:
-            tracker.set_states(states)
 
 
 @contextmanager
 def _same_state(module: nn.Module) -> Iterator[None]:
     """Restore the state that layers, plain functions and the loss keep, such as a mask from the first forward."""
     hooks = (hook for parameter in module.parameters() for hook in (parameter._backward_hooks or {}).values())
-    functions = [*hooks, *(each for part in getattr(module, "held_parts", ()) for each in part.forward_funcs)]
+    functions = [*hooks, *functions_of(module)]
     others = {f"function {i}": each for i, each in enumerate(functions) if not isinstance(each, nn.Module)}
     before = KeptState({"": module, **others})
     before.renew()

@@ -131,31 +131,21 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
     choice among the parameters, on some rank are an error on all: they have no meaning for other layers.
     """
     listed = None if parameters is None else list(parameters)
-    kind = _kind_of(listed, module, before)
-    kinds = gather(kind)
-    if "choice" in kinds or {"all", "trained"} <= set(kinds):
+    # the same parameters in another order are still all of them
+    ids = {id(each) for each in listed or () if isinstance(each, Tensor)}
+    is_set = listed is not None and len(ids) == len(listed)
+    is_current = listed is None or (is_set and ids in _parameter_ids(module))
+    # a stage without frozen layers gives the same list for all and for those that are trained
+    of_ranks = gather([is_current or (is_set and ids == given) for given in before])
+    is_every, is_trained = map(all, zip(*of_ranks, strict=True))
+    if not (is_every or is_trained):
         raise TeraPipeConfigError(
             "model_parameters was made before the layers moved to the stages that hold them now, and is not simply all "
             f"parameters, or all that are trained. {_LAY_OUT_FIRST} make the groups then"
         )
-    if kind == "current":
+    if is_current:
         return listed
-    with_frozen = "all" in kinds  # a stage without frozen layers gives the same list in both cases
-    return [parameter for parameter in module.parameters() if with_frozen or parameter.requires_grad]
-
-
-def _kind_of(listed: list[Any] | None, module: Any, before: tuple[set[int], set[int]]) -> str:
-    """Classify the `model_parameters` of this rank: current | all | trained | either | choice."""
-    if listed is None:
-        return "current"
-    # the same parameters in another order are still all of them
-    ids = {id(each) for each in listed if isinstance(each, Tensor)}
-    if len(ids) == len(listed) and ids in _parameter_ids(module):
-        return "current"
-    if len(ids) < len(listed) or ids not in before:
-        return "choice"
-    every, trained = before
-    return "either" if every == trained else "all" if ids == every else "trained"
+    return [parameter for parameter in module.parameters() if parameter.requires_grad or not is_trained]
 
 
 def _method_of(module: Any, layout: Layout) -> str:

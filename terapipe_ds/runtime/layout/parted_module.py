@@ -15,7 +15,7 @@ from torch import nn
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.layout.layer_names import LayerName, layers_by_name, module_of, part_of
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of, sum_gradients
+from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_of
 
 
 @dataclass
@@ -77,17 +77,6 @@ class PartedModule(PipelineModule):
             return super()._index_tied_modules()
         return copies_of(self, self.terapipe_layout, {**self.held_layers(), LOSS: self.loss_fn})
 
-    def get_tied_weights_and_groups(self) -> list[tuple[Any, Any]]:
-        """Return the weights that other stages hold as well, each with the group of these stages."""
-        return [
-            (self._recursive_getattr(comm["module"], name), comm["group"])
-            for comm in self.tied_comms.values()
-            for name in comm["weight_attr"]
-        ]
-
-    def allreduce_tied_weight_gradients(self) -> None:
-        sum_gradients(self, optimizer=None)
-
     def _precompute_checkpointable_values(self) -> None:
         for chunk_id in self.each_part():
             self.is_checkpointable_results_interval = None  # kept per interval, and not per part
@@ -122,24 +111,15 @@ def each_part(module: Any) -> Iterator[int]:
     return module.each_part() if isinstance(module, PartedModule) else iter((0,))
 
 
+def functions_of(module: Any) -> list[Any]:
+    """Return the layers that `module` runs, functions among them, of all parts that the stage holds."""
+    parts = getattr(module, "held_parts", (module,))
+    return [each for part in parts for each in getattr(part, "forward_funcs", ())]
+
+
 def parameters_of_part(module: Any) -> list[nn.Parameter]:
     """Return the parameters of the part that `module` runs."""
     if not isinstance(module, PartedModule):
         return list(module.parameters())
     layers = [module_of(layer) for layer in module.forward_funcs]
     return list(nn.ModuleList(layer for layer in layers if layer is not None).parameters())
-
-
-def parameters_of_other_parts(module: Any) -> list[nn.Parameter]:
-    """Return the parameters that only the inactive parts of this stage use: `module` does not run these parts now."""
-    if not isinstance(module, PartedModule):
-        return []
-    active = {id(parameter) for parameter in parameters_of_part(module)}
-    return [parameter for parameter in module.parameters() if id(parameter) not in active]
-
-
-def replace_layers(module: Any, forward_funcs: list[Any]) -> None:
-    """Let the active part run these functions instead of its layers."""
-    module.forward_funcs = forward_funcs
-    if isinstance(module, PartedModule):
-        module.held_parts[module.active_chunk].forward_funcs = forward_funcs

@@ -10,7 +10,8 @@ be a sum, each of them multiplies its share of the loss by their number.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +26,7 @@ from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.compat.tied_groups import further_axes
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 
 AXIS = "sequence"
 _AXES = ("pipe", "data", AXIS)
@@ -61,6 +63,36 @@ def shortest_slice_on(module: PipelineModule) -> int:
     """
     shortest = int(getattr(module, "shortest_slice", 1))
     return shortest * sequence_size(module) if shortest > 1 else shortest
+
+
+def problem_of_lengths(what: str, lengths: Sequence[int], multiple: int, shortest: int = 1) -> str | None:
+    """Return why slices of these lengths cannot run; None if they can. `what` names their source."""
+    if len(lengths) > 1 and min(lengths) < shortest:
+        return (
+            f"{what} = {list(lengths)}: a slice has {min(lengths)} token, which layers of the model take for a step of "
+            f"generation: give slices of {shortest} tokens or more"
+        )
+    bad = [str(length) for length in lengths if length % multiple]
+    if not bad:
+        return None
+    return (
+        f"{what} = {list(lengths)}: slices of {', '.join(dict.fromkeys(bad[:4]))} tokens are no multiples of "
+        f"{multiple}, the model's slice_length_multiple (sequence parallelism divides the tokens of a slice over so "
+        "many ranks, and fp8 divides them into blocks). Give multiples of it, or switch the two off."
+    )
+
+
+def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeConfig:
+    """Return the config with a granularity that every slice can be cut by; listed slices do not change."""
+    raised = math.lcm(config.granularity_tokens, multiple)
+    is_cut = config.slices != 1 and not isinstance(config.slices, tuple)
+    if raised != config.granularity_tokens and is_cut and rank == 0:
+        shorter = "" if "granularity_tokens" in config.model_fields_set else ", of fewer where sequences are short"
+        logger.info(
+            f"terapipe.granularity_tokens is raised from {config.granularity_tokens} to {raised}{shorter}: slices must "
+            f"be multiples of {multiple} tokens, the model's slice_length_multiple"
+        )
+    return config.with_multiple(multiple)
 
 
 def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> str | None:

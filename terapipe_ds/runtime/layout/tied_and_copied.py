@@ -116,7 +116,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
     If a parameter is trained at one place only, all ranks that hold it raise RuntimeError.
     """
     gradients = Gradients(optimizer)
-    for group, weights in _by_group(module.get_tied_weights_and_groups()):
+    for group, weights in weights_by_group(module):
         here = [[gradients.is_there(weight), gradients.is_trained(weight)] for weight in weights]
         there = torch.tensor([[*flags, not flags[1]] for flags in here], dtype=torch.int32, device=weights[0].device)
         torch_dist.all_reduce(there, op=torch_dist.ReduceOp.MAX, group=group)
@@ -133,7 +133,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | None:
     """Return an error about a tied parameter that has a gradient on some of its stages only. A collective.
 
-    DeepSpeed sums a tied gradient where there is one, so that these stages would wait for the others for ever.
+    Stages sum the tied gradients that they have, so that these stages would wait for the others for ever.
     """
     gradients, comms = Gradients(optimizer), module.tied_comms
     here = {
@@ -155,7 +155,7 @@ def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | 
 def sum_gradients(module: Any, optimizer: Any) -> None:
     """Sum the complete gradients of each parameter over its places, and of a tied parameter over its stages."""
     gradients = Gradients(optimizer)
-    for group, weights in _by_group(module.get_tied_weights_and_groups()):
+    for group, weights in weights_by_group(module):
         summands = [gradients.of(weight) for weight in weights]
         all_reduce([gradient for gradient in summands if gradient is not None], group)
 
@@ -179,11 +179,12 @@ def take_owners_weights(module: Any) -> None:
         broadcast(weights, source, group)
 
 
-def _by_group(tied: Iterable[tuple[Any, Any]]) -> Iterator[tuple[Any, list[Any]]]:
-    """Yield the weights of each group, in the order that all ranks have, so that no two wait for each other."""
+def weights_by_group(module: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield each group of stages with the weights that all of them hold, in one order on all ranks."""
     by_group: dict[int, tuple[Any, list[Any]]] = {}
-    for weight, group in tied:
-        by_group.setdefault(id(group), (group, []))[1].append(weight)
+    for comm in module.tied_comms.values():
+        weights = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+        by_group.setdefault(id(comm["group"]), (comm["group"], []))[1].extend(weights)
     yield from by_group.values()
 
 
@@ -195,9 +196,8 @@ class Gradients:
     """
 
     def __init__(self, optimizer: Any) -> None:
-        self.are_beside = bool(getattr(optimizer, "use_grad_accum_attribute", False))
         self._name, self._dtype = "grad", None
-        if self.are_beside:
+        if getattr(optimizer, "use_grad_accum_attribute", False):
             self._name, self._dtype = "grad_accum", optimizer.gradient_accumulation_dtype
         self._optimizer = optimizer if isinstance(optimizer, BF16_Optimizer) else None
         groups = [] if self._optimizer is None else self._optimizer.bf16_groups

@@ -16,8 +16,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import placement_of
-from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
-from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
+from terapipe_ds.runtime.layout.sequence_axis import problem_of_lengths, shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey

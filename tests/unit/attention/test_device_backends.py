@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
@@ -74,8 +75,8 @@ def test_where_each_version_of_flash_attn_runs(
     monkeypatch.setattr(flash_attn, "cuda_capability", lambda: capability)
     versions = {"2": FlashAttn, "3": FlashAttn3, "4": FlashAttn4}
     for number in versions:
-        name = f"has_flash_attn{'' if number == '2' else f'_{number}'}"
-        monkeypatch.setattr(flash_attn, name, getattr(compat, name))
+        package = f"flash_attn{'' if number == '2' else f'_{number}'}"
+        monkeypatch.setattr(flash_attn, f"has_{package}", functools.partial(compat.has, package))
     assert [n for n, version in versions.items() if version().is_available()] == []
     with flash_attn_installed(FlashAttnPackage()):
         assert [n for n, version in versions.items() if version().is_available()] == list(found)

@@ -76,12 +76,12 @@ def test_extras(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_another_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "has_apex", lambda: False)
+    monkeypatch.setattr(versions, "has", lambda package: False)
     monkeypatch.setattr(versions, "is_there", lambda module: module == "apex")
     assert one(installation.apex) == ("warning", "the package of this name here is not NVIDIA's", "pip uninstall apex")
     monkeypatch.setattr(versions, "is_there", lambda module: False)
     assert one(installation.apex)[0] == "note"
-    monkeypatch.setattr(versions, "has_apex", lambda: True)
+    monkeypatch.setattr(versions, "has", lambda package: True)
     assert one(installation.apex)[0] == "ok"
 
 

@@ -24,7 +24,7 @@ from terapipe_ds.models.megatron.linears import split_backwards
 from terapipe_ds.models.megatron.module import MegatronGPT
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 from terapipe_ds.runtime.engine.refused_calls import problem_of_split
-from terapipe_ds.runtime.layout.slice_lengths import problem_of_lengths
+from terapipe_ds.runtime.layout.sequence_axis import problem_of_lengths
 from tests.transformer_engine_stand_in import BlockScaling, Float8BlockScaling, fp8_autocast, transformer_engine
 from tests.unit.runtime.layers.split_cases import Run, unit
 

@@ -146,8 +146,7 @@ def test_kernels_are_those_of_the_machine_and_the_log_says_why(monkeypatch: pyte
     engine, local = config(transformer_impl="transformer_engine"), config(transformer_impl="local")
     own, rms = "decoder layers: megatron-core's own", config(transformer_impl="local", normalization="RMSNorm")
     installed = True
-    monkeypatch.setattr(compat, "has_transformer_engine", lambda: installed)
-    monkeypatch.setattr(compat, "has_apex", lambda: installed)
+    monkeypatch.setattr(compat, "has", lambda package: installed)
     assert kernels.norm_class(local) is TorchNorm and not kernels.uses_transformer_engine(engine)
     assert kernels.describe_kernels(engine) == f"{own} (Transformer Engine needs a GPU), norms: TorchNorm"
     monkeypatch.setattr(kernels, "on_cpu", lambda: False)

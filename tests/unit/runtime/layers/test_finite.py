@@ -26,6 +26,9 @@ class Stage:
     def named_parameters(self) -> Any:
         return nn.ModuleList([layer for layer in self.forward_funcs if isinstance(layer, nn.Module)]).named_parameters()
 
+    def parameters(self) -> Any:
+        return (parameter for _, parameter in self.named_parameters())
+
     def __call__(self, inputs: Any) -> Any:
         for layer in self.forward_funcs:
             inputs = layer(inputs)

@@ -10,8 +10,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.layers.sliceable import check_compile_call, problem_of_layers
-from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple
-from terapipe_ds.runtime.layout.slice_lengths import with_multiple
+from terapipe_ds.runtime.layout.sequence_axis import slice_length_multiple, with_multiple
 
 
 def problem(module: nn.Module, slices: Any = 4, has_moe_layers: bool = False) -> str | None:

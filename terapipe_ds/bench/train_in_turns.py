@@ -26,7 +26,14 @@ from terapipe_ds.bench.drivers.base import Driver, MicroBatches
 from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
 from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
 from terapipe_ds.bench.metrics import Plans, SliceMeasurements
-from terapipe_ds.bench.ranks import Agreement, Position, build_engine, gpt_config, micro_batches, progress_bar
+from terapipe_ds.bench.ranks import (
+    Position,
+    build_engine,
+    gpt_config,
+    micro_batches,
+    problem_of_any_rank,
+    progress_bar,
+)
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.atomic import write_text
@@ -71,7 +78,7 @@ class _Turns:
         self.job, self.position = job, position
         self.drivers: dict[int, Driver] = {}  # by the index of their case
         self.errors: dict[int, str] = {}  # for the cases that some rank cannot build
-        self._build_all(Agreement(folder))
+        self._build_all()
         runs = [(i, m) for i in self.drivers for m in job.accumulations if job.cases[i].runs_at(m)]
         steps = (1 + job.pairs) * sum(not job.problem(i, m) for i, m in runs)
         self.bar = progress_bar(torch_dist.get_rank(), len(self.drivers) + steps, "bench")
@@ -85,7 +92,7 @@ class _Turns:
         # beside the memory that is in use while steps run
         self.planned = PlannedCases.measure(job, [job.cases[index] for index in self.drivers], folder, position)
 
-    def _build_all(self, agreement: Agreement) -> None:
+    def _build_all(self) -> None:
         for index, case in enumerate(self.job.cases):
             problems = [self.job.problem(index, m) for m in self.job.accumulations if case.runs_at(m)]
             if problems and all(problems):
@@ -97,7 +104,7 @@ class _Turns:
                 self.drivers[index].remember_start()
             except Exception as error:  # a case that cannot be built becomes a row that says why
                 problem = str(error).split("\n")[0] or type(error).__name__
-            problem = agreement.problem(problem, case.label)
+            problem = problem_of_any_rank(problem, f"{index}: {case.label}")
             if problem:
                 self.drivers.pop(index, None)
                 self.errors[index] = problem

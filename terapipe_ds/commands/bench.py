@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -12,9 +11,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands.options import (
     JsonOutput,
@@ -74,18 +71,10 @@ _runs, _sized, _output = (functools.partial(option, group=title) for title in ("
 _size = functools.partial(_sized, "in the place of the preset's", "N", ge=1)
 
 
-def _refuse_moved(preset: str) -> str:
-    """Refuse the presets that have become studies, and name the study that measures the same."""
-    if preset in ("gpu-attention", "gpu-layer"):
-        study = f"python -m studies.gpu {preset.removeprefix('gpu-')}"
-        raise CommandError(f"preset {preset} is a study now: use `{study}` in a checkout of the repository")
-    return preset
-
-
 class BenchOptions(Options):
     """Choose the runs, their sizes and the output files; None takes the value of the preset."""
 
-    preset: Annotated[Literal["cpu-2stage", "cpu-8stage"], BeforeValidator(_refuse_moved)] = option(
+    preset: Literal["cpu-2stage", "cpu-8stage"] = option(
         "cpu-2stage (default), cpu-8stage", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
     full: bool = switch("every system that can run, and more accumulations")
@@ -128,17 +117,13 @@ class BenchOptions(Options):
     )
 
 
-add_arguments = BenchOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: BenchOptions) -> None:
     """Measure, print, write."""
-    options = BenchOptions.read(arguments)
     if options.result is not None:
         _report_of(options, options.result)
         return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    result = {"command": command_line(arguments.words), **_measure(options)}
+    result = {"command": command_line(options.words), **_measure(options)}
     # first, so that the figures are kept even if the table or the report fails
     if not write_json(lambda: json.dumps(result, indent=1, allow_nan=False), options.as_json):
         from terapipe_ds.bench.table import render

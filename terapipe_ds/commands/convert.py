@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
@@ -26,15 +25,11 @@ class ConvertOptions(Options):
     out: Output | None = option("write the JSON here", "FILE")
 
 
-add_arguments = ConvertOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: ConvertOptions) -> None:
     """Convert, write the JSON, and report the rest."""
     from terapipe_ds.config.megatron_arguments import convert
     from terapipe_ds.files.atomic import write_text
 
-    options = ConvertOptions.read(arguments)
     result = convert(options.megatron_args)
     text = json.dumps(result.ds_config, indent=2) + "\n"
     if options.out:

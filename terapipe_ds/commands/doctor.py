@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -59,12 +58,8 @@ class DoctorOptions(Options):
     as_json: JsonOutput | None = json_option("the findings")
 
 
-add_arguments = DoctorOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: DoctorOptions) -> None:
     """Run the checks, print them, and end with exit code 1 where something will fail."""
-    options = DoctorOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     from terapipe_ds.doctor import VERDICTS, look
     from terapipe_ds.version import __version__
@@ -82,10 +77,10 @@ def run(arguments: argparse.Namespace) -> None:
         return json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1)
 
     if not write_json(as_json, options.as_json):
-        print(f"terapipe doctor, terapipe_ds {__version__}")
-        print("\n".join(_report(found, options.quiet)))
         words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-        print(f"\n{words}\nds_report and python -m torch.utils.collect_env print cards, drivers and libraries")
+        others = "ds_report and python -m torch.utils.collect_env print cards, drivers and libraries"
+        text = [f"terapipe doctor, terapipe_ds {__version__}", *_report(found, options.quiet), "", words, others]
+        print("\n".join(line for line in text if line or not options.quiet))
     if counts["fail"]:
         sys.stdout.flush()
         raise SystemExit(1)
@@ -93,14 +88,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:
     """Return the findings as text: failures, then warnings, then each group's other lines."""
-    text: list[str] = []
-    for verdict, title in (("fail", "failures"), ("warning", "warnings")):
-        lines = [_text(line) for _, line in found if line.verdict == verdict]
-        text += [f"\n{title}", *lines] if lines else []
-    for group in dict.fromkeys(group for group, _ in found):
-        lines = [_text(line) for each, line in found if each == group and line.verdict in ("ok", "note")]
-        text += [f"\n{group}", *lines] if lines and not quiet else []
-    return text
+    parts: dict[str, list[str]] = {"failures": [], "warnings": []}
+    titles = {"fail": "failures", "warning": "warnings"}
+    for group, line in found:
+        if line.verdict in titles or not quiet:
+            parts.setdefault(titles.get(line.verdict, group), []).append(_text(line))
+    return [row for title, lines in parts.items() if lines for row in ("", title, *lines)]
 
 
 def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
@@ -36,17 +35,14 @@ EXAMPLES = """\
 _ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
-add_arguments = PlanOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: PlanOptions) -> None:
     """Plan, and print the result for a person or a program."""
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
     from terapipe_ds.schedule import to_csv
 
-    setup = plan_setup(PlanOptions.read(arguments))
+    setup = plan_setup(options)
     options = setup.options
     with Progress() as progress:
         result, ranking = _search(setup, progress)

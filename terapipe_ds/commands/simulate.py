@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -96,15 +95,11 @@ class SimulateOptions(ScheduleOptions):
     timeline: Output | None = option("write the timeline, for `terapipe timeline --against`", "FILE")
 
 
-add_arguments = SimulateOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: SimulateOptions) -> None:
     """Simulate, print, and write the files that the user names."""
     from terapipe_ds.schedule import SEARCH, validate
     from terapipe_ds.simulator import simulate
 
-    options = SimulateOptions.read(arguments)
     options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
     options.refuse_without("unit", "unit_send")
     if options.model is not None and options.device is None:

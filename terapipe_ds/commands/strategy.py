@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -76,9 +75,6 @@ class StrategyOptions(CostOptions):
     strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")
 
 
-add_arguments = StrategyOptions.add_to
-
-
 class _Question(NamedTuple):
     """Hold the arguments of `rank_strategies`."""
 
@@ -87,11 +83,10 @@ class _Question(NamedTuple):
     words: dict[str, Any]
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(options: StrategyOptions) -> None:
     """Search, print the best strategies, and write the files that the user names."""
     from terapipe_ds.planner.strategy import TOO_SOON, rank_strategies
 
-    options = StrategyOptions.read(arguments)
     question = _question(options)
     other = _other(options, question)
     end_s = time.monotonic() + (options.time_limit or math.inf)

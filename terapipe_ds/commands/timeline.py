@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
@@ -48,12 +47,8 @@ class TimelineOptions(Options):
     as_json: JsonOutput | None = json_option("the comparison")
 
 
-add_arguments = TimelineOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: TimelineOptions) -> None:
     """Draw the timeline of one step, compare it, or both."""
-    options = TimelineOptions.read(arguments)
     writes = options.out or options.html or options.perfetto
     if options.against is None and (not writes or options.as_json):
         missing = "--json goes with --against only" if options.as_json else "--out is missing"

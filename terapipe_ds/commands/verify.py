@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping
@@ -46,12 +45,8 @@ class VerifyOptions(ModelOptions):
     slices: Numbers | None = option("slice lengths, as 512,1024,512 (default: the config's)", "T", nargs="+")
 
 
-add_arguments = VerifyOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: VerifyOptions) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    options = VerifyOptions.read(arguments)
     section, keys = options.settings()
     from terapipe_ds.runtime.profiling.one_device import single_process
 

@@ -116,7 +116,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     try:
         schedule = build(name, stages, count, per_micro_batch, chunks_per_stage=config.chunks_per_stage, **options)
     except ScheduleError as error:
-        yield Line("fail", "schedule", f"{name} on {stages} stages: {error.reason}", "terapipe show --help lists all")
+        text = f"{name} on {many(stages, 'stage')}: {error.reason}"
+        yield Line("fail", "schedule", text, "terapipe show --help lists all")
         return
     length = math.prod(set(per_micro_batch))
     plans = [SlicePlan.equal(length, number) for number in per_micro_batch]
@@ -155,7 +156,8 @@ def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
         except ScheduleError:  # `_runs` says so
             return
     if config.partition is not None and len(config.partition) - 1 != parts:
-        text = f"{list(config.partition)} has {len(config.partition) - 1} parts, and {name} on {stages} stages {parts}"
+        has = many(len(config.partition) - 1, "part")
+        text = f"{list(config.partition)} has {has}, and {name} on {many(stages, 'stage')} {parts}"
         yield Line("fail", "partition", text, f"give {parts + 1} numbers")
 
 

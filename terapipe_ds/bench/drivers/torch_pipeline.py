@@ -10,11 +10,12 @@ import torch
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
+from terapipe_ds.bench.cases import TWO_PARTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
@@ -26,22 +27,24 @@ _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1
 def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `torch.optim.AdamW` that match a DeepSpeed config.
 
-    Raises `BenchError` if the config requests features that a plain optimizer in the precision of the weights lacks.
+    Raises `CommandError` if the config requests features that a plain optimizer in the precision of the weights lacks.
     """
     optimizer = ds_config.get("optimizer") or {}
     given, is_bf16, sums = dict(optimizer.get("params") or {}), _is_bf16(ds_config), sums_dtype(ds_config)
     if str(optimizer.get("type")).lower() not in ("adam", "adamw") or given.get("adam_w_mode") is False:
-        raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
+        raise CommandError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
     for key in ("fp16", "torch_autocast", "scheduler"):
         if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
-            raise BenchError(f"torch runs here without what {key} in the config stands for")
+            raise CommandError(f"torch runs here without what {key} in the config stands for")
     if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
-        raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
+        raise CommandError(
+            "torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype"
+        )
     # BF16_Optimizer under ZeRO 1 has its fp32 weights whole if there is one data-parallel rank, as here
     if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(is_bf16 and sums == torch.float32):
-        raise BenchError("torch runs here without ZeRO, which the config asks for")
+        raise CommandError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
-        raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
+        raise CommandError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
     known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
     return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
 

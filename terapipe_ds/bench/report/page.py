@@ -109,7 +109,6 @@ def _figures(result: Result) -> dict[str, str]:
     """Return the pictures that the result has figures for, by their names in the template."""
     drawn = (
         ("steps", plots.step_times, "Step times of all runs"),
-        ("slices", plots.slice_counts, "Step time against the number of slices"),
         ("errors", plots.prediction_errors, "Errors of the predictions, run by run"),
         ("memory", plots.memory, "Peak memory per stage"),
     )

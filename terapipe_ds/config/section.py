@@ -136,13 +136,13 @@ class TeraPipeConfig(StrictModel):
             super().__init__(**known)
         except ValidationError as error:
             problems |= problems_of(error, section, models)
-        described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
-        of_schedule = section.get("enabled") is True and not described & problems.keys()
-        lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
-        lines += () if problems else link_problems(self.links)
-        lines += compile_problems(known) if of_schedule and ("planner",) not in problems else ()
-        if of_schedule and not {("recompute",), ("planner",)} & problems.keys():
-            lines += recompute_problems(known)
+        wrong = {key for key, *_ in problems}
+        if wrong:  # the other keys may exclude one another; wrong ones count as their defaults
+            super().__init__(**{key: value for key, value in known.items() if key not in wrong})
+        lines = [*problems.values(), *link_problems(self.links)]
+        if self.enabled and not wrong & {"schedule", "schedule_options", "chunks_per_stage"}:
+            lines += [*schedule_problems(self), *compile_problems(self)]
+            lines += () if "planner" in wrong else recompute_problems(self)
         if lines:
             raise TeraPipeConfigError(*lines)
 

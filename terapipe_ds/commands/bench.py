@@ -123,15 +123,20 @@ def run(options: BenchOptions) -> None:
         _report_of(options, options.result)
         return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    result = {"command": command_line(options.words), **_measure(options)}
+    if options.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
+    from terapipe_ds.bench.report import write_report
+    from terapipe_ds.bench.run import run_benchmark
+    from terapipe_ds.bench.table import render
+
+    job = job_of(options)
+    _check_devices(job)
+    measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
+    result = {"command": command_line(options.words), **measured}
     # first, so that the figures are kept even if the table or the report fails
     if not write_json(lambda: json.dumps(result, indent=1, allow_nan=False), options.as_json):
-        from terapipe_ds.bench.table import render
-
         print(render(result))
     if options.html:
-        from terapipe_ds.bench.report import write_report
-
         write_report(result, options.html, options.interactive)
     _check_success(result)
 
@@ -148,16 +153,6 @@ def _report_of(options: BenchOptions, result: str) -> None:
         raise CommandError(f"--html {options.html} is the result itself: give another name")
     write_report(load_result(result), options.html, options.interactive)
     print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")
-
-
-def _measure(options: BenchOptions) -> dict[str, Any]:
-    from terapipe_ds.bench.run import run_benchmark
-
-    if options.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
-    job = job_of(options)
-    _check_devices(job)
-    return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
 
 def job_of(options: BenchOptions) -> Job:

@@ -6,6 +6,7 @@ import json
 import sys
 
 from terapipe_ds.commands.options import Options, Output, Text, option
+from terapipe_ds.files.atomic import write_text
 
 HELP = "write the DeepSpeed JSON of a Megatron-LM command line"
 DESCRIPTION = (
@@ -28,7 +29,6 @@ class ConvertOptions(Options):
 def run(options: ConvertOptions) -> None:
     """Convert, write the JSON, and report the rest."""
     from terapipe_ds.config.megatron_arguments import convert
-    from terapipe_ds.files.atomic import write_text
 
     result = convert(options.megatron_args)
     text = json.dumps(result.ds_config, indent=2) + "\n"

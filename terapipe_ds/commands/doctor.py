@@ -9,7 +9,6 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from terapipe_ds.commands.options import (
     MAX_DEVICES,
@@ -23,11 +22,10 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
+from terapipe_ds.doctor import VERDICTS, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import colored
-
-if TYPE_CHECKING:
-    from terapipe_ds.doctor import Check, Line
+from terapipe_ds.version import __version__
 
 HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to fix it"
 DESCRIPTION = (
@@ -61,15 +59,15 @@ class DoctorOptions(Options):
 def run(options: DoctorOptions) -> None:
     """Run the checks, print them, and end with exit code 1 where something will fail."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    from terapipe_ds.doctor import VERDICTS, look
-    from terapipe_ds.version import __version__
-
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
     options.refuse_without("config", "sequence_length")
-    found: list[tuple[str, Line]] = []
-    for group, checks in _groups(options):
-        found += [(group, line) for check in checks for line in look(check)]
+    ranks = None if options.stages is None else options.stages * (options.data or 1)
+    checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
+    if options.config is not None:
+        shape = options.stages, options.data, options.sequence_length
+        checks["config"] = deepspeed_json.checks(options.config, *shape)
+    found = [(group, line) for group, of_group in checks.items() for check in of_group for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
 
     def as_json() -> str:
@@ -94,17 +92,6 @@ def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:
         if line.verdict in titles or not quiet:
             parts.setdefault(titles.get(line.verdict, group), []).append(_text(line))
     return [row for title, lines in parts.items() if lines for row in ("", title, *lines)]
-
-
-def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
-    from terapipe_ds.doctor import cuda_and_nccl, deepspeed_json, installation, machine
-
-    ranks = None if options.stages is None else options.stages * (options.data or 1)
-    groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *cuda_and_nccl.checks()))]
-    if options.config is not None:
-        shape = options.stages, options.data, options.sequence_length
-        groups.append(("config", deepspeed_json.checks(options.config, *shape)))
-    return groups
 
 
 _INDENT = 32

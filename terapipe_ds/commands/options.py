@@ -15,17 +15,14 @@ from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, get_type_hints
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
 from terapipe_ds.files.atomic import check_writable, write_text
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES
-
-if TYPE_CHECKING:
-    from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule import SCHEDULE_NAMES, Schedule, build, load
 
 Text = SkipValidation[str]
 """Text as the shell gave it: names of files need not be Unicode."""
@@ -327,8 +324,6 @@ class ScheduleOptions(Options):
 
     def load(self, path: str, *more: str) -> Schedule:
         """Return the schedule in a file; refuse options, `more` included, that describe a schedule too."""
-        from terapipe_ds.schedule import load
-
         describing = {*ScheduleOptions.model_fields, *more} - {"from_csv"}
         for name in self.given:
             if name in describing:
@@ -338,8 +333,6 @@ class ScheduleOptions(Options):
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:
         """Return the schedule of the options; `num_slices` is one number, or one for each micro-batch."""
-        from terapipe_ds.schedule import build
-
         if self.stages is None:
             raise CommandError("--stages is missing: give the number of pipeline stages")
         self.check_size(num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices))

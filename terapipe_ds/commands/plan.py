@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
-from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import bytes_of_gb
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, build, count_parts, to_csv
+from terapipe_ds.timeline.picture import draw_timelines
 
 if TYPE_CHECKING:
+    from terapipe_ds.commands.plan_setup import PlanSetup
     from terapipe_ds.planner import PlanResult, Ranking
 
 HELP = "find the slices and the schedule that take the least time on given stages"
@@ -37,10 +41,9 @@ _ORDER = "order.csv"  # in the printed section, where --order names no file
 
 def run(options: PlanOptions) -> None:
     """Plan, and print the result for a person or a program."""
+    from terapipe_ds.commands.plan_setup import plan_setup
     from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
-    from terapipe_ds.schedule import to_csv
 
     setup = plan_setup(options)
     options = setup.options
@@ -132,7 +135,6 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
     """Return the best plan of one schedule; the planner refuses an unknown one."""
     from terapipe_ds.planner import num_parts_of, plan_slices
-    from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
     options = setup.options
     chunks, num_parts = options.chunks_per_stage or 1, options.stages
@@ -160,9 +162,6 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
 
     The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import count_parts
-
     options, plan, granularity = setup.options, result.plan, setup.options.granule
     order = options.order or (result.schedule if result.order is None else _ORDER)
     section: dict[str, Any] = {"enabled": True, "schedule": order}
@@ -186,10 +185,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     """Draw the step, and above it DeepSpeed's own order of whole sequences, if the layers have costs for it."""
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
-    from terapipe_ds.timeline.picture import draw_timelines
 
     schedule = result.build(**setup.options.schedule_options)
     counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))

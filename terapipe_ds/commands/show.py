@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from terapipe_ds.commands.options import (
     STDOUT,
@@ -19,9 +19,9 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from terapipe_ds.schedule import Schedule
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.schedule import Schedule, ScheduleError, render, to_csv, validate
+from terapipe_ds.schedule.show import to_dict
 
 HELP = "print a schedule"
 DESCRIPTION = "Print a schedule: who runs what, in which order, with its bubble and its live slices."
@@ -54,10 +54,6 @@ class ShowOptions(ScheduleOptions):
 
 def run(options: ShowOptions) -> None:
     """Print or write the schedule."""
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.schedule import ScheduleError, to_csv, validate
-    from terapipe_ds.schedule.show import to_dict
-
     options.refuse_without("stage", "lowered")
     try:
         path, counts = options.from_csv if options.file is None else options.file, options.slices
@@ -79,8 +75,6 @@ def run(options: ShowOptions) -> None:
 
 
 def _text(schedule: Schedule, options: ShowOptions) -> str:
-    from terapipe_ds.schedule import render
-
     if options.stage is None:
         return render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40))
     stage = schedule.for_stage(options.stage)

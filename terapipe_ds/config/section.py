@@ -30,6 +30,7 @@ from terapipe_ds.config.values import (
     LengthsOfEach,
     LinksConfig,
     NonEmpty,
+    Path,
     PlannerConfig,
     Positive,
     Recompute,
@@ -37,17 +38,13 @@ from terapipe_ds.config.values import (
     StrictModel,
     TeraPipeConfigError,
     Timeout,
-    list_to_tuple,
     lists_to_tuples,
-    shown_value,
-    tuples_to_lists,
-)
-from terapipe_ds.config.wrong_keys import (
-    Path,
     models_of,
     problems_of,
     refuse_misspelt_section,
+    shown_value,
     take_known,
+    tuples_to_lists,
     unknown_key,
 )
 from terapipe_ds.messages import show_value
@@ -68,12 +65,12 @@ class TeraPipeConfig(StrictModel):
         "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
-    partition: Annotated[Bounds | None, BeforeValidator(list_to_tuple)] = Field(
+    partition: Annotated[Bounds | None, BeforeValidator(lists_to_tuples)] = Field(
         None,
         description="null, or a list of two or more rising integers that begins with 0: the first layer of each part, "
         "and the number of layers",
     )
-    recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
+    recompute: Annotated[Recompute, BeforeValidator(lists_to_tuples)] = Field(
         None,
         description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
@@ -93,7 +90,7 @@ class TeraPipeConfig(StrictModel):
         "such list for each micro-batch of a step, all with the same sum",
     )
     sequence_dim: Index = Field(1, description="an integer >= 0, counted from the front")
-    sliced_inputs: Annotated[Indices | None, BeforeValidator(list_to_tuple)] = Field(
+    sliced_inputs: Annotated[Indices | None, BeforeValidator(lists_to_tuples)] = Field(
         None, description="null, or a list of different integers >= 0 with at least one entry"
     )
     documents: Index | NonEmpty = Field(

@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.config import DtypeEnum
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
 from terapipe_ds.bench.cases import TWO_PARTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
@@ -55,8 +57,6 @@ def _is_bf16(ds_config: dict[str, Any]) -> bool:
 
 def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
     """Return the dtype in which DeepSpeed sums the gradients of micro-batches: usually the dtype of the weights."""
-    from deepspeed.runtime.config import DtypeEnum
-
     given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     dtype: torch.dtype = DtypeEnum(given or ("bf16" if _is_bf16(ds_config) else "fp32")).value
     return dtype
@@ -98,8 +98,6 @@ class TorchDriver(Driver):
     """Drive a schedule of torch with AdamW and, in bf16, `Masters`; losses are divided before their backwards."""
 
     def __init__(self, case: Case, job: Job) -> None:
-        from torch.distributed import pipelining
-
         self._kind = getattr(pipelining, f"Schedule{_CLASSES[case.schedule]}")
         self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
         self._device = torch.device(job.device_of(self._rank))
@@ -109,7 +107,7 @@ class TorchDriver(Driver):
         self._num_parts = chunks * stages
         self.fewest = 1 if case.schedule == "gpipe" else stages
         layers = gpt_layers(self._config)
-        bounds = partition(layers, self._num_parts, "parameters")
+        bounds = partition(layers, self._num_parts)
         parts = [self._placement[self._rank, chunk_id] for chunk_id in range(chunks)]
         with self._device:
             self._modules = {
@@ -135,8 +133,6 @@ class TorchDriver(Driver):
             return gpt_loss(logits, labels) / accumulation
 
     def _stage(self, chunk_id: int, part_id: int) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-
         rows, length = self._work.micro_batch, self._work.sequence_length
         options = {"dtype": self._config.torch_dtype, "device": "meta", "requires_grad": True}
         hidden = torch.empty(rows, length, self._config.hidden_size, **options)
@@ -144,7 +140,7 @@ class TorchDriver(Driver):
         is_last = part_id == self._num_parts - 1
         outputs = torch.empty(rows, length, self._config.vocab_size, **options) if is_last else hidden
         place = self._modules[part_id], part_id, self._num_parts, self._device
-        stage = PipelineStage(*place, input_args=inputs, output_args=outputs)
+        stage = pipelining.PipelineStage(*place, input_args=inputs, output_args=outputs)
         for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
             setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
         return stage
@@ -176,7 +172,7 @@ class TorchDriver(Driver):
     def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         if self._case.schedule not in TWO_PARTS:  # as ours; torch prints another order for its 1F1B than it runs
             return build(self._case.schedule, self._work.stages, accumulation, 1)
-        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
+        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement)
 
     def restart(self) -> None:
         super().restart()
@@ -190,7 +186,7 @@ class TorchDriver(Driver):
         return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
 
 
-def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement, count: int) -> Schedule:
+def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement) -> Schedule:
     """Return a schedule of torch.distributed.pipelining from its `pipeline_order`: rank -> actions, None for idle."""
     codes = {"F": "F", "B": "B", "I": "B", "W": "W"}
     chunk_of = {(stage_id, part_id): chunk_id for (stage_id, chunk_id), part_id in placement.items()}
@@ -198,4 +194,4 @@ def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: 
     for rank in sorted(pipeline_order):
         pairs = [(codes.get(a.computation_type.value), a) for a in pipeline_order[rank] if a is not None]
         orders.append([f"{code}{a.microbatch_index}.0c{chunk_of[rank, a.stage_index]}" for code, a in pairs if code])
-    return schedule_of(name, orders, placement, (1,) * count)
+    return schedule_of(name, orders, placement)

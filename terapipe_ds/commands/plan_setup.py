@@ -1,4 +1,4 @@
-"""Collect the input of `terapipe plan` on a fixed number of stages: measured or counted costs and memory of the parts.
+"""Collect the input of `terapipe plan`, measured or counted costs and memory of the parts, and search with it.
 
 An option that the user does not set comes from the profile, then from the DeepSpeed JSON, then from the model: see
 `complete`. Commands import this module when they run: it loads numpy.
@@ -21,12 +21,14 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import bytes_of_gb, show_value
-from terapipe_ds.planner import MemoryModel
+from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
+from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
@@ -310,3 +312,70 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
         )
 
     return memory_of
+
+
+def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
+    """Return the best plan, and with "auto" the ranking of all schedules."""
+    options = setup.options
+    if options.recompute:
+        return _search_recompute(options), None
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
+    limits["progress"] = progress
+    if options.schedule != "auto":
+        return _search_one(setup, limits), None
+    if options.schedule_options:
+        name = next(iter(options.schedule_options))
+        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
+    ranking = rank_schedules(
+        setup.costs_of,
+        *setup.shape,
+        memory_of=setup.memory_of,
+        both_ways_s_of=setup.both_ways_s_of,
+        chunks_per_stage=options.chunks_per_stage,
+        with_order=options.order is not None,
+        **limits,
+    )
+    return ranking.best, ranking
+
+
+def _search_recompute(options: PlanOptions) -> PlanResult:
+    """Return the best plan with the layers of a measured model that recompute."""
+    if options.profile is None or options.memory_limit_gb is None:
+        raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
+    if options.chunks_per_stage not in (None, 1):
+        raise CommandError(
+            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+        )
+    parts = MeasuredParts.of_profile(Profile.load(options.profile))
+    return plan_with_recompute(
+        recomputable_parts(parts, parts.bounds(options.stages) or ()),
+        options.sequence_length,
+        options.micro_batches,
+        options.granule,
+        options.schedule,
+        bytes_of_gb(options.memory_limit_gb),
+        schedule_options=options.schedule_options,
+    )
+
+
+def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
+    """Return the best plan of one schedule; the planner refuses an unknown one."""
+    options = setup.options
+    chunks, num_parts = options.chunks_per_stage or 1, options.stages
+    if options.schedule in (*SCHEDULE_NAMES, SEARCH):
+        num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
+    if (costs := setup.costs_of(num_parts)) is None:
+        problem = f"the layers cannot be cut in {num_parts} parts"
+        raise CommandError(f"--schedule {options.schedule}: {problem}; ask for fewer")
+    result = plan_slices(
+        costs,
+        *setup.shape,
+        options.schedule,
+        memory=None if setup.memory_of is None else setup.memory_of(num_parts),
+        chunks_per_stage=chunks,
+        schedule_options=options.schedule_options,
+        **limits,
+    )
+    if num_parts < result.chunks_per_stage * options.stages:
+        result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
+    return result

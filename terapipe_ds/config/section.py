@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
-from terapipe_ds.config.conflicts import conflicts_in
+from terapipe_ds.config.conflicts import conflicting_keys, problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
 from terapipe_ds.config.values import (
     SECTION,
@@ -165,7 +165,8 @@ class TeraPipeConfig(StrictModel):
         except TeraPipeConfigError as error:
             problems += error.problems
         if section.get("enabled") is True:
-            problems += conflicts_in(ds_config)
+            problems += filter(None, (problem_of_auto(ds_config), problem_of_quotes(ds_config)))
+            problems += conflicting_keys(ds_config)
             steps = ds_config.get("gradient_accumulation_steps")
             if not problems and type(steps) is int and (problem := config.problem_of_count(steps)):
                 problems.append(problem)

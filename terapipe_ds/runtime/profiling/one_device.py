@@ -33,8 +33,6 @@ from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_lay
 from terapipe_ds.runtime.profiling.rounds import grid, noise_warning, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
-Measured = tuple[tuple[CostSample, ...], tuple[LayerMeasured, ...] | None]
-
 
 @dataclass(frozen=True)
 class OfflineJob:
@@ -90,7 +88,8 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
     specs: dict[int, MessageSpec] = {}
-    known: dict[tuple[str, ...], Measured] = {}  # by the kinds of layers: equal parts cost the same
+    # by the kinds of layers: equal parts cost the same
+    known: dict[tuple[str, ...], tuple[tuple[CostSample, ...], tuple[LayerMeasured, ...] | None]] = {}
     parts, described, measured = [], [], []
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])

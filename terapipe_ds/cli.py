@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")  # an encoding may lack a letter of a file's name
     try:
-        arguments.run(arguments)
+        arguments.run(arguments.options.read(arguments))
         print(end="", flush=True)  # without a stdout (`>&-`) as well
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -70,7 +70,7 @@ def _one_line(error: Exception, arguments: argparse.Namespace) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}; {_REMEDIES.get(type(error), 'give another path')}"
     text = " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
-    return arguments.in_options(text) if isinstance(error, PlannerError | ScheduleError) else text
+    return arguments.options.in_options(text) if isinstance(error, PlannerError | ScheduleError) else text
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +97,8 @@ def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namesp
 
 def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     """Return the parser; of a command line that names its command, no other command is imported."""
+    from terapipe_ds.commands.options import options_of
+
     parser = _Parser(
         prog="terapipe",
         description="Token-level pipeline parallelism for DeepSpeed: plans, schedules, checks and measurements.",
@@ -117,7 +119,7 @@ def _parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         command.set_defaults(run=module.run, parser=command)
-        module.add_arguments(command)
+        options_of(module).add_to(command)
     return parser
 
 

@@ -161,17 +161,15 @@ def _shifted(labels: torch.Tensor, starts: Starts, ignore_index: int) -> torch.T
 def _starts(given: Mapping[Any, Any], position_ids: str, is_off: bool, lengths: Sequence[int]) -> Starts:
     """Return where documents start in each row, checked against every entry that tells; padding does not count."""
     ids, numbers = (given[key].to("cpu", torch.int64) if key in given else None for key in (position_ids, "seq_idx"))
-    by_key: dict[str, Starts] = {}
+    by_key: dict[str, torch.Tensor] = {}  # whether a document starts at a token, without the first of each row
     if ids is not None:  # ids that grow in other steps than 1 do not yet mean that rows are packed
-        begins = ids[:, 1:] <= ids[:, :-1] if is_off else ids[:, 1:] != ids[:, :-1] + 1
-        by_key[position_ids] = starts_at(begins)
+        by_key[position_ids] = ids[:, 1:] <= ids[:, :-1] if is_off else ids[:, 1:] != ids[:, :-1] + 1
     if (flat := _cumulative(given)) is not None:
-        by_key[_CUMULATIVE[0]] = starts_at(flat.view(given["input_ids"].shape)[:, 1:])
+        by_key[_CUMULATIVE[0]] = flat.view(given["input_ids"].shape)[:, 1:]
     if numbers is not None:
-        by_key["seq_idx"] = starts_at(numbers[:, 1:] != numbers[:, :-1])
-    for key, starts in by_key.items():
-        rows = zip(starts, lengths, strict=True)
-        by_key[key] = tuple((0, *(s for s in row[1:] if s < length)) for row, length in rows)
+        by_key["seq_idx"] = numbers[:, 1:] != numbers[:, :-1]
+    is_token = torch.arange(1, given["input_ids"].size(1), device="cpu") < torch.tensor(lengths, device="cpu")[:, None]
+    by_key = {key: begins & is_token for key, begins in by_key.items()}
     if is_off:
         _refuse_packed(given, by_key)
         return ((0,),) * len(lengths)
@@ -180,10 +178,16 @@ def _starts(given: Mapping[Any, Any], position_ids: str, is_off: bool, lengths: 
             f'terapipe.documents = "{position_ids}", but the dict batch says nowhere where documents start: give '
             f"{position_ids}, cu_seq_lens_q or seq_idx in each batch"
         )
-    (first, starts), *others = by_key.items()
-    for key, by_other in others:
-        _compare(first, starts, key, by_other)
-    return starts
+    (first, begins), *others = by_key.items()
+    for other, by_other in others:
+        for row, token in (begins != by_other).nonzero().tolist():
+            says, does_not = (first, other) if begins[row, token] else (other, first)
+            raise BatchError(
+                f"the entries {first} and {other} of a dict batch differ in where documents start: first at token "
+                f"{token + 1} of row {row}, where one starts by {says} and none by {does_not}. Make both of the same "
+                "documents, or leave one out"
+            )
+    return starts_at(begins)
 
 
 def _cumulative(given: Mapping[Any, Any]) -> torch.Tensor | None:
@@ -227,26 +231,13 @@ def _is_at_least(value: Any, longest: int) -> bool:
         return False
 
 
-def _refuse_packed(given: Mapping[Any, Any], by_key: Mapping[str, Starts]) -> None:
-    for key, starts in by_key.items():
-        for row, begins in enumerate(starts):
-            if len(begins) > 1:
-                _refuse(
-                    key,
-                    given[key],
-                    f"a document starts at token {begins[1]} of row {row}, and attention would mix it with those "
-                    f'before it: set terapipe.documents to "{_POSITION_IDS}". Where tokens are to see the documents '
-                    "before theirs, leave the entry out, or give tuples",
-                )
-
-
-def _compare(key: str, starts: Starts, other: str, by_other: Starts) -> None:
-    for row, (begins, others) in enumerate(zip(starts, by_other, strict=True)):
-        if begins != others:
-            token = min(set(begins) ^ set(others))
-            says, does_not = (key, other) if token in begins else (other, key)
-            raise BatchError(
-                f"the entries {key} and {other} of a dict batch differ in where documents start: first at token "
-                f"{token} of row {row}, where one starts by {says} and none by {does_not}. Make both of the same "
-                "documents, or leave one out"
+def _refuse_packed(given: Mapping[Any, Any], by_key: Mapping[str, torch.Tensor]) -> None:
+    for key, begins in by_key.items():
+        for row, token in begins.nonzero().tolist():
+            _refuse(
+                key,
+                given[key],
+                f"a document starts at token {token + 1} of row {row}, and attention would mix it with those "
+                f'before it: set terapipe.documents to "{_POSITION_IDS}". Where tokens are to see the documents '
+                "before theirs, leave the entry out, or give tuples",
             )

@@ -97,12 +97,13 @@ def section_page() -> str:
 def cli_page() -> str:
     """Return the page of all commands and their options, made of the parsers."""
     from terapipe_ds.cli import COMMANDS
+    from terapipe_ds.commands.options import options_of
 
     lines = ["# Command line", "", "Made of the parsers when this site is built: what `--help` says, as a page."]
     for name in COMMANDS:
         module = importlib.import_module(f"terapipe_ds.commands.{name}")
         parser = argparse.ArgumentParser(prog=f"terapipe {name}", add_help=False)
-        module.add_arguments(parser)
+        options_of(module).add_to(parser)
         lines += ["", f"## terapipe {name}", "", prose(module.DESCRIPTION)]
         for group in parser._action_groups:
             actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]

@@ -9,13 +9,9 @@ from typing import Any
 
 from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.compat.versions import version_of
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES
 from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED
-
-
-class BenchError(ValueError):
-    """Report that the benchmark cannot run as requested; the text says why and how to change it."""
-
 
 PLAN = "plan"
 """Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
@@ -237,12 +233,12 @@ def choose(
     """Return the competitors that the options leave or add.
 
     The stock engine stays if its system does: ratios need it. Some unsliced case always runs, for the bounds.
-    Raises `BenchError` on unknown names, and if nothing is left.
+    Raises `CommandError` on unknown names, and if nothing is left.
     """
     for option, names, known in (("--systems", systems, SCHEDULES), ("--schedules", schedules, _EVERY_SCHEDULE)):
         for name in names or ():
             if name not in known:
-                raise BenchError(f"{option} {name!r}: known are {', '.join(known)}")
+                raise CommandError(f"{option} {name!r}: known are {', '.join(known)}")
 
     def runs(case: Case) -> bool:
         is_kept = not schedules or case.schedule in schedules or case == _STOCK
@@ -250,7 +246,7 @@ def choose(
 
     chosen = [case for case in _candidates(preset, full or bool(schedules), slices) if runs(case)]
     if not chosen:
-        raise BenchError("--systems, --schedules and --slices leave nothing to run: widen one of them")
+        raise CommandError("--systems, --schedules and --slices leave nothing to run: widen one of them")
     whole = [case for case in _WHOLE_STAGES if systems is None or case.system in systems]
     if not set(whole) & set(chosen):
         chosen = [whole[0], *chosen]

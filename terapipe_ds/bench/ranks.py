@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import logging
 import multiprocessing
@@ -23,7 +22,6 @@ from typing import Any
 from terapipe_ds.files.atomic import write_text
 
 _GRACE_S = 1.0  # from the first rank that fails to the end of all
-_ALL_DAY_S = 24 * 3600.0  # that a rank waits for others which are still at work; a rank that fails ends the wait
 
 USUAL_SETTINGS: dict[str, Any] = {
     "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "torch_adam": True, "fused": True}},
@@ -133,35 +131,25 @@ class Position:
         return dict(json.loads(self._path.read_text(encoding="utf-8"))) if self._path.exists() else {}
 
 
-class Agreement:
-    """Exchange the outcome of a joint step between ranks, through files in `folder`, which all ranks see.
+def problem_of_any_rank(own: str | None, step: str, patience_s: float = 60.0) -> str | None:
+    """Return the problem of the first rank that has one with a joint step, or None. A collective.
 
-    A rank that failed reports it while others wait for it in a collective of that step, where no other collective would
-    reach them. It waits `patience_s` for the outcomes of the others.
+    A rank that failed waits `patience_s` for others. It raises `RuntimeError` if they do not come, because they wait
+    for it in a collective of the step, where no other collective would reach them.
     """
+    import torch.distributed as torch_dist
 
-    def __init__(self, folder: Path, patience_s: float = 60.0) -> None:
-        import torch.distributed as torch_dist
+    from terapipe_ds.runtime.agreement import meet
 
-        self._rank, self._size = torch_dist.get_rank(), torch_dist.get_world_size()
-        self._store = torch_dist.FileStore(str(folder / "agreement"), self._size)
-        self._patience_s, self._steps = patience_s, 0
+    rank = torch_dist.get_rank()
 
-    def problem(self, own: str | None, what: str) -> str | None:
-        """Return the problem of the first rank that has one with step `what`, or None. A collective.
+    def late(waited_s: float, missing: Callable[[], list[int]]) -> None:
+        if own and waited_s > patience_s and missing():
+            why = f"and may wait for rank {rank}, which failed: {own}"
+            raise RuntimeError(f"{step}: others have not come in {patience_s:g} s, {why}")
 
-        Raises `RuntimeError` if this rank has a problem and others do not come: they wait for it within the step.
-        """
-        keys = [f"{self._steps}/{rank}" for rank in range(self._size)]
-        self._steps += 1
-        self._store.set(keys[self._rank], own or "")
-        wait_s = self._patience_s if own else _ALL_DAY_S
-        try:
-            self._store.wait(keys, datetime.timedelta(seconds=wait_s))
-        except RuntimeError:
-            why = f", and may wait for rank {self._rank}, which failed: {own}" if own else ""
-            raise RuntimeError(f"{what}: others have not come in {wait_s:g} s{why}") from None
-        return next((said for said in (self._store.get(key).decode() for key in keys) if said), None)
+    problems = meet(f"bench/{step}", range(torch_dist.get_world_size()), rank, own or "", late)
+    return next(filter(None, problems.values()), None)
 
 
 def keep_memory() -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from terapipe_ds.bench.cases import AUTO, BenchError, Job
+from terapipe_ds.bench.cases import AUTO, Job
 from terapipe_ds.bench.metrics import (
     Plans,
     SliceMeasurements,
@@ -42,6 +42,7 @@ from terapipe_ds.bench.ranks import (
 from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.files.atomic import write_atomically
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 from terapipe_ds.timeline import Timeline
@@ -54,7 +55,7 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
     """Run the benchmark; return the object that `--json` writes.
 
-    `main` runs in each rank in the place of `rank_main`. Raises `BenchError` if a rank failed.
+    `main` runs in each rank in the place of `rank_main`. Raises `CommandError` if a rank failed.
     """
     before = machine()
     if job.device == "cpu":
@@ -63,7 +64,7 @@ def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], No
         try:
             spawn_ranks(main or rank_main, job.work.stages, job, folder)
         except RankError as error:
-            raise BenchError(cause_of(error, Path(folder))) from None
+            raise CommandError(cause_of(error, Path(folder))) from None
         ranks = [pickle.loads(Path(folder, f"rank{rank}.pickle").read_bytes()) for rank in range(job.work.stages)]
     return result_of(job, preset, before, ranks)
 

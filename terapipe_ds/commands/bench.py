@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -12,9 +11,7 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-from pydantic import BeforeValidator
+from typing import TYPE_CHECKING, Any, Literal
 
 from terapipe_ds.commands.options import (
     JsonOutput,
@@ -74,18 +71,10 @@ _runs, _sized, _output = (functools.partial(option, group=title) for title in ("
 _size = functools.partial(_sized, "in the place of the preset's", "N", ge=1)
 
 
-def _refuse_moved(preset: str) -> str:
-    """Refuse the presets that have become studies, and name the study that measures the same."""
-    if preset in ("gpu-attention", "gpu-layer"):
-        study = f"python -m studies.gpu {preset.removeprefix('gpu-')}"
-        raise CommandError(f"preset {preset} is a study now: use `{study}` in a checkout of the repository")
-    return preset
-
-
 class BenchOptions(Options):
     """Choose the runs, their sizes and the output files; None takes the value of the preset."""
 
-    preset: Annotated[Literal["cpu-2stage", "cpu-8stage"], BeforeValidator(_refuse_moved)] = option(
+    preset: Literal["cpu-2stage", "cpu-8stage"] = option(
         "cpu-2stage (default), cpu-8stage", None, "cpu-2stage", flags=("preset",), nargs="?"
     )
     full: bool = switch("every system that can run, and more accumulations")
@@ -128,25 +117,26 @@ class BenchOptions(Options):
     )
 
 
-add_arguments = BenchOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: BenchOptions) -> None:
     """Measure, print, write."""
-    options = BenchOptions.read(arguments)
     if options.result is not None:
         _report_of(options, options.result)
         return
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    result = {"command": command_line(arguments.words), **_measure(options)}
+    if options.device == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
+    from terapipe_ds.bench.report import write_report
+    from terapipe_ds.bench.run import run_benchmark
+    from terapipe_ds.bench.table import render
+
+    job = job_of(options)
+    _check_devices(job)
+    measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
+    result = {"command": command_line(options.words), **measured}
     # first, so that the figures are kept even if the table or the report fails
     if not write_json(lambda: json.dumps(result, indent=1, allow_nan=False), options.as_json):
-        from terapipe_ds.bench.table import render
-
         print(render(result))
     if options.html:
-        from terapipe_ds.bench.report import write_report
-
         write_report(result, options.html, options.interactive)
     _check_success(result)
 
@@ -163,16 +153,6 @@ def _report_of(options: BenchOptions, result: str) -> None:
         raise CommandError(f"--html {options.html} is the result itself: give another name")
     write_report(load_result(result), options.html, options.interactive)
     print(f"{options.html}: {Path(options.html).stat().st_size / 1024:.0f} KiB")
-
-
-def _measure(options: BenchOptions) -> dict[str, Any]:
-    from terapipe_ds.bench.run import run_benchmark
-
-    if options.device == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
-    job = job_of(options)
-    _check_devices(job)
-    return run_benchmark(job, "config" if options.config or options.model else options.preset)
 
 
 def job_of(options: BenchOptions) -> Job:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 
 from terapipe_ds.commands.options import Options, Output, Text, option
+from terapipe_ds.files.atomic import write_text
 
 HELP = "write the DeepSpeed JSON of a Megatron-LM command line"
 DESCRIPTION = (
@@ -26,15 +26,10 @@ class ConvertOptions(Options):
     out: Output | None = option("write the JSON here", "FILE")
 
 
-add_arguments = ConvertOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: ConvertOptions) -> None:
     """Convert, write the JSON, and report the rest."""
     from terapipe_ds.config.megatron_arguments import convert
-    from terapipe_ds.files.atomic import write_text
 
-    options = ConvertOptions.read(arguments)
     result = convert(options.megatron_args)
     text = json.dumps(result.ds_config, indent=2) + "\n"
     if options.out:

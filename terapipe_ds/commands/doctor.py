@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -10,7 +9,6 @@ import shutil
 import sys
 import textwrap
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from terapipe_ds.commands.options import (
     MAX_DEVICES,
@@ -24,11 +22,10 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
+from terapipe_ds.doctor import VERDICTS, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import colored
-
-if TYPE_CHECKING:
-    from terapipe_ds.doctor import Check, Line
+from terapipe_ds.version import __version__
 
 HELP = "look at the installation, the machine and a DeepSpeed JSON: what is wrong, and how to fix it"
 DESCRIPTION = (
@@ -59,22 +56,18 @@ class DoctorOptions(Options):
     as_json: JsonOutput | None = json_option("the findings")
 
 
-add_arguments = DoctorOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: DoctorOptions) -> None:
     """Run the checks, print them, and end with exit code 1 where something will fail."""
-    options = DoctorOptions.read(arguments)
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
-    from terapipe_ds.doctor import VERDICTS, look
-    from terapipe_ds.version import __version__
-
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
     options.refuse_without("config", "sequence_length")
-    found: list[tuple[str, Line]] = []
-    for group, checks in _groups(options):
-        found += [(group, line) for check in checks for line in look(check)]
+    ranks = None if options.stages is None else options.stages * (options.data or 1)
+    checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
+    if options.config is not None:
+        shape = options.stages, options.data, options.sequence_length
+        checks["config"] = deepspeed_json.checks(options.config, *shape)
+    found = [(group, line) for group, of_group in checks.items() for check in of_group for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
 
     def as_json() -> str:
@@ -82,10 +75,10 @@ def run(arguments: argparse.Namespace) -> None:
         return json.dumps({"version": __version__, "counts": dict(counts), "checks": listed}, indent=1)
 
     if not write_json(as_json, options.as_json):
-        print(f"terapipe doctor, terapipe_ds {__version__}")
-        print("\n".join(_report(found, options.quiet)))
         words = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS if counts[verdict])
-        print(f"\n{words}\nds_report and python -m torch.utils.collect_env print cards, drivers and libraries")
+        others = "ds_report and python -m torch.utils.collect_env print cards, drivers and libraries"
+        text = [f"terapipe doctor, terapipe_ds {__version__}", *_report(found, options.quiet), "", words, others]
+        print("\n".join(line for line in text if line or not options.quiet))
     if counts["fail"]:
         sys.stdout.flush()
         raise SystemExit(1)
@@ -93,25 +86,12 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:
     """Return the findings as text: failures, then warnings, then each group's other lines."""
-    text: list[str] = []
-    for verdict, title in (("fail", "failures"), ("warning", "warnings")):
-        lines = [_text(line) for _, line in found if line.verdict == verdict]
-        text += [f"\n{title}", *lines] if lines else []
-    for group in dict.fromkeys(group for group, _ in found):
-        lines = [_text(line) for each, line in found if each == group and line.verdict in ("ok", "note")]
-        text += [f"\n{group}", *lines] if lines and not quiet else []
-    return text
-
-
-def _groups(options: DoctorOptions) -> list[tuple[str, tuple[Check, ...]]]:
-    from terapipe_ds.doctor import cuda_and_nccl, deepspeed_json, installation, machine
-
-    ranks = None if options.stages is None else options.stages * (options.data or 1)
-    groups = [("installation", installation.CHECKS), ("machine", (*machine.checks(ranks), *cuda_and_nccl.checks()))]
-    if options.config is not None:
-        shape = options.stages, options.data, options.sequence_length
-        groups.append(("config", deepspeed_json.checks(options.config, *shape)))
-    return groups
+    parts: dict[str, list[str]] = {"failures": [], "warnings": []}
+    titles = {"fail": "failures", "warning": "warnings"}
+    for group, line in found:
+        if line.verdict in titles or not quiet:
+            parts.setdefault(titles.get(line.verdict, group), []).append(_text(line))
+    return [row for title, lines in parts.items() if lines for row in ("", title, *lines)]
 
 
 _INDENT = 32

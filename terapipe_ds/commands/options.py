@@ -14,16 +14,15 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
+from types import ModuleType
+from typing import Annotated, Any, ClassVar, Self, get_type_hints
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, SkipValidation, ValidationError
 
+from terapipe_ds.files.atomic import check_writable, write_text
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import show_value
-from terapipe_ds.schedule import SCHEDULE_NAMES
-
-if TYPE_CHECKING:
-    from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule import SCHEDULE_NAMES, Schedule, build, load
 
 Text = SkipValidation[str]
 """Text as the shell gave it: names of files need not be Unicode."""
@@ -38,19 +37,6 @@ def _written_by(name: str) -> str:
     return "--json" if name == "as_json" else flag(name)
 
 
-def check_output(path: str, option: str) -> None:
-    """Refuse a path where no file can be written, before anything is computed for it: CommandError or OSError."""
-    from terapipe_ds.files.atomic import check_writable
-
-    if not Path(path).name:
-        raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
-    if Path(path).is_dir():
-        raise CommandError(f"{option} {path} is a folder: give the name of a file")
-    if not Path(path).absolute().parent.is_dir():
-        raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
-    check_writable(path)
-
-
 STDOUT = "-"
 
 
@@ -58,17 +44,23 @@ class _Written(str):
     """Mark the name of a file that the command writes."""
 
 
-def _file(*suffixes: str, why: str = "") -> AfterValidator:
-    """Return the check of a file that a command writes: its suffix, and whether it can be written."""
+def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValidator:
+    """Return the check of a file that a command writes: its suffix, and whether it can be written (else OSError)."""
 
     def check(path: str, info: Any) -> str:
-        option = _written_by(info.field_name)
-        if path == STDOUT and option == "--json":
+        option, file = _written_by(info.field_name), Path(path)
+        if path == STDOUT and or_stdout:
             return path
-        if suffixes and Path(path).suffix.lower() not in suffixes:
+        if not file.name:
+            raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
+        if suffixes and file.suffix.lower() not in suffixes:
             allowed = " or ".join(filter(None, (", ".join(suffixes[:-1]), suffixes[-1])))
             raise CommandError(f"{option} {path}: end the name in {allowed}{why}")
-        check_output(path, option)
+        if file.is_dir():
+            raise CommandError(f"{option} {path} is a folder: give the name of a file")
+        if not file.absolute().parent.is_dir():
+            raise CommandError(f"{option} {path}: there is no such folder; give a path in one that exists")
+        check_writable(path)
         for name, other in info.data.items():
             if isinstance(other, _Written) and os.path.realpath(other) == os.path.realpath(path):
                 raise CommandError(f"{option} {path}: {_written_by(name)} writes this file too; give another name")
@@ -101,8 +93,10 @@ OrderFile = Annotated[Text, _file(".csv", why=", as the key terapipe.schedule wa
 """An `Output` for a schedule as CSV."""
 Picture = Annotated[Text, _file(".png", ".svg", ".pdf")]
 """An `Output` that matplotlib can draw to."""
-JsonOutput = Annotated[Text, _file(".json")]
+JsonOutput = Annotated[Text, _file(".json", or_stdout=True)]
 """The value of `--json`: an `Output` for JSON, or `STDOUT`."""
+Printed = Annotated[Text, _file(or_stdout=True)]
+"""An `Output`, or `STDOUT`."""
 
 
 def option(
@@ -143,8 +137,6 @@ def write_json(text_of: Callable[[], str], target: str | None) -> bool:
     if target == STDOUT:
         print(text_of())
         return True
-    from terapipe_ds.files.atomic import write_text
-
     write_text(target, text_of() + "\n")
     return False
 
@@ -155,11 +147,12 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     exclusive: ClassVar[Mapping[str, bool]] = {}
     """Groups that admit one of their options, and whether the user must give one."""
+    _words: Sequence[str] = ()  # of the command line
 
     @classmethod
     def add_to(cls, parser: argparse.ArgumentParser) -> None:
         """Add all options to a parser; its result omits those that the user does not set."""
-        parser.set_defaults(in_options=cls.in_options)
+        parser.set_defaults(options=cls)
         groups: dict[str, Any] = {"": parser}
         for name, field in cls.model_fields.items():
             declared: Any = field.json_schema_extra
@@ -183,6 +176,7 @@ class Options(BaseModel):
             problems += map(cls._mistake, error.errors(include_url=False))
         if problems:
             raise CommandError("; ".join(problems))
+        options._words = vars(arguments).get("words", ())
         return options
 
     @classmethod
@@ -231,6 +225,11 @@ class Options(BaseModel):
         return re.sub(r"(?:planner\.)?\b([a-z]+(?:_[a-z]+)+|[a-z]+(?= = ))( = )?", option_of, text)
 
     @property
+    def words(self) -> Sequence[str]:
+        """Return the words of the command line."""
+        return self._words
+
+    @property
     def given(self) -> dict[str, Any]:
         """Return the options that the user set, in field order."""
         return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
@@ -247,6 +246,12 @@ class Options(BaseModel):
             if name in self.model_fields_set and needed not in self.model_fields_set:
                 with_it = self.name_of(needed)
                 raise CommandError(f"{self.name_of(name)} goes with {with_it} only: give {with_it}, or leave it out")
+
+
+def options_of(command: ModuleType) -> type[Options]:
+    """Return the options that a module of `commands` takes: the annotation of its function `run`."""
+    options: type[Options] = get_type_hints(command.run)["options"]
+    return options
 
 
 _ARGUMENTS = {
@@ -319,8 +324,6 @@ class ScheduleOptions(Options):
 
     def load(self, path: str, *more: str) -> Schedule:
         """Return the schedule in a file; refuse options, `more` included, that describe a schedule too."""
-        from terapipe_ds.schedule import load
-
         describing = {*ScheduleOptions.model_fields, *more} - {"from_csv"}
         for name in self.given:
             if name in describing:
@@ -330,8 +333,6 @@ class ScheduleOptions(Options):
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:
         """Return the schedule of the options; `num_slices` is one number, or one for each micro-batch."""
-        from terapipe_ds.schedule import build
-
         if self.stages is None:
             raise CommandError("--stages is missing: give the number of pipeline stages")
         self.check_size(num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices))

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
-from terapipe_ds.commands.plan_setup import PlanSetup, plan_setup
-from terapipe_ds.files.user_json import CommandError
-from terapipe_ds.messages import bytes_of_gb
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import build, count_parts, to_csv
+from terapipe_ds.timeline.picture import draw_timelines
 
 if TYPE_CHECKING:
-    from terapipe_ds.planner import PlanResult, Ranking
+    from terapipe_ds.commands.plan_setup import PlanSetup
+    from terapipe_ds.planner import PlanResult
 
 HELP = "find the slices and the schedule that take the least time on given stages"
 DESCRIPTION = (
@@ -36,20 +36,16 @@ EXAMPLES = """\
 _ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
-add_arguments = PlanOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: PlanOptions) -> None:
     """Plan, and print the result for a person or a program."""
+    from terapipe_ds.commands.plan_setup import plan_setup, search_plan
     from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.files.atomic import write_text
     from terapipe_ds.planner import describe, describe_ranking
-    from terapipe_ds.schedule import to_csv
 
-    setup = plan_setup(PlanOptions.read(arguments))
+    setup = plan_setup(options)
     options = setup.options
     with Progress() as progress:
-        result, ranking = _search(setup, progress)
+        result, ranking = search_plan(setup, progress.callback)
     if options.out:
         lists = {"version": 1, "plans": [list(plan.lengths) for plan in result.plans]}
         write_text(options.out, (json.dumps(lists) if result.plan is None else result.plan.to_json()) + "\n")
@@ -83,90 +79,11 @@ def run(arguments: argparse.Namespace) -> None:
     print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
 
 
-def _search(setup: PlanSetup, progress: Progress) -> tuple[PlanResult, Ranking | None]:
-    """Return the best plan, and with "auto" the ranking of all schedules."""
-    from terapipe_ds.planner import rank_schedules
-
-    options = setup.options
-    if options.recompute:
-        return _search_recompute(options), None
-    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
-    limits["progress"] = progress.callback
-    if options.schedule != "auto":
-        return _search_one(setup, limits), None
-    if options.schedule_options:
-        name = next(iter(options.schedule_options))
-        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
-    ranking = rank_schedules(
-        setup.costs_of,
-        *setup.shape,
-        memory_of=setup.memory_of,
-        both_ways_s_of=setup.both_ways_s_of,
-        chunks_per_stage=options.chunks_per_stage,
-        with_order=options.order is not None,
-        **limits,
-    )
-    return ranking.best, ranking
-
-
-def _search_recompute(options: PlanOptions) -> PlanResult:
-    """Return the best plan with the layers of a measured model that recompute."""
-    from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.layers.measured_parts import MeasuredParts
-    from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
-
-    if options.profile is None or options.memory_limit_gb is None:
-        raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
-    if options.chunks_per_stage not in (None, 1):
-        raise CommandError(
-            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
-        )
-    parts = MeasuredParts.of_profile(Profile.load(options.profile))
-    return plan_with_recompute(
-        recomputable_parts(parts, parts.bounds(options.stages) or ()),
-        options.sequence_length,
-        options.micro_batches,
-        options.granule,
-        options.schedule,
-        bytes_of_gb(options.memory_limit_gb),
-        schedule_options=options.schedule_options,
-    )
-
-
-def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
-    """Return the best plan of one schedule; the planner refuses an unknown one."""
-    from terapipe_ds.planner import num_parts_of, plan_slices
-    from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
-
-    options = setup.options
-    chunks, num_parts = options.chunks_per_stage or 1, options.stages
-    if options.schedule in (*SCHEDULE_NAMES, SEARCH):
-        num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
-    if (costs := setup.costs_of(num_parts)) is None:
-        problem = f"the layers cannot be cut in {num_parts} parts"
-        raise CommandError(f"--schedule {options.schedule}: {problem}; ask for fewer")
-    result = plan_slices(
-        costs,
-        *setup.shape,
-        options.schedule,
-        memory=None if setup.memory_of is None else setup.memory_of(num_parts),
-        chunks_per_stage=chunks,
-        schedule_options=options.schedule_options,
-        **limits,
-    )
-    if num_parts < result.chunks_per_stage * options.stages:
-        result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
-    return result
-
-
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """Return the section of the DeepSpeed JSON that trains with this plan; equal slices are one number.
 
     The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
     """
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import count_parts
-
     options, plan, granularity = setup.options, result.plan, setup.options.granule
     order = options.order or (result.schedule if result.order is None else _ORDER)
     section: dict[str, Any] = {"enabled": True, "schedule": order}
@@ -190,10 +107,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
 
 def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     """Draw the step, and above it DeepSpeed's own order of whole sequences, if the layers have costs for it."""
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import build
     from terapipe_ds.simulator import simulate
-    from terapipe_ds.timeline.picture import draw_timelines
 
     schedule = result.build(**setup.options.schedule_options)
     counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))

@@ -1,28 +1,36 @@
-"""Collect the input of `terapipe plan` on a fixed number of stages: measured or counted costs and memory of the parts.
+"""Collect the input of `terapipe plan`, measured or counted costs and memory of the parts, and search with it.
 
 An option that the user does not set comes from the profile, then from the DeepSpeed JSON, then from the model: see
-`complete`.
+`complete`. Commands import this module when they run: it loads numpy.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
+from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.costs.analytic import analytic_costs
+from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.model_sizes import ModelSize
+from terapipe_ds.costs.profile import Profile
+from terapipe_ds.costs.utilisation import Utilisation
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import bytes_of_gb, show_value
+from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
+from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
+from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
+from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
+from terapipe_ds.planner.strategy import USABLE, size_of
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 from terapipe_ds.schedule.show import many
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from terapipe_ds.costs.model_sizes import ModelSize
-    from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.costs.utilisation import Utilisation
-    from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
+from terapipe_ds.strategy import Grid, bounds_among
 
 MAX_UNITS = 100_000
 NO_COSTS = "no costs: give --model and --device, or --profile with measured costs"
@@ -30,8 +38,6 @@ NO_COSTS = "no costs: give --model and --device, or --profile with measured cost
 
 def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return the setup that the options describe; raise CommandError where one is missing, or two do not agree."""
-    from terapipe_ds.costs.profile import Profile
-
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config)
     bounds = configured.pop("partition", None)
@@ -59,8 +65,6 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
     Raises CommandError where an option is missing, or asks for something that the profile did not measure.
     """
-    from terapipe_ds.planner.strategy import size_of
-
     has_stages = options.stages or profile is not None  # a profile says how many it has
     missing = [] if has_stages else ["--stages is missing: give the number of pipeline stages"]
     if profile is None and not (options.model and options.device):
@@ -85,9 +89,6 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
 def unknown_names(options: CostOptions) -> list[str]:
     """Return a message for a model and for a device that nobody knows."""
-    from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.planner.strategy import size_of
-
     problems = []
     for name, look_up in ((options.model, size_of), (options.device, device_card)):
         try:
@@ -100,8 +101,6 @@ def unknown_names(options: CostOptions) -> list[str]:
 
 def from_config(path: str | None) -> dict[str, Any]:
     """Return the options that a DeepSpeed JSON sets; validate its terapipe section as the engine, even if disabled."""
-    from terapipe_ds.config import TeraPipeConfig
-
     if path is None:
         return {}
     ds_config = read_json(path, "--config")
@@ -181,9 +180,6 @@ class PlanSetup:
 
     def utilisation(self, seconds: float) -> Utilisation | None:
         """Return model FLOP/s and MFU of a device for a pipeline's step; None where nobody counts the FLOPs."""
-        from terapipe_ds.costs.devices import device_card
-        from terapipe_ds.costs.utilisation import Utilisation
-
         options = self.options
         if self.size is None or not options.device:
             return None
@@ -194,9 +190,6 @@ class PlanSetup:
     @property
     def limit_bytes(self) -> float | None:
         """Return a device's memory by the options or its card; None where it is unknown."""
-        from terapipe_ds.costs.devices import device_card
-        from terapipe_ds.planner.strategy import USABLE
-
         if self.memory_of is not None and self.options.memory_limit_gb is not None:
             return max(1.0, bytes_of_gb(self.options.memory_limit_gb))
         if not (self.memory_of and self.options.device):
@@ -210,10 +203,6 @@ class PlanSetup:
 
 
 def _counted(options: PlanOptions) -> PlanSetup:
-    from terapipe_ds.costs.analytic import analytic_costs
-    from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.planner.strategy import size_of
-
     size, card = size_of(options.model), device_card(options.device)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
@@ -244,8 +233,6 @@ def _counted(options: PlanOptions) -> PlanSetup:
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
-    from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
-
     replicas = options.data_parallel
 
     def both_ways_s_of(num_parts: int) -> float | None:
@@ -263,10 +250,6 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
-    from terapipe_ds.costs.fitted import CostModel
-    from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
-    from terapipe_ds.strategy import bounds_among
-
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile)
     if len(models) == 1:  # the stages are copies of it
@@ -311,11 +294,6 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     """Return the function from parts to memory."""
-    from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.planner.cluster import Cluster
-    from terapipe_ds.planner.strategy import size_of
-    from terapipe_ds.strategy import Grid
-
     size, grid = size_of(options.model), Grid(options.stages, options.data_parallel, options.tensor_parallel)
     process_bytes = Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 
@@ -334,3 +312,70 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
         )
 
     return memory_of
+
+
+def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
+    """Return the best plan, and with "auto" the ranking of all schedules."""
+    options = setup.options
+    if options.recompute:
+        return _search_recompute(options), None
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
+    limits["progress"] = progress
+    if options.schedule != "auto":
+        return _search_one(setup, limits), None
+    if options.schedule_options:
+        name = next(iter(options.schedule_options))
+        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
+    ranking = rank_schedules(
+        setup.costs_of,
+        *setup.shape,
+        memory_of=setup.memory_of,
+        both_ways_s_of=setup.both_ways_s_of,
+        chunks_per_stage=options.chunks_per_stage,
+        with_order=options.order is not None,
+        **limits,
+    )
+    return ranking.best, ranking
+
+
+def _search_recompute(options: PlanOptions) -> PlanResult:
+    """Return the best plan with the layers of a measured model that recompute."""
+    if options.profile is None or options.memory_limit_gb is None:
+        raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
+    if options.chunks_per_stage not in (None, 1):
+        raise CommandError(
+            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+        )
+    parts = MeasuredParts.of_profile(Profile.load(options.profile))
+    return plan_with_recompute(
+        recomputable_parts(parts, parts.bounds(options.stages) or ()),
+        options.sequence_length,
+        options.micro_batches,
+        options.granule,
+        options.schedule,
+        bytes_of_gb(options.memory_limit_gb),
+        schedule_options=options.schedule_options,
+    )
+
+
+def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:
+    """Return the best plan of one schedule; the planner refuses an unknown one."""
+    options = setup.options
+    chunks, num_parts = options.chunks_per_stage or 1, options.stages
+    if options.schedule in (*SCHEDULE_NAMES, SEARCH):
+        num_parts = num_parts_of(options.schedule, num_parts, chunks, None)
+    if (costs := setup.costs_of(num_parts)) is None:
+        problem = f"the layers cannot be cut in {num_parts} parts"
+        raise CommandError(f"--schedule {options.schedule}: {problem}; ask for fewer")
+    result = plan_slices(
+        costs,
+        *setup.shape,
+        options.schedule,
+        memory=None if setup.memory_of is None else setup.memory_of(num_parts),
+        chunks_per_stage=chunks,
+        schedule_options=options.schedule_options,
+        **limits,
+    )
+    if num_parts < result.chunks_per_stage * options.stages:
+        result = dataclasses.replace(result, extra_s=setup.both_ways_s_of(num_parts))
+    return result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from terapipe_ds.commands.options import JsonOutput, Output, Progress, json_option, option, write_json
 from terapipe_ds.commands.user_model import MAX_THREADS, ModelOptions
 from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.schedule.show import many
 
 HELP = "measure what slices of a model take on one device"
 DESCRIPTION = (
@@ -38,12 +38,8 @@ class ProfileOptions(ModelOptions):
     as_json: JsonOutput | None = json_option("the profile")
 
 
-add_arguments = ProfileOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: ProfileOptions) -> None:
     """Measure, write the file, and report how well the fit meets the samples."""
-    options = ProfileOptions.read(arguments)
     section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
@@ -89,5 +85,6 @@ def _bounds(partition: tuple[int, ...] | None, stages: int, layers: Sequence[Any
         raise CommandError(f"{shown} ends with {partition[-1]}, but the model has {len(layers)} layers: end with that")
     if len(partition) - 1 != stages:
         parts = len(partition) - 1
-        raise CommandError(f"{shown} has {parts} parts, --stages is {stages}: give --stages {parts}, one part each")
+        has = f"{shown} has {many(parts, 'part')}, --stages is {stages}"
+        raise CommandError(f"{has}: give --stages {parts}, one part each")
     return bounds

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from terapipe_ds.commands.options import (
+    STDOUT,
     JsonOutput,
     Numbers,
+    Printed,
     ScheduleOptions,
     Text,
-    check_output,
     json_option,
     option,
     switch,
     write_json,
 )
-
-if TYPE_CHECKING:
-    from terapipe_ds.schedule import Schedule
+from terapipe_ds.files.atomic import write_text
+from terapipe_ds.schedule import Schedule, ScheduleError, render, to_csv, validate
+from terapipe_ds.schedule.show import to_dict
 
 HELP = "print a schedule"
 DESCRIPTION = "Print a schedule: who runs what, in which order, with its bubble and its live slices."
@@ -44,27 +44,17 @@ class ShowOptions(ScheduleOptions):
 
     file: Text | None = option("as --from-csv FILE", "FILE", group="source", flags=("file",), nargs="?")
     slices: Numbers = option("slices per micro-batch, or one number for each: 4,3,4 (default 1)", "S", default=(1,))
-    csv: Text | None = option(
-        "write the orders as CSV to FILE; no name, or -: to stdout", "FILE", group="form", nargs="?", const="-"
+    csv: Printed | None = option(
+        "write the orders as CSV to FILE; no name, or -: to stdout", "FILE", group="form", nargs="?", const=STDOUT
     )
     as_json: JsonOutput | None = json_option("the schedule", group="form")
     stage: int | None = option("print the order of one stage only, one entry per line", "N", group="form")
     lowered: bool = switch("with --stage: all that the engine runs, with loads, sends and receives")
 
 
-add_arguments = ShowOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: ShowOptions) -> None:
     """Print or write the schedule."""
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.schedule import ScheduleError, to_csv, validate
-    from terapipe_ds.schedule.show import to_dict
-
-    options = ShowOptions.read(arguments)
     options.refuse_without("stage", "lowered")
-    if options.csv not in (None, "-"):
-        check_output(options.csv, "--csv")
     try:
         path, counts = options.from_csv if options.file is None else options.file, options.slices
         if path is None:
@@ -76,7 +66,7 @@ def run(arguments: argparse.Namespace) -> None:
         if error.picture:
             print(error.picture)
         raise
-    if options.csv == "-":
+    if options.csv == STDOUT:
         print(to_csv(schedule), end="")
     elif options.csv is not None:
         write_text(options.csv, to_csv(schedule))
@@ -85,8 +75,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _text(schedule: Schedule, options: ShowOptions) -> str:
-    from terapipe_ds.schedule import render
-
     if options.stage is None:
         return render(schedule, width=max(shutil.get_terminal_size((110, 24)).columns, 40))
     stage = schedule.for_stage(options.stage)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,16 +19,20 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.messages import in_runs
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import SEARCH, Schedule, placement_for, validate
+from terapipe_ds.schedule import to_csv as csv_of
 from terapipe_ds.schedule.show import many
+from terapipe_ds.timeline import Timeline
+from terapipe_ds.timeline.export import to_chrome_trace, to_csv
+from terapipe_ds.timeline.picture import draw_timelines
 
 if TYPE_CHECKING:
     from terapipe_ds.costs.utilisation import Utilisation
-    from terapipe_ds.plan import SlicePlan
     from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.schedule import Schedule
-    from terapipe_ds.timeline import Timeline
 
 HELP = "predict the times of a schedule"
 DESCRIPTION = "Replay a schedule with given costs: makespan, bubble, live slices, and what the time is spent on."
@@ -96,15 +99,10 @@ class SimulateOptions(ScheduleOptions):
     timeline: Output | None = option("write the timeline, for `terapipe timeline --against`", "FILE")
 
 
-add_arguments = SimulateOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: SimulateOptions) -> None:
     """Simulate, print, and write the files that the user names."""
-    from terapipe_ds.schedule import SEARCH, validate
     from terapipe_ds.simulator import simulate
 
-    options = SimulateOptions.read(arguments)
     options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
     options.refuse_without("unit", "unit_send")
     if options.model is not None and options.device is None:
@@ -115,7 +113,12 @@ def run(arguments: argparse.Namespace) -> None:
     if options.schedule == SEARCH:
         schedule, plans, costs, memory, found = _search(options)
     else:
-        schedule, plans = _schedule_and_plans(options)
+        if options.from_csv is None:
+            plans = _plans(options, options.micro_batches)
+            schedule = options.build([plan.num_slices for plan in plans])
+        else:
+            schedule = options.load(options.from_csv)
+            plans = _plans(options, schedule.num_micro_batches)
         validate(schedule)
         costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
@@ -149,11 +152,6 @@ def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[Slice
 
 def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
     """Write the files that the user names."""
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.schedule import to_csv as csv_of
-    from terapipe_ds.timeline.export import to_chrome_trace, to_csv
-    from terapipe_ds.timeline.picture import draw_timelines
-
     if options.order:
         write_text(options.order, csv_of(schedule))
     if options.picture:
@@ -167,7 +165,6 @@ def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> 
 def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, Any, dict[str, Any]]:
     """Search an order for the costs; return it with its plans, costs and memory, and the line that reports it."""
     from terapipe_ds.planner.orders.find import find_order
-    from terapipe_ds.schedule import SEARCH, placement_for
 
     if options.forward_only or options.schedule_options:
         raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
@@ -248,14 +245,6 @@ def _critical_path(timeline: Timeline) -> str:
     return f"critical path: {len(events)} steps on {stages}; {shares}"
 
 
-def _schedule_and_plans(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan]]:
-    if options.from_csv is not None:
-        schedule = options.load(options.from_csv)
-        return schedule, _plans(options, schedule.num_micro_batches)
-    plans = _plans(options, options.micro_batches)
-    return options.build([plan.num_slices for plan in plans]), plans
-
-
 def _plans(options: SimulateOptions, num_micro_batches: int) -> list[SlicePlan]:
     """Return a plan for each micro-batch."""
     plans = [_plan(text, options) for text in options.slices]
@@ -266,8 +255,6 @@ def _plans(options: SimulateOptions, num_micro_batches: int) -> list[SlicePlan]:
 
 
 def _plan(text: str, options: SimulateOptions) -> SlicePlan:
-    from terapipe_ds.plan import SlicePlan
-
     length = options.sequence_length
     try:
         numbers = tuple(map(int, text.split(",")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import itertools
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
-from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.messages import gib, in_runs, limit_text
 from terapipe_ds.schedule.show import many
@@ -76,9 +75,6 @@ class StrategyOptions(CostOptions):
     strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")
 
 
-add_arguments = StrategyOptions.add_to
-
-
 class _Question(NamedTuple):
     """Hold the arguments of `rank_strategies`."""
 
@@ -87,11 +83,10 @@ class _Question(NamedTuple):
     words: dict[str, Any]
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(options: StrategyOptions) -> None:
     """Search, print the best strategies, and write the files that the user names."""
     from terapipe_ds.planner.strategy import TOO_SOON, rank_strategies
 
-    options = StrategyOptions.read(arguments)
     question = _question(options)
     other = _other(options, question)
     end_s = time.monotonic() + (options.time_limit or math.inf)
@@ -111,7 +106,10 @@ def run(arguments: argparse.Namespace) -> None:
     best = strategies[0]
     if not best.is_complete:
         print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
-    _write(best, options)
+    if options.out:
+        write_text(options.out, json.dumps(best.to_deepspeed(), indent=2) + "\n")
+    if options.strategy_out:
+        write_text(options.strategy_out, best.to_json() + "\n")
     if options.picture:
         from terapipe_ds.commands.strategy_picture import draw_strategy
 
@@ -145,6 +143,8 @@ def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
 
 def _question(options: StrategyOptions) -> _Question:
     """Return the arguments of the search; raise CommandError that lists every missing option."""
+    from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
+
     if options.strategy_out and not options.strategy_out.endswith(".json"):
         raise CommandError(
             f"--strategy-out {options.strategy_out}: give a name that ends with .json, as terapipe.strategy needs"
@@ -213,15 +213,6 @@ def _cluster(options: StrategyOptions) -> Cluster:
 # --- the answer
 
 
-def _write(best: Strategy, options: StrategyOptions) -> None:
-    from terapipe_ds.files.atomic import write_text
-
-    if options.out:
-        write_text(options.out, json.dumps(best.to_deepspeed(), indent=2) + "\n")
-    if options.strategy_out:
-        write_text(options.strategy_out, best.to_json() + "\n")
-
-
 def _as_json(strategies: Sequence[Strategy], other: Strategy | None, options: StrategyOptions) -> str:
     def entry(strategy: Strategy) -> dict[str, Any]:
         fields = strategy.model_dump(mode="json") | {"grid": strategy.grid, "gap": strategy.gap}
@@ -288,6 +279,9 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
     offloads = (("activations", best.offload_activations), ("optimizer", best.offload_optimizer))
     offloaded = " and ".join(name for name, is_on in offloads if is_on)
     offloaded += f", {best.host_memory_bytes / 2**30:,.0f} GiB on a node's host" if offloaded else ""
+    slices = "1"
+    if (count := len(best.slices)) > 1:  # 8 x 512 tokens, or 3: 768, 2 x 640 tokens
+        slices = f"{count}: " * (len(set(best.slices)) > 1) + f"{in_runs(best.slices)} tokens"
     experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
@@ -300,7 +294,7 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
         ("recompute", _again(best)),
         *([("offload", offloaded)] if offloaded else []),
         ("schedule", best.schedule + chunks),
-        ("slices", _slices(best) + (" tokens" if len(best.slices) > 1 else "")),
+        ("slices", slices),
         ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
         *([("experts", experts)] if experts else []),
         *zip(("memory", ""), _memory_lines(best, question.cluster, options), strict=False),
@@ -408,14 +402,6 @@ def _check_same_step(strategy: Strategy, words: Mapping[str, Any]) -> None:
             f"its step has {many(batch, 'sequence')} of {length} tokens, not {asked}; give --global-batch {batch} "
             f"--sequence-length {length}"
         )
-
-
-def _slices(strategy: Strategy) -> str:
-    """Return the number of slices and their tokens: `8 x 512`, or `3: 768, 2 x 640`."""
-    slices = strategy.slices
-    if len(slices) == 1:
-        return "1"
-    return in_runs(slices) if len(set(slices)) == 1 else f"{len(slices)}: {in_runs(slices)}"
 
 
 def _part_runs(layers: Sequence[int]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.schedule.show import many
+from terapipe_ds.timeline.picture import INK, MUTED, build_figure, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,6 @@ _LEAST_LABELLED = 0.42  # a device this wide has its stage and replica written i
 def draw_strategy(strategy: Strategy, model: str | Sequence[str], cluster: Cluster, path: str) -> None:
     """Write the picture of a strategy to a `.png`, `.svg` or `.pdf` file."""
     from terapipe_ds.planner.strategy import simulate_strategy
-    from terapipe_ds.timeline.picture import build_figure, save_figure
 
     most = max(1, _MOST_BOXES // (2 * strategy.grid["pipe"] * strategy.chunks_per_stage * len(strategy.slices)))
     shown = min(strategy.accumulation, most)
@@ -49,8 +49,6 @@ class _Devices:
 
     def draw(self, axes: Axes, width: float, height: float) -> None:
         """Draw on axes whose limits are inches, the origin at the upper left."""
-        from terapipe_ds.timeline.picture import INK
-
         title: dict[str, Any] = {"fontsize": 11.5, "fontweight": "bold", "color": INK, "va": "center"}
         axes.text(0, _TITLE / 2, self._heading(), **title)
         columns, size = self._columns(width)
@@ -82,8 +80,6 @@ class _Devices:
     def _draw_node(self, axes: Axes, node: int, left: float, top: float, size: float) -> None:
         from matplotlib.patches import Rectangle
 
-        from terapipe_ds.timeline.picture import MUTED
-
         axes.text(left, top + _NAME / 2, f"node {node}", fontsize=7.5, color=MUTED, va="center")
         for device in range(self._per_node):
             corner = (left + device * size, top + _NAME)
@@ -105,7 +101,6 @@ class _Devices:
         from matplotlib.patches import Rectangle
 
         from terapipe_ds.planner.strategy.candidate import owners_of
-        from terapipe_ds.timeline.picture import MUTED
 
         strategy, partition = self._strategy, self._strategy.partition
         cell = width / partition[-1]

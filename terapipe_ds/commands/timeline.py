@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from terapipe_ds.commands.options import JsonOutput, Options, Output, Picture, Text, json_option, option, write_json
+from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import CommandError
-
-if TYPE_CHECKING:
-    from terapipe_ds.timeline import Timeline
+from terapipe_ds.timeline import Timeline, parse_file_name
+from terapipe_ds.timeline.compare import compare
+from terapipe_ds.timeline.export import to_chrome_trace
+from terapipe_ds.timeline.interactive import timeline_page
+from terapipe_ds.timeline.picture import draw_timelines
 
 HELP = "draw a measured step, or compare it with a predicted one"
 DESCRIPTION = (
@@ -48,12 +49,8 @@ class TimelineOptions(Options):
     as_json: JsonOutput | None = json_option("the comparison")
 
 
-add_arguments = TimelineOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: TimelineOptions) -> None:
     """Draw the timeline of one step, compare it, or both."""
-    options = TimelineOptions.read(arguments)
     writes = options.out or options.html or options.perfetto
     if options.against is None and (not writes or options.as_json):
         missing = "--json goes with --against only" if options.as_json else "--out is missing"
@@ -72,8 +69,6 @@ def run(arguments: argparse.Namespace) -> None:
             f" makespan {timeline.makespan_s:.6g} s, bubble {100 * timeline.bubble_fraction:.1f} %"
         )
         return
-    from terapipe_ds.timeline.compare import compare
-
     comparison = compare(predicted, timeline)
     _write(options, [(f"predicted: {predicted.name}".rstrip(": "), predicted), ("measured", timeline)])
     if not write_json(lambda: json.dumps(comparison.to_dict(), indent=1, allow_nan=False), options.as_json):
@@ -82,11 +77,6 @@ def run(arguments: argparse.Namespace) -> None:
 
 def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None:
     """Write the files that the user names."""
-    from terapipe_ds.files.atomic import write_text
-    from terapipe_ds.timeline.export import to_chrome_trace
-    from terapipe_ds.timeline.interactive import timeline_page
-    from terapipe_ds.timeline.picture import draw_timelines
-
     if options.out:
         draw_timelines(titled, options.out)
     if options.html:
@@ -103,8 +93,6 @@ def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
 
     A single file that does not have the name of a rank's file is a whole timeline, of a step without a number.
     """
-    from terapipe_ds.timeline import Timeline, parse_file_name
-
     if len(paths) == 1 and not paths[0].is_dir() and parse_file_name(paths[0].name) is None:
         return "", Timeline.load(paths[0])
     step, files = _pick_step(_find_traces(paths), wanted)
@@ -113,8 +101,6 @@ def load_step(paths: list[Path], wanted: int | None) -> tuple[str, Timeline]:
 
 def _find_traces(paths: list[Path]) -> dict[int, dict[int, Path]]:
     """Return step -> rank -> file for all named files and all files in named folders."""
-    from terapipe_ds.timeline import parse_file_name
-
     steps: dict[int, dict[int, Path]] = {}
     for path in paths:
         if not path.exists():
@@ -147,8 +133,6 @@ def _pick_step(steps: dict[int, dict[int, Path]], wanted: int | None) -> tuple[i
 
 def _merge_replica(files: dict[int, Path]) -> Timeline:
     """Return the timeline of one pipeline: each stage is read from its lowest rank."""
-    from terapipe_ds.timeline import Timeline
-
     chosen: dict[int, Timeline] = {}
     taken: set[int] = set()
     for rank, file in sorted(files.items()):

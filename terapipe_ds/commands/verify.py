@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from terapipe_ds.commands.options import Numbers, option
 from terapipe_ds.commands.user_model import ModelOptions
 from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.plan import SlicePlan
 
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
-    from terapipe_ds.plan import SlicePlan
     from terapipe_ds.runtime.profiling.one_device import OfflineJob
     from terapipe_ds.runtime.verify.stage import Findings
 
@@ -46,12 +45,8 @@ class VerifyOptions(ModelOptions):
     slices: Numbers | None = option("slice lengths, as 512,1024,512 (default: the config's)", "T", nargs="+")
 
 
-add_arguments = VerifyOptions.add_to
-
-
-def run(arguments: argparse.Namespace) -> None:
+def run(options: VerifyOptions) -> None:
     """Check, print the report, and end with exit code 1 where a layer differs."""
-    options = VerifyOptions.read(arguments)
     section, keys = options.settings()
     from terapipe_ds.runtime.profiling.one_device import single_process
 
@@ -105,8 +100,6 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig, raw:
 
 def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None) -> SlicePlan:
     """Return the user's slices, the config's, or four equal ones."""
-    from terapipe_ds.plan import SlicePlan
-
     if lengths is not None:
         plan = SlicePlan(lengths)
         if plan.sequence_length != length:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from terapipe_ds.config.values import LinksConfig, PlannerConfig, shown_value
+from terapipe_ds.config.values import LinksConfig, shown_value
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, Kind, ScheduleError, load, placement_for
 from terapipe_ds.schedule.generate import check_options
 
+if TYPE_CHECKING:
+    from terapipe_ds.config import TeraPipeConfig
+
 UNSPLIT = 'give "auto", or a schedule that does not split backwards (seq1f1b)'
-_RECOMPUTE_NEEDS = {"chunks_per_stage": 1, "schedule": "seq1f1b", "slices": "auto"}
 
 
-def _planner(section: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the object `planner` with its defaults, which a caller in Python gives as a model."""
-    planner = section.get("planner", {})
-    known = planner if isinstance(planner, Mapping) else planner.model_dump()
-    return {**PlannerConfig().model_dump(), **known}
-
-
-def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
+def schedule_problems(section: TeraPipeConfig) -> Iterator[str]:
     """Yield the schedule problems of an enabled section whose values are each valid by themselves."""
-    name, chunks = section.get("schedule", "seq1f1b"), section.get("chunks_per_stage", 1)
-    options, file = section.get("schedule_options", {}), show_value(name)
+    name, chunks, options = section.schedule, section.chunks_per_stage, section.schedule_options
     if name == SEARCH:
         fix = "find one with `terapipe plan --schedule search --order my.csv`, and put the section that it prints here"
         yield f"{shown_value(name, 'schedule')}: training runs no order that is found in the job; {fix}"
@@ -38,9 +32,9 @@ def schedule_problems(section: Mapping[str, Any]) -> Iterator[str]:
             yield f"{shown}: {error.reason}"
     elif options:
         shown = shown_value(options, "schedule_options")
-        yield f"{shown}: they go with the name of one schedule, not with {file}; leave them out"
+        yield f"{shown}: they go with the name of one schedule, not with {show_value(name)}; leave them out"
     elif name != "auto":
-        yield from _file_problems(name, chunks, section.get("slices", "auto"))
+        yield from _file_problems(name, chunks, section.slices)
 
 
 def _file_problems(name: str, chunks: int, slices: object) -> Iterator[str]:
@@ -62,15 +56,15 @@ def _file_problems(name: str, chunks: int, slices: object) -> Iterator[str]:
         yield f"{shown}: the schedule in {file} has {of_file} per stage; give that, or leave it at 1"
 
 
-def compile_problems(section: Mapping[str, Any]) -> Iterator[str]:
+def compile_problems(section: TeraPipeConfig) -> Iterator[str]:
     """Yield the values of an enabled section that exclude `"compile": true`."""
-    if section.get("compile") is not True:
+    if not section.compile:
         return
-    name, shown = section.get("schedule", "seq1f1b"), shown_value(True, "compile")
+    name, shown = section.schedule, shown_value(True, "compile")
     if splits_backwards(name):
         why = "the backward of a compiled layer gives all its gradients at once, so that nothing is left for W"
         yield f"{shown} with schedule = {show_value(name)}: {why}; {UNSPLIT}, or set compile to false"
-    if _planner(section)["profile"] != "measure":
+    if section.planner.profile != "measure":
         fix = 'set it to "measure", which measures the compiled layers in the job'
         yield f"{shown}: planner.profile names a file, with times of layers that run as they are; {fix}"
 
@@ -93,37 +87,36 @@ def link_problems(links: LinksConfig) -> Iterator[str]:
         yield f"{shown}: all links are exact; give links.forward or links.backward a format, or leave this out"
 
 
-def recompute_problems(section: Mapping[str, Any]) -> Iterator[str]:
+def recompute_problems(section: TeraPipeConfig) -> Iterator[str]:
     """Yield the values of an enabled section that exclude `"recompute": "auto"`, or `"keep_attention": true`."""
     yield from _keep_problems(section)
-    if section.get("recompute") != "auto":
+    if section.recompute != "auto":
         return
-    shown, planner = 'terapipe.recompute = "auto"', _planner(section)
-    if section.get("offload_activations") is True:
+    shown, schedule = 'terapipe.recompute = "auto"', section.schedule
+    if section.offload_activations:
         yield f"{shown}: it does not know of offload_activations; leave one of the two out"
-    if planner["memory_limit_gb"] is None:
+    if section.planner.memory_limit_gb is None:
         fix = "set terapipe.planner.memory_limit_gb to what a device may use"
         yield f'{shown}: no memory limit, so that nothing would recompute; {fix}, or recompute to "off"'
-    if planner["profile"] != "measure":
+    if section.planner.profile != "measure":
         fix = 'set it to "measure"'
         yield f"{shown}: the memory of layers is measured in the job, and planner.profile names a file; {fix}"
-    chunks, schedule, slices = (section.get(key, default) for key, default in _RECOMPUTE_NEEDS.items())
-    if isinstance(slices, list | tuple) and any(isinstance(lengths, list | tuple) for lengths in slices):
+    if section.has_plan_of_each:
         yield f'{shown}: it chooses for micro-batches with the same slices; give one list of slices, or "auto"'
-    several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, chunks)) > 2
-    if several or chunks != 1 or schedule.endswith(".csv"):
+    several = schedule in SCHEDULE_NAMES and len(placement_for(schedule, 2, section.chunks_per_stage)) > 2
+    if several or section.chunks_per_stage != 1 or schedule.endswith(".csv"):
         what = "is read from a file" if schedule.endswith(".csv") else "has several parts per stage"
         fix = 'take a schedule with one part per stage, or name the stages that recompute, "recompute": [0, 1]'
         yield f"{shown}: schedule {show_value(schedule)} {what}; {fix}"
 
 
-def _keep_problems(section: Mapping[str, Any]) -> Iterator[str]:
-    if section.get("keep_attention") is not True:
+def _keep_problems(section: TeraPipeConfig) -> Iterator[str]:
+    if not section.keep_attention:
         return
-    shown, recompute = shown_value(True, "keep_attention"), section.get("recompute")
-    if recompute == "off":
+    shown = shown_value(True, "keep_attention")
+    if section.recompute == "off":
         yield f'{shown}: nothing recomputes; set recompute to "full" or to stages, or leave keep_attention out'
-    if recompute == "auto":
+    if section.recompute == "auto":
         yield f'{shown}: recompute "auto" knows only the seconds of whole layers; name the stages that recompute'
-    if section.get("compile") is True:
+    if section.compile:
         yield f"{shown} with compile = true: compiled layers run all of their forward again; leave one of them out"

@@ -153,14 +153,8 @@ def _is_quoted_number(value: Any) -> bool:
         return False
 
 
-def conflicts_in(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
-    yield from filter(None, (problem_of_auto(ds_config), problem_of_quotes(ds_config)))
-    yield from conflicting_keys(ds_config)
-
-
 def conflicting_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the same lines for a config whose values "auto" Trainer fills in later."""
+    """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
     for conflict in CONFLICTS:
         value = _value_at(ds_config, conflict.key)
         if conflict.is_set(value):

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 
 from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
-from terapipe_ds.config.conflicts import conflicts_in
+from terapipe_ds.config.conflicts import conflicting_keys, problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
 from terapipe_ds.config.values import (
     SECTION,
@@ -30,6 +30,7 @@ from terapipe_ds.config.values import (
     LengthsOfEach,
     LinksConfig,
     NonEmpty,
+    Path,
     PlannerConfig,
     Positive,
     Recompute,
@@ -37,17 +38,13 @@ from terapipe_ds.config.values import (
     StrictModel,
     TeraPipeConfigError,
     Timeout,
-    list_to_tuple,
     lists_to_tuples,
-    shown_value,
-    tuples_to_lists,
-)
-from terapipe_ds.config.wrong_keys import (
-    Path,
     models_of,
     problems_of,
     refuse_misspelt_section,
+    shown_value,
     take_known,
+    tuples_to_lists,
     unknown_key,
 )
 from terapipe_ds.messages import show_value
@@ -68,12 +65,12 @@ class TeraPipeConfig(StrictModel):
         "seq1f1b", description=f"one of {', '.join(SCHEDULE_NAMES)}, or auto, or a path that ends in .csv"
     )
     chunks_per_stage: Positive = Field(1, description="an integer >= 1: the parts that each stage holds")
-    partition: Annotated[Bounds | None, BeforeValidator(list_to_tuple)] = Field(
+    partition: Annotated[Bounds | None, BeforeValidator(lists_to_tuples)] = Field(
         None,
         description="null, or a list of two or more rising integers that begins with 0: the first layer of each part, "
         "and the number of layers",
     )
-    recompute: Annotated[Recompute, BeforeValidator(list_to_tuple)] = Field(
+    recompute: Annotated[Recompute, BeforeValidator(lists_to_tuples)] = Field(
         None,
         description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
     )
@@ -93,7 +90,7 @@ class TeraPipeConfig(StrictModel):
         "such list for each micro-batch of a step, all with the same sum",
     )
     sequence_dim: Index = Field(1, description="an integer >= 0, counted from the front")
-    sliced_inputs: Annotated[Indices | None, BeforeValidator(list_to_tuple)] = Field(
+    sliced_inputs: Annotated[Indices | None, BeforeValidator(lists_to_tuples)] = Field(
         None, description="null, or a list of different integers >= 0 with at least one entry"
     )
     documents: Index | NonEmpty = Field(
@@ -136,13 +133,13 @@ class TeraPipeConfig(StrictModel):
             super().__init__(**known)
         except ValidationError as error:
             problems |= problems_of(error, section, models)
-        described = {("schedule",), ("schedule_options",), ("chunks_per_stage",)}
-        of_schedule = section.get("enabled") is True and not described & problems.keys()
-        lines = [*problems.values(), *(schedule_problems(known) if of_schedule else ())]
-        lines += () if problems else link_problems(self.links)
-        lines += compile_problems(known) if of_schedule and ("planner",) not in problems else ()
-        if of_schedule and not {("recompute",), ("planner",)} & problems.keys():
-            lines += recompute_problems(known)
+        wrong = {key for key, *_ in problems}
+        if wrong:  # the other keys may exclude one another; wrong ones count as their defaults
+            super().__init__(**{key: value for key, value in known.items() if key not in wrong})
+        lines = [*problems.values(), *link_problems(self.links)]
+        if self.enabled and not wrong & {"schedule", "schedule_options", "chunks_per_stage"}:
+            lines += [*schedule_problems(self), *compile_problems(self)]
+            lines += () if "planner" in wrong else recompute_problems(self)
         if lines:
             raise TeraPipeConfigError(*lines)
 
@@ -168,7 +165,8 @@ class TeraPipeConfig(StrictModel):
         except TeraPipeConfigError as error:
             problems += error.problems
         if section.get("enabled") is True:
-            problems += conflicts_in(ds_config)
+            problems += filter(None, (problem_of_auto(ds_config), problem_of_quotes(ds_config)))
+            problems += conflicting_keys(ds_config)
             steps = ds_config.get("gradient_accumulation_steps")
             if not problems and type(steps) is int and (problem := config.problem_of_count(steps)):
                 problems.append(problem)

@@ -3,7 +3,57 @@
 A check is a function that returns lines. It imports inside its body, so that a failed import becomes a line as well.
 """
 
-from terapipe_ds.doctor.lines import VERDICTS as VERDICTS
-from terapipe_ds.doctor.lines import Check as Check
-from terapipe_ds.doctor.lines import Line as Line
-from terapipe_ds.doctor.lines import look as look
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from terapipe_ds.compat.versions import is_there
+from terapipe_ds.messages import show_key
+
+Verdict = Literal["ok", "note", "warning", "fail"]
+VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "fail")
+
+
+@dataclass(frozen=True)
+class Line:
+    """State a finding, its verdict, and the fix.
+
+    Args:
+        verdict: "ok"; "note": nothing is wrong, but worth knowing; "warning": it may fail or be slow; "fail": it will.
+        fix: the next step; "" where none is needed.
+    """
+
+    verdict: Verdict
+    name: str
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Check one thing; `needs` are packages without which there is nothing to check."""
+
+    name: str
+    look: Callable[[], Iterable[Line]]
+    needs: tuple[str, ...] = ()
+
+
+def look(check: Check) -> list[Line]:
+    """Return the lines of a check; where it cannot run, or fails, return one line that says why."""
+    missing = [name for name in check.needs if not is_there(name)]
+    if missing:
+        verb = "are" if missing[1:] else "is"
+        return [Line("note", check.name, f"not looked at: {' and '.join(missing)} {verb} not installed")]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints during its import
+            warnings.simplefilter("ignore")
+            return list(check.look())
+    except Exception as error:
+        text = show_key(" ".join(str(error).split()), 300)
+        fix = "see whether it imports and runs by itself"
+        return [Line("fail", check.name, f"{type(error).__name__}: {text}", fix)]

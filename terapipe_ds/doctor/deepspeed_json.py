@@ -9,9 +9,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.doctor import Check, Line
 from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_key
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.schedule import ScheduleError, build, load
+from terapipe_ds.schedule.placement import count_parts
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -100,8 +103,6 @@ def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
 
 def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
     """Describe what a step runs, and how long the stages would wait with equal parts and slices."""
-    from terapipe_ds.plan import SlicePlan
-    from terapipe_ds.schedule import ScheduleError, build
     from terapipe_ds.simulator import UnitCosts, simulate
 
     name, precision = config.schedule, keys.precision or "fp32"
@@ -116,7 +117,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     try:
         schedule = build(name, stages, count, per_micro_batch, chunks_per_stage=config.chunks_per_stage, **options)
     except ScheduleError as error:
-        yield Line("fail", "schedule", f"{name} on {stages} stages: {error.reason}", "terapipe show --help lists all")
+        text = f"{name} on {many(stages, 'stage')}: {error.reason}"
+        yield Line("fail", "schedule", text, "terapipe show --help lists all")
         return
     length = math.prod(set(per_micro_batch))
     plans = [SlicePlan.equal(length, number) for number in per_micro_batch]
@@ -136,9 +138,6 @@ def _shown(slices: Any) -> str:
 
 def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
     """Compare the number of stages with an order from a file, and with a partition by hand."""
-    from terapipe_ds.schedule import ScheduleError, load
-    from terapipe_ds.schedule.placement import count_parts
-
     if stages is None:
         return
     name = config.schedule
@@ -155,7 +154,8 @@ def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
         except ScheduleError:  # `_runs` says so
             return
     if config.partition is not None and len(config.partition) - 1 != parts:
-        text = f"{list(config.partition)} has {len(config.partition) - 1} parts, and {name} on {stages} stages {parts}"
+        has = many(len(config.partition) - 1, "part")
+        text = f"{list(config.partition)} has {has}, and {name} on {many(stages, 'stage')} {parts}"
         yield Line("fail", "partition", text, f"give {parts + 1} numbers")
 
 

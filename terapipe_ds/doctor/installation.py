@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 
-from terapipe_ds.compat import versions
-from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.compat import require_hooks, versions
+from terapipe_ds.doctor import Check, Line
 
 # Extra -> its purpose, and its packages.
 EXTRAS = {
@@ -42,8 +42,6 @@ def required() -> Iterator[Line]:
 
 def hooks() -> Iterator[Line]:
     """Report whether DeepSpeed has the undocumented names that the engine overrides."""
-    from terapipe_ds.compat import require_hooks
-
     try:
         require_hooks()
     except versions.CompatError as error:

@@ -1,4 +1,4 @@
-"""Check the machine for the needs of a pipeline: devices, kernels, cores, limits, launchers, killed builds.
+"""Check a machine for the needs of a pipeline: devices, kernels, cores, limits, launchers, killed builds, variables.
 
 The output of `ds_report` (operators, /dev/shm) and `python -m torch.utils.collect_env` (cards, drivers, libraries) is
 not repeated.
@@ -10,13 +10,16 @@ import os
 import resource
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from terapipe_ds.doctor.lines import Check, Line
+from terapipe_ds.compat.builds import build_locks, state_of
+from terapipe_ds.doctor import Check, Line
 
 _FEWEST_FILES = 4096
 _DTYPES = ("float32", "bfloat16", "float16")
+_QUEUES, _LOADING = "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SLOW = "plain torch is slow: use another dtype, or install flash-attn"
 
 
@@ -112,8 +115,6 @@ def builds() -> Iterator[Line]:
     """Report the killed builds of DeepSpeed's operators, and whether others can run."""
     from deepspeed.accelerator import get_accelerator
 
-    from terapipe_ds.compat.builds import build_locks, state_of
-
     for lock in build_locks():
         pid, text = state_of(lock)
         text, _, fix = text.partition(". ")
@@ -127,9 +128,68 @@ def builds() -> Iterator[Line]:
         yield Line("warning", "DeepSpeed's ops", text, fix)
 
 
+def variables(environment: Mapping[str, str], on_cuda: bool) -> Iterator[Line]:
+    """Report the variables of CUDA, torch's allocator and NCCL that can make a pipeline hang or slow on GPUs."""
+    if on_cuda:
+        yield _queues(environment.get(_QUEUES, ""))
+        yield _allocator(next((environment[name] for name in _ALLOCATOR if name in environment), ""))
+        yield from _nccl(environment)
+        yield _loading(environment.get(_LOADING, ""))
+        yield from _bound_device(environment)
+
+
+def _queues(value: str) -> Line:
+    if value == "32":
+        return Line("ok", _QUEUES, value)
+    if value == "1":
+        fix = f"set {_QUEUES}=32, unless Megatron's overlap of communication needs 1"
+        return Line("warning", _QUEUES, "1: streams share one queue, and schedules that hang in it are refused", fix)
+    text = f"{value or 'not set: 8'}: streams share queues by chance"
+    return Line("note", _QUEUES, text, f"set {_QUEUES}=32; terapipe_ds.run sets it where it is not set")
+
+
+def _allocator(value: str) -> Line:
+    if "expandable_segments:true" in value.lower():
+        return Line("ok", _ALLOCATOR[1], value)
+    text = f"{value or 'not set'}: slices of many sizes split the memory, and a retry waits for all messages"
+    return Line("warning", _ALLOCATOR[1], text, f"set {_ALLOCATOR[1]}=expandable_segments:True")
+
+
+def _nccl(environment: Mapping[str, str]) -> Iterator[Line]:
+    for name in ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"):
+        if environment.get(name) == "1":
+            text = "1: the host waits for each message, and computations behind it begin late"
+            yield Line("warning", name, text, f"unset {name}")
+    if "NCCL_MAX_CTAS" in environment:
+        text = f"{environment['NCCL_MAX_CTAS']}: in place of 4 blocks for a message between stages"
+        yield Line("note", "NCCL_MAX_CTAS", text, "a receive that waits occupies as many multiprocessors")
+
+
+def _loading(value: str) -> Line:
+    if value == "EAGER":
+        return Line("ok", _LOADING, "EAGER: one batch of a kind goes by way of the host")
+    text = "kernels are loaded at their first launch: the first batches of a kind go by way of the host"
+    return Line("note", _LOADING, text, f"{_LOADING}=EAGER starts slower, and spares two of three")
+
+
+def _bound_device(environment: Mapping[str, str]) -> Iterator[Line]:
+    """Report the device that DeepSpeed's `init_distributed` binds the rank's process group to (`comm/torch.py`)."""
+    if (local_rank := environment.get("LOCAL_RANK", "")) != "":
+        yield Line("ok", "LOCAL_RANK", f"{local_rank}: DeepSpeed binds this rank to cuda:{local_rank}")
+    elif any(environment.get(name, "1") != "1" for name in ("WORLD_SIZE", "SLURM_NTASKS")):
+        text = "not set: DeepSpeed binds every rank to cuda:0, the first device that it sees"
+        yield Line("warning", "LOCAL_RANK", text, "set LOCAL_RANK=$SLURM_LOCALID, unless each rank sees one device")
+
+
 def checks(ranks: int | None) -> tuple[Check, ...]:
     """Return the checks of a machine for a number of ranks; None means that it is not known."""
     both = ("torch", "deepspeed")
+
+    def environment() -> Iterator[Line]:
+        from deepspeed.accelerator import get_accelerator
+
+        return variables(os.environ, get_accelerator().device_name() == "cuda")
+
     return (
         Check("devices", devices, both),
         Check("attention", kernels, both),
@@ -137,4 +197,5 @@ def checks(ranks: int | None) -> tuple[Check, ...]:
         Check("limits", limits),
         Check("launchers", launchers),
         Check("DeepSpeed's ops", builds, both),
+        Check("environment", environment, both),
     )

@@ -9,14 +9,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.timeline.timeline import COMPUTE_KINDS, Timeline, TimelineEvent
+from terapipe_ds.timeline.timeline import COMPUTE_KINDS, Timeline, TimelineError, TimelineEvent
 
 WORST = 10
 """So many actions of a kind of difference are shown."""
-
-
-class CompareError(ValueError):
-    """Refuse timelines of different schedules."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +107,11 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
     """Put two timelines of one schedule side by side. Only F, B and W count; their clocks need not agree.
 
     Raises:
-        CompareError: other numbers of stages, other computations, or another order on a stage.
+        TimelineError: other numbers of stages, other computations, or another order on a stage.
     """
     if predicted.num_stages != measured.num_stages:
         counts = f"{predicted.num_stages} stages predicted, {measured.num_stages} measured"
-        raise CompareError(f"not the same schedule: {counts}; simulate the schedule that ran")
+        raise TimelineError(f"not the same schedule: {counts}; simulate the schedule that ran")
     both = _by_stage(predicted, "predicted"), _by_stage(measured, "measured")
     _check_same(*both)
     summary = [
@@ -142,12 +138,12 @@ def _by_stage(timeline: Timeline, which: str) -> list[dict[str, TimelineEvent]]:
     stages: list[dict[str, TimelineEvent]] = [{} for _ in range(timeline.num_stages)]
     for event in sorted(timeline.computations(), key=lambda event: (event.start_s, event.end_s)):
         if event.action in stages[event.stage_id]:
-            raise CompareError(
+            raise TimelineError(
                 f"the {which} timeline has {event.action} on stage {event.stage_id} twice: give that of one step"
             )
         stages[event.stage_id][event.action] = event
     if not any(stages):
-        raise CompareError(f"the {which} timeline holds no F, B or W: there is nothing to compare; give another")
+        raise TimelineError(f"the {which} timeline holds no F, B or W: there is nothing to compare; give another")
     return stages
 
 
@@ -166,7 +162,7 @@ def _check_same(predicted: list[dict[str, TimelineEvent]], measured: list[dict[s
     ]
     if problems:
         shown = "; ".join(problems[:2])
-        raise CompareError(f"not the same schedule: {shown}; simulate the schedule and the plan that ran")
+        raise TimelineError(f"not the same schedule: {shown}; simulate the schedule and the plan that ran")
 
 
 def _rows_of(stage_id: int, both: list[dict[str, TimelineEvent]], zeros_s: list[float]) -> list[Quantity]:

@@ -31,7 +31,7 @@ _Steps = tuple[tuple[_Seconds, _Int], ...]
 
 
 class TimelineError(ValueError):
-    """Refuse a timeline that cannot be read, merged or drawn."""
+    """Refuse a timeline that cannot be read, merged, drawn, or compared with another one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from packaging.version import Version
 
-from terapipe_ds.bench.cases import PLAN, TWO_PARTS, BenchError, Case, Job, all_cases
+from terapipe_ds.bench.cases import PLAN, TWO_PARTS, Case, Job, all_cases
 from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Position, Workload, gpt_config
 from terapipe_ds.bench.report import write_report
 from terapipe_ds.bench.report.data import Run
 from terapipe_ds.bench.run import rank_main, result_of, run_benchmark
 from terapipe_ds.bench.table import render
 from terapipe_ds.compat import installed_versions
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.models.gpt import gpt_layers
 from tests.conftest import FULL
 from tests.distributed.engines import few_rounds
@@ -112,7 +113,7 @@ def main_with_a_fault(rank: int, rendezvous: str, job: Job, folder: str) -> None
 @pytest.mark.skipif(SENDS_TO_ITSELF, reason="its row says that this torch cannot run it")
 def test_a_system_that_fails_ends_a_benchmark_in_processes_of_its_own() -> None:
     job = Job(WORK, (Case("deepspeed", "1f1b"), ZBV), (2,), 1, granularity=16, replayed=True)
-    with pytest.raises(BenchError, match="torch zbv failed: RuntimeError: .*Pair is not connected; leave it out"):
+    with pytest.raises(CommandError, match="torch zbv failed: RuntimeError: .*Pair is not connected; leave it out"):
         run_benchmark(job, "test", main_with_a_fault)
 
 

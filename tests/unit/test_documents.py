@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from terapipe_ds import cli
+from terapipe_ds.commands.options import options_of
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.config.conflicts import CONFLICTS
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -216,7 +217,7 @@ def test_every_command_in_a_sentence_exists(document: Path, monkeypatch: pytest.
 
 def help_of(command: str) -> str:
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"terapipe_ds.commands.{command}").add_arguments(parser)
+    options_of(importlib.import_module(f"terapipe_ds.commands.{command}")).add_to(parser)
     return parser.format_help()
 
 

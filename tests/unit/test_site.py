@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from terapipe_ds.cli import COMMANDS
+from terapipe_ds.commands.options import options_of
 from terapipe_ds.config import TeraPipeConfig
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +53,7 @@ def test_the_command_line_page_has_all_options(site: ModuleType) -> None:
     for name in COMMANDS:
         part = page.partition(f"\n## terapipe {name}\n")[2].partition("\n## ")[0]
         parser = argparse.ArgumentParser(add_help=False)
-        importlib.import_module(f"terapipe_ds.commands.{name}").add_arguments(parser)
+        options_of(importlib.import_module(f"terapipe_ds.commands.{name}")).add_to(parser)
         hidden = {action.dest for action in parser._actions if action.help == argparse.SUPPRESS}
         options = {word for action in parser._actions if action.dest not in hidden for word in action.option_strings}
         assert options and all(f"{option}" in part for option in options), name
@@ -155,7 +156,7 @@ def test_examples_of_commands_fit_the_page_and_may_be_pasted(name: str) -> None:
     module = importlib.import_module(f"terapipe_ds.commands.{name}")
     assert [line for line in module.EXAMPLES.splitlines() if len(line) > 96] == []
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    options_of(module).add_to(parser)
     commands = re.findall(rf"^  terapipe {name}\b(.*)$", re.sub(r" \\\n +", " ", module.EXAMPLES), re.MULTILINE)
     assert commands
     for command in commands:

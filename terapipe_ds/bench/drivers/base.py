@@ -15,7 +15,7 @@ from terapipe_ds.attention import set_backend
 from terapipe_ds.attention.backends import available_backends, backend_name
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
-from terapipe_ds.schedule import Action, Schedule
+from terapipe_ds.schedule import Schedule, from_csv
 from terapipe_ds.schedule.placement import Placement
 
 # Attributes of DeepSpeed's optimizers that hold flat tensors: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
@@ -88,19 +88,11 @@ class Driver:
         return sum(t.numel() * t.element_size() for t in held)
 
 
-def schedule_of(
-    name: str, orders: Sequence[Sequence[str]], placement: Placement, num_slices: Sequence[int]
-) -> Schedule:
+def schedule_of(name: str, orders: Sequence[Sequence[str]], placement: Placement) -> Schedule:
     """Return a schedule from the texts of its computations (`F0.0c1`), stage by stage."""
-    actions = tuple(
-        tuple(
-            Action(a.kind, a.micro_batch_id, a.slice_id, placement[stage_id, a.chunk_id], a.chunk_id)
-            for a in map(Action.parse, order)
-        )
-        for stage_id, order in enumerate(orders)
-    )
-    chunks = 1 + max(chunk_id for _, chunk_id in placement)
-    return Schedule(name, len(orders), len(num_slices), tuple(num_slices), chunks, False, actions, dict(placement))
+    chunks = range(len(placement) // len(orders))
+    parts = ("/".join(str(placement[stage_id, chunk_id]) for chunk_id in chunks) for stage_id in range(len(orders)))
+    return from_csv("\n".join(map(",".join, [("placement", *parts), *orders])), name)
 
 
 @contextmanager

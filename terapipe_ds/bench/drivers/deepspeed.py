@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
 from torch import Tensor
 
 from terapipe_ds.bench.cases import AUTO, CUTS, Case, Job
@@ -84,8 +85,6 @@ class TeraPipeDriver(_EngineDriver):
 
 def of_dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:
     """Return the order of DeepSpeed's DualPipeV (deepspeed/runtime/pipe/schedule.py), whose phases are chunks."""
-    from deepspeed.runtime.pipe.schedule import BackwardPass, DualPipeVSchedule, ForwardPass
-
     codes = {ForwardPass: "F", BackwardPass: "B"}
     orders = []
     for stage_id in range(num_stages):
@@ -93,4 +92,4 @@ def of_dualpipev(num_stages: int, num_micro_batches: int) -> Schedule:
         commands = [(codes[type(c)], c.kwargs) for step in steps for c in step if type(c) in codes]
         # a buffer is (phase, micro-batch), see num_pipe_buffers
         orders.append([f"{code}{k['buffer_id'] % num_micro_batches}.0c{k['phase']}" for code, k in commands])
-    return schedule_of("dualpipev", orders, v_shape(num_stages), (1,) * num_micro_batches)
+    return schedule_of("dualpipev", orders, v_shape(num_stages))

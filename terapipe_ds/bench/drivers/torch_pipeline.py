@@ -8,13 +8,16 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.config import DtypeEnum
 from torch import Tensor, nn
+from torch.distributed import pipelining
 
-from terapipe_ds.bench.cases import TWO_PARTS, BenchError, Case, Job
+from terapipe_ds.bench.cases import TWO_PARTS, Case, Job
 from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
@@ -26,22 +29,24 @@ _CLASSES = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved1f1b": "Interleaved1F1
 def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `torch.optim.AdamW` that match a DeepSpeed config.
 
-    Raises `BenchError` if the config requests features that a plain optimizer in the precision of the weights lacks.
+    Raises `CommandError` if the config requests features that a plain optimizer in the precision of the weights lacks.
     """
     optimizer = ds_config.get("optimizer") or {}
     given, is_bf16, sums = dict(optimizer.get("params") or {}), _is_bf16(ds_config), sums_dtype(ds_config)
     if str(optimizer.get("type")).lower() not in ("adam", "adamw") or given.get("adam_w_mode") is False:
-        raise BenchError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
+        raise CommandError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
     for key in ("fp16", "torch_autocast", "scheduler"):
         if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
-            raise BenchError(f"torch runs here without what {key} in the config stands for")
+            raise CommandError(f"torch runs here without what {key} in the config stands for")
     if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
-        raise BenchError("torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype")
+        raise CommandError(
+            "torch sums gradients here in fp32 or as the weights are: change data_types.grad_accum_dtype"
+        )
     # BF16_Optimizer under ZeRO 1 has its fp32 weights whole if there is one data-parallel rank, as here
     if (ds_config.get("zero_optimization") or {}).get("stage", 0) > int(is_bf16 and sums == torch.float32):
-        raise BenchError("torch runs here without ZeRO, which the config asks for")
+        raise CommandError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
-        raise BenchError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
+        raise CommandError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
     known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
     return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
 
@@ -52,8 +57,6 @@ def _is_bf16(ds_config: dict[str, Any]) -> bool:
 
 def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:
     """Return the dtype in which DeepSpeed sums the gradients of micro-batches: usually the dtype of the weights."""
-    from deepspeed.runtime.config import DtypeEnum
-
     given = (ds_config.get("data_types") or {}).get("grad_accum_dtype")
     dtype: torch.dtype = DtypeEnum(given or ("bf16" if _is_bf16(ds_config) else "fp32")).value
     return dtype
@@ -95,8 +98,6 @@ class TorchDriver(Driver):
     """Drive a schedule of torch with AdamW and, in bf16, `Masters`; losses are divided before their backwards."""
 
     def __init__(self, case: Case, job: Job) -> None:
-        from torch.distributed import pipelining
-
         self._kind = getattr(pipelining, f"Schedule{_CLASSES[case.schedule]}")
         self._case, self._work, self._rank = case, job.work, torch_dist.get_rank()
         self._device = torch.device(job.device_of(self._rank))
@@ -106,7 +107,7 @@ class TorchDriver(Driver):
         self._num_parts = chunks * stages
         self.fewest = 1 if case.schedule == "gpipe" else stages
         layers = gpt_layers(self._config)
-        bounds = partition(layers, self._num_parts, "parameters")
+        bounds = partition(layers, self._num_parts)
         parts = [self._placement[self._rank, chunk_id] for chunk_id in range(chunks)]
         with self._device:
             self._modules = {
@@ -132,8 +133,6 @@ class TorchDriver(Driver):
             return gpt_loss(logits, labels) / accumulation
 
     def _stage(self, chunk_id: int, part_id: int) -> Any:
-        from torch.distributed.pipelining import PipelineStage
-
         rows, length = self._work.micro_batch, self._work.sequence_length
         options = {"dtype": self._config.torch_dtype, "device": "meta", "requires_grad": True}
         hidden = torch.empty(rows, length, self._config.hidden_size, **options)
@@ -141,7 +140,7 @@ class TorchDriver(Driver):
         is_last = part_id == self._num_parts - 1
         outputs = torch.empty(rows, length, self._config.vocab_size, **options) if is_last else hidden
         place = self._modules[part_id], part_id, self._num_parts, self._device
-        stage = PipelineStage(*place, input_args=inputs, output_args=outputs)
+        stage = pipelining.PipelineStage(*place, input_args=inputs, output_args=outputs)
         for kind, name in (("F", "forward_one_chunk"), ("B", "backward_one_chunk"), ("W", "backward_weight_one_chunk")):
             setattr(stage, name, self._recorded(kind, chunk_id, getattr(stage, name)))
         return stage
@@ -173,7 +172,7 @@ class TorchDriver(Driver):
     def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         if self._case.schedule not in TWO_PARTS:  # as ours; torch prints another order for its 1F1B than it runs
             return build(self._case.schedule, self._work.stages, accumulation, 1)
-        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement, accumulation)
+        return of_torch(self._case.schedule, self._pipeline.pipeline_order, self._placement)
 
     def restart(self) -> None:
         super().restart()
@@ -187,7 +186,7 @@ class TorchDriver(Driver):
         return [*weights, *(weight.grad for weight in weights if weight.grad is not None)]
 
 
-def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement, count: int) -> Schedule:
+def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: Placement) -> Schedule:
     """Return a schedule of torch.distributed.pipelining from its `pipeline_order`: rank -> actions, None for idle."""
     codes = {"F": "F", "B": "B", "I": "B", "W": "W"}
     chunk_of = {(stage_id, part_id): chunk_id for (stage_id, chunk_id), part_id in placement.items()}
@@ -195,4 +194,4 @@ def of_torch(name: str, pipeline_order: Mapping[int, Sequence[Any]], placement: 
     for rank in sorted(pipeline_order):
         pairs = [(codes.get(a.computation_type.value), a) for a in pipeline_order[rank] if a is not None]
         orders.append([f"{code}{a.microbatch_index}.0c{chunk_of[rank, a.stage_index]}" for code, a in pairs if code])
-    return schedule_of(name, orders, placement, (1,) * count)
+    return schedule_of(name, orders, placement)

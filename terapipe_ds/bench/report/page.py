@@ -22,7 +22,7 @@ from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Ru
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.bounded import read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
-from terapipe_ds.timeline import Timeline, TimelineError
+from terapipe_ds.timeline import TimelineError
 from terapipe_ds.timeline.picture import build_figure
 
 SETTINGS: dict[str, Any] = {
@@ -63,7 +63,10 @@ def render_page(data: object, interactive: bool = False) -> str:
     result = read_result(data)
     scripts, note = "", "--interactive adds timelines that can be zoomed, hovered and filtered."
     if interactive:
-        scripts, note = _scripts()
+        try:
+            scripts, note = interactive_pages.scripts(), ""
+        except TimelineError as error:  # a missing package fails nothing: the benchmark may have taken hours
+            note = f"The timelines are pictures alone: {error}"
     try:
         import matplotlib
         from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -109,22 +112,10 @@ def _figures(result: Result) -> dict[str, str]:
     """Return the pictures that the result has figures for, by their names in the template."""
     drawn = (
         ("steps", plots.step_times, "Step times of all runs"),
-        ("slices", plots.slice_counts, "Step time against the number of slices"),
         ("errors", plots.prediction_errors, "Errors of the predictions, run by run"),
         ("memory", plots.memory, "Peak memory per stage"),
     )
     return {key: plots.inline_svg(figure, key, words) for key, draw, words in drawn if (figure := draw(result))}
-
-
-def _scripts() -> tuple[str, str]:
-    """Return the scripts of interactive timelines, and a line that says what to install if something is missing.
-
-    A missing package is no error: a benchmark may have taken hours before this point.
-    """
-    try:
-        return interactive_pages.scripts(), ""
-    except TimelineError as error:
-        return "", f"The timelines are pictures alone: {error}"
 
 
 def _timelines(result: Result, interactive: bool) -> Iterator[tuple[str, str, str]]:
@@ -136,18 +127,14 @@ def _timelines(result: Result, interactive: bool) -> Iterator[tuple[str, str, st
         title = f"{group.title.capitalize()}: {' and '.join(label for label, _ in titled)}"
         figure, words = build_figure(titled), f"Timelines, {title}"
         has_many = sum(len(timeline.events) for _, timeline in titled) > _MOST_BOXES
-        yield (
-            title,
-            plots.inline_png(figure, words) if has_many else plots.inline_svg(figure, f"timeline{index}", words),
-            _interactive(titled, f"interactive{index}") if interactive else "",
-        )
-
-
-def _interactive(titled: list[tuple[str, Timeline]], name: str) -> str:
-    try:
-        return interactive_pages.interactive_timeline(titled, name, compares=False)
-    except TimelineError as error:  # too many actions
-        return f'<p class="note">{escape(str(error))}</p>'
+        still = plots.inline_png(figure, words) if has_many else plots.inline_svg(figure, f"timeline{index}", words)
+        zoomed = ""
+        if interactive:
+            try:
+                zoomed = interactive_pages.interactive_timeline(titled, f"interactive{index}", compares=False)
+            except TimelineError as error:  # too many actions
+                zoomed = f'<p class="note">{escape(str(error))}</p>'
+        yield title, still, zoomed
 
 
 def _flat(facts: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

@@ -12,7 +12,7 @@ import io
 import re
 from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.bench.report.data import Result, Run, RunGroup
 from terapipe_ds.bench.report.text import bytes_unit, digits, percent, time_unit
@@ -26,7 +26,6 @@ BAND = "#d9e6cf"  # of errors within 5 %
 COLOURS = {"deepspeed": "#c2610c", "terapipe": "#0068b5", "torch": "#00806a"}
 MARKERS = {"deepspeed": "s", "terapipe": "o", "torch": "^"}
 _VARIABLES = {**COLOURS, "ink": INK, "muted": MUTED, "line": LINE, "wait": WAIT, "band": BAND}
-_FORMS = ("o-", "s--", "^-.", "D:", "v-", "P--")
 _MOST_LETTERS = 46  # characters of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
@@ -107,51 +106,6 @@ def _draw_steps(ax: Axes, row: int, run: Run, scale: float) -> None:
         ax.vlines(run.bound_s * scale, row - 0.42, row + 0.42, color=INK, linewidth=1.3)
 
 
-def slice_counts(result: Result) -> Figure | None:
-    """Draw step time against the number of slices, a panel per group that has several; None if no group has."""
-    from matplotlib.figure import Figure
-
-    ours = _rows(result, lambda run: run.system == "terapipe")
-    shown = [(group, runs) for group, runs in ours if len({len(run.slices) for run in runs}) > 1]
-    if not shown:
-        return None
-    names = sorted({run.schedule for _, runs in shown for run in runs})
-    columns = min(len(shown), 3)
-    lines = -(-len(shown) // columns)
-    figure = Figure(figsize=(9.2, 2.75 * lines + 0.75), layout="constrained")
-    panels = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for ax in panels[len(shown) :]:
-        ax.remove()
-    for ax, (group, runs) in zip(panels, shown, strict=False):
-        _draw_slices(ax, group, runs, names)
-    return _with_legend(figure, columns=5)
-
-
-def _draw_slices(ax: Axes, group: RunGroup, runs: Sequence[Run], names: Sequence[str]) -> None:
-    unit, scale = time_unit([run.step_s for run in group.runs])
-    series = []
-    for index, name in enumerate(names):
-        same = [run for run in runs if run.schedule == name and not run.planned]
-        series.append((f"terapipe {name}", _FORMS[index % len(_FORMS)], same))
-    for label, form, chosen in [*series, ("planned slices", "*", [run for run in runs if run.planned])]:
-        if points := sorted((len(run.slices), run.step_s * scale) for run in chosen):
-            style: dict[str, Any] = {"color": COLOURS["terapipe"], "markersize": 11 if form == "*" else 5}
-            ax.plot(*zip(*points, strict=True), form, label=label, linewidth=1.4, markeredgewidth=0, **style)
-    if bounds := [(len(run.slices), run.bound_s * scale) for run in runs if run.bound_s is not None]:
-        ax.plot(*zip(*bounds, strict=True), "_", color=INK, markersize=9, markeredgewidth=1.3, label="bound")
-    for other, dashes, label in ((group.stock(), 1, "stock median"), (group.fastest("torch"), 5, "best of torch")):
-        if other is not None:
-            style = {"linewidth": 1.1, "linestyle": (0, (dashes, 2)), "zorder": 0, "label": label}
-            ax.axhline(other.step_s * scale, color=COLOURS[other.system], **style)
-    _quiet(ax, "y")
-    ax.set_xscale("log", base=2)
-    ax.xaxis.set_major_formatter("{x:g}")
-    ax.margins(x=0.08, y=0.1)
-    ax.set_xlabel("slices", **_SMALL)
-    ax.set_ylabel(f"step time, {unit}", **_SMALL)
-    ax.set_title(group.title, loc="left", fontsize=10, fontweight="bold", color=INK)
-
-
 def prediction_errors(result: Result) -> Figure | None:
     """Draw how far each prediction is from the single steps, a thin bar each, and as a tick from the median."""
     rows = _rows(result, lambda run: run.predicted_s is not None)
@@ -213,7 +167,7 @@ def _stack(rows: Rows, titles: Sequence[str], row_height: float = 0.29) -> tuple
     figure = Figure(figsize=(9.2, row_height * sum(counts) + 0.85 * len(rows) + 0.5), layout=layout)
     panels = figure.subplots(len(rows), squeeze=False, gridspec_kw={"height_ratios": counts})[:, 0]
     for ax, (group, runs), title in zip(panels, rows, titles, strict=True):
-        _quiet(ax, "x")
+        _quiet(ax)
         ax.set_ylim(len(runs) - 0.5, -0.5)
         labels = [run.label for run in runs]
         labels = [text if len(text) <= _MOST_LETTERS else text[: _MOST_LETTERS - 1] + "…" for text in labels]
@@ -231,17 +185,17 @@ def _beside(ax: Axes, head: str, texts: Sequence[str], bold_row: int | None = No
         ax.text(1.01, row, text, color=INK, fontweight="bold" if row == bold_row else "normal", **place)
 
 
-def _quiet(ax: Axes, grid: Literal["x", "y"]) -> None:
+def _quiet(ax: Axes) -> None:
     """Leave only the marks that reading values needs: a pale grid, no frame."""
     for side, spine in ax.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(LINE)
     ax.tick_params(labelsize=8, labelcolor=MUTED, color=LINE, length=3)
-    ax.grid(axis=grid, color=LINE, linewidth=0.5, alpha=0.6)
+    ax.grid(axis="x", color=LINE, linewidth=0.5, alpha=0.6)
     ax.set_axisbelow(True)
 
 
-def _with_legend(figure: Figure, columns: int = 9) -> Figure:
+def _with_legend(figure: Figure) -> Figure:
     """Add one legend below everything, with each label once."""
     items: dict[str, Any] = {}
     for ax in figure.axes:
@@ -249,5 +203,5 @@ def _with_legend(figure: Figure, columns: int = 9) -> Figure:
             items.setdefault(label, handle)
     spacing = {"handlelength": 1.8, "columnspacing": 1.4, "handletextpad": 0.5}
     style: dict[str, Any] = {"frameon": False, "fontsize": 8.5, "labelcolor": INK, **spacing}
-    figure.legend(items.values(), items, loc="outside lower left", ncols=min(columns, len(items)), **style)
+    figure.legend(items.values(), items, loc="outside lower left", ncols=min(9, len(items)), **style)
     return figure

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.attention import guard_plain_attention
 from terapipe_ds.attention.slice_store import LayerBytes
 from terapipe_ds.config import TeraPipeConfig
-from terapipe_ds.costs.profile import LinkSample
+from terapipe_ds.costs.profile import CostSample, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
@@ -41,15 +41,13 @@ from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.profiling.rounds import PartTimes, Peers, grid, time_part
+from terapipe_ds.runtime.profiling.rounds import Peers, grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
 Specs = dict[int, MessageSpec]
 """What a part sends, by the tokens of a slice."""
-
-Measured = tuple[PartTimes, PartMemory | None, tuple[LayerMeasured, ...] | None]
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
@@ -70,8 +68,8 @@ class StageToPlan:
 class LinkTimes:
     """Hold the link of one part to the next, and the time that messages take from the stage itself."""
 
-    samples: list[LinkSample]
-    message_s: dict[int, float]  # of one F or B, by the tokens of a slice
+    samples: list[LinkSample] = field(default_factory=list)
+    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ class PartMeasured:
 
     part_id: int
     replica_id: int
-    times: PartTimes
+    samples: tuple[CostSample, ...]
     memory: PartMemory | None  # None: a profiler ran on one of the ranks
     links: LinkTimes
     layers: tuple[LayerMeasured, ...] | None = None  # None: they were not timed one by one
@@ -113,19 +111,15 @@ def measure_parts(
             guard_plain_attention(stage.config.attention == "intercept"),
         ):
             specs = _exchange_specs(stage, timers, lengths)
-            measured: list[Measured] = []
+            measured: list[PartMeasured] = []
             for place, timer in timers.items():
                 of_part = stage, place, timer, specs[place.part_id], granularity, peers
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    links = _measure_links([place.part_id for place in places], specs, layout, wires, engine.stage_id, peers)
-    replica_id = engine.grid.get_data_parallel_rank()
-    return [
-        PartMeasured(place.part_id, replica_id, times, memory, links[place.part_id], layers)
-        for place, (times, memory, layers) in zip(places, measured, strict=True)
-    ]
+    _measure_links({part.part_id: part.links for part in measured}, specs, layout, wires, engine.stage_id, peers)
+    return measured
 
 
 def _timer(
@@ -194,32 +188,41 @@ def _measure_part(
     granularity: int,
     peers: Peers,
     progress: Callable[[float], None],
-) -> Measured:
+) -> PartMeasured:
+    """Return the costs of a part, whose links are still to be tried."""
     engine, config = stage.engine, stage.config
     activate(engine.module, place.chunk_id)
-    times = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
+    samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
     # no rank counts bytes alone: its peers would run fewer slices
     everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
     wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
     memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
+    layers = None
     # layers are for another cut: the ranking of all schedules, and readers of the profile's file
-    if "auto" not in (config.schedule, config.recompute) and config.planner.cache_dir is None:
-        return times, memory, None
-    kinds = kinds_of_part(engine.module, place.is_first, place.is_last)
-    trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
-    return times, memory, measure_layers(timer, kinds, times.samples, memory, trials)
+    if "auto" in (config.schedule, config.recompute) or config.planner.cache_dir is not None:
+        kinds = kinds_of_part(engine.module, place.is_first, place.is_last)
+        trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
+        layers = measure_layers(timer, kinds, samples, memory, trials)
+    replica_id = engine.grid.get_data_parallel_rank()
+    return PartMeasured(place.part_id, replica_id, samples, memory, LinkTimes(), layers)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
 def _measure_links(
-    parts: Sequence[int], specs: Mapping[int, Specs], layout: Layout, wires: Wires, stage_id: int, peers: Peers
-) -> dict[int, LinkTimes]:
+    times: Mapping[int, LinkTimes],
+    specs: Mapping[int, Specs],
+    layout: Layout,
+    wires: Wires,
+    stage_id: int,
+    peers: Peers,
+) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
-    lengths = sorted(specs[parts[0]])
+    lengths = sorted(specs[next(iter(times))])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    times = {part_id: LinkTimes([], dict.fromkeys(chosen, 0.0)) for part_id in parts}
+    for part in times.values():
+        part.message_s.update(dict.fromkeys(chosen, 0.0))
     ways = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
@@ -242,7 +245,6 @@ def _measure_links(
                     num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
                     times[part_id].samples.append(sample)
-    return times
 
 
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:

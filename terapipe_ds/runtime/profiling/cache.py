@@ -49,55 +49,47 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
     # peers share each slice, replicas share the step
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
-        layers.append(_layers_of_part([[rank.layers for rank in peers] for peers in replicas.values()]))
+        layers.append(_layers_of_part(list(replicas.values())))
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
         # with a profiler on one rank its bytes are unknown, and then no limit can be guaranteed
         is_known = len(memories) == len(ranks)
         memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
-        parts.append(PartProfile(part_id, tuple(samples), None, memory, _overheads(ranks)))
+        # messages add time to the layers of a part, to F and B alike: the median of its ranks
+        points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
+        added = {tokens: statistics.median(rank.links.message_s[tokens] for rank in ranks) for tokens in points}
+        overheads = tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in added.items())
+        parts.append(PartProfile(part_id, tuple(samples), None, memory, overheads))
         links += _merged([[rank.links.samples for rank in peers] for peers in replicas.values()])
     return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages, layers_of_parts(layers))
 
 
-def layers_of_parts(parts: Sequence[Sequence[Sequence[LayerMeasured]] | None]) -> LayerProfiles | None:
-    """Return the layers of all parts, with the median times of equal layers; None if one is unknown.
-
-    Each part has its layers once for each time that it was measured.
-    """
+def layers_of_parts(parts: Sequence[Sequence[LayerMeasured] | None]) -> LayerProfiles | None:
+    """Return the layers of all parts, with the median times of equal layers; None if one is unknown."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
     of_kind: dict[str, list[LayerProfile]] = {}
-    for layer in (layer for part in known for measured in part for layer in measured):
+    for layer in itertools.chain.from_iterable(known):
         of_kind.setdefault(layer.kind, []).append(layer.profile)
     kinds = list(of_kind)
-    kind_of = [kinds.index(layer.kind) for part in known for layer in part[0]]
-    bounds = itertools.accumulate((len(part[0]) for part in known), initial=0)
-    medians = [dataclasses.replace(_joined(same, statistics.median), memory=_memory(same)) for same in of_kind.values()]
-    return LayerProfiles(tuple(medians), tuple(kind_of), tuple(bounds))
+    kind_of = [kinds.index(layer.kind) for part in known for layer in part]
+    medians = [
+        dataclasses.replace(same[0], samples=tuple(_merged([[layer.samples] for layer in same])), memory=_memory(same))
+        for same in of_kind.values()
+    ]
+    return LayerProfiles(tuple(medians), tuple(kind_of), tuple(itertools.accumulate(map(len, known), initial=0)))
 
 
-def _layers_of_part(
-    replicas: Sequence[Sequence[tuple[LayerMeasured, ...] | None]],
-) -> list[tuple[LayerMeasured, ...]] | None:
-    """Return the layers of one part, for each replica those of its slowest peer; None if a rank has none."""
-    slowest = []
-    for peers in replicas:
-        known = [layers for layers in peers if layers is not None]
-        if len(known) < len(peers):
-            return None
-        alike = [list(same) for same in zip(*known, strict=True)]
-        slowest.append(
-            tuple(LayerMeasured(same[0].kind, _joined([each.profile for each in same], max)) for same in alike)
-        )
-    return slowest
-
-
-def _joined(layers: Sequence[LayerProfile], how: Callable[[Iterable[float]], float]) -> LayerProfile:
-    """Return the first layer, with the times of all."""
-    samples = tuple(_one(same, how) for same in zip(*(layer.samples for layer in layers), strict=True))
-    return dataclasses.replace(layers[0], samples=samples)
+def _layers_of_part(replicas: Sequence[Sequence[PartMeasured]]) -> list[LayerMeasured] | None:
+    """Return the layers of one part with the times of all its ranks; None if a rank has none."""
+    first, merged = replicas[0][0].layers, []
+    if first is None or any(rank.layers is None for peers in replicas for rank in peers):
+        return None
+    for index, (kind, profile) in enumerate(first):
+        same = [[rank.layers[index].profile.samples for rank in peers if rank.layers] for peers in replicas]
+        merged.append(LayerMeasured(kind, dataclasses.replace(profile, samples=tuple(_merged(same)))))
+    return merged
 
 
 def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
@@ -110,13 +102,6 @@ def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
         name: None if None in each else statistics.median(number for number in each if number is not None)
         for name, each in values.items()
     }
-
-
-def _overheads(ranks: Sequence[PartMeasured]) -> tuple[Overhead, ...]:
-    """Return the time that messages add to the layers of a part: the median of its ranks. F and B have equally many."""
-    points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
-    medians = {tokens: statistics.median(rank.links.message_s[tokens] for rank in ranks) for tokens in points}
-    return tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in medians.items())
 
 
 def with_own_time(profile: Profile, own_s: Mapping[int, tuple[float, float]]) -> Profile:
@@ -144,8 +129,8 @@ def memory_of(profile: Profile) -> MemoryModel | None:
 def _with_messages(costs: PartMeasured) -> list[CostSample]:
     """Add to each sample the own time of the stage for its messages; F and B have equally many."""
     tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
-    own_s = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.times.samples]
-    return [_longer(sample, each, each) for sample, each in zip(costs.times.samples, own_s, strict=True)]
+    own_s = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.samples]
+    return [_longer(sample, each, each) for sample, each in zip(costs.samples, own_s, strict=True)]
 
 
 def _merged(replicas: Iterable[Sequence[Sequence[_Sample]]]) -> list[_Sample]:

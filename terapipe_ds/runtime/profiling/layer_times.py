@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from terapipe_ds.costs.profile import CostSample, LayerProfile
 from terapipe_ds.messages import logger
@@ -27,8 +28,7 @@ _WITHOUT = (
 )
 
 
-@dataclass(frozen=True)
-class LayerMeasured:
+class LayerMeasured(NamedTuple):
     """Hold the measurements of one layer on one rank."""
 
     kind: str  # layers of the same kind have the same costs

@@ -20,7 +20,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime import utils as ds_utils
 
 from terapipe_ds.attention import SliceStore, guard_plain_attention
-from terapipe_ds.costs.profile import PartProfile, Profile
+from terapipe_ds.costs.profile import CostSample, PartProfile, Profile
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
@@ -30,10 +30,8 @@ from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.cache import layers_of_parts
 from terapipe_ds.runtime.profiling.key import describe_part, kinds_of_part, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
-from terapipe_ds.runtime.profiling.rounds import PartTimes, grid, time_part
+from terapipe_ds.runtime.profiling.rounds import grid, noise_warning, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
-
-Measured = tuple[PartTimes, tuple[LayerMeasured, ...] | None]
 
 
 @dataclass(frozen=True)
@@ -49,8 +47,7 @@ class OfflineJob:
     granularity_tokens: int = 64
     activation_checkpoint_interval: int = 0
     recomputing: frozenset[int] | None = None  # parts that recompute every layer; None: as the interval says
-    partition_method: str = "parameters"
-    bounds: Sequence[int] | None = None  # the first layer of each part, and their number; None: by partition_method
+    bounds: Sequence[int] | None = None  # the first layer of each part, and their number; None: as DeepSpeed cuts them
 
     def build_part(self, start: int, stop: int) -> Any:
         """Return the layers from `start` to `stop` as a `PipelineModule` of one stage."""
@@ -87,11 +84,12 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
     `progress` gets the number of the part and its finished share; `warn` is called if numbers vary too much.
     """
     # the same cut as in training, if no config sets one
-    bounds = job.bounds or partition(job.layers, job.num_stages, job.partition_method)
+    bounds = job.bounds or partition(job.layers, job.num_stages)
     length = int(job.inputs.shape[1])
     lengths = sorted({tokens for tokens, _ in grid(length, job.granularity_tokens)})
     specs: dict[int, MessageSpec] = {}
-    known: dict[tuple[str, ...], Measured] = {}  # by the kinds of layers: equal parts cost the same
+    # by the kinds of layers: equal parts cost the same
+    known: dict[tuple[str, ...], tuple[tuple[CostSample, ...], tuple[LayerMeasured, ...] | None]] = {}
     parts, described, measured = [], [], []
     for part_id in range(job.num_stages):
         module = job.build_part(bounds[part_id], bounds[part_id + 1])
@@ -108,32 +106,26 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
             kinds = tuple(kinds_of_part(module, part_id == 0, part_id == job.num_stages - 1))
             if kinds not in known:
                 steps = job.num_stages, job.num_micro_batches
-                times = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
-                known[kinds] = times, measure_layers(timer, kinds, times.samples)
-                if times.warning is not None:
-                    warn(f"part {part_id}: {times.warning}")
-        parts.append(PartProfile(part_id, known[kinds][0].samples))
+                samples = time_part(timer, job.granularity_tokens, *steps, progress=partial(progress, part_id))
+                known[kinds] = samples, measure_layers(timer, kinds, samples)
+                if (warning := noise_warning(samples)) is not None:
+                    warn(f"part {part_id}: {warning}")
+        parts.append(PartProfile(part_id, known[kinds][0]))
         measured.append(known[kinds][1])
     # the key says for which runs these numbers are good
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
-    return Profile(
-        key, tuple(parts), (), job.num_stages, layers_of_parts([None if each is None else [each] for each in measured])
-    )
+    return Profile(key, tuple(parts), (), job.num_stages, layers_of_parts(measured))
 
 
-def partition(layers: Sequence[LayerSpec], num_stages: int, method: str) -> list[int]:
-    """Return the cuts between layers that `PipelineModule` makes (deepspeed/runtime/pipe/module.py).
+def partition(layers: Sequence[LayerSpec], num_stages: int) -> list[int]:
+    """Return the cuts between layers that `PipelineModule` makes by itself (deepspeed/runtime/pipe/module.py).
 
     Raises:
-        ValueError: more stages than layers, or a method other than "parameters" and "uniform".
+        ValueError: more stages than layers.
     """
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{num_stages} stages for a model of {len(layers)} layers: give between 1 and {len(layers)}")
-    if method == "uniform":
-        return list(ds_utils.partition_uniform(num_items=len(layers), num_parts=num_stages))
-    if method != "parameters":
-        raise ValueError(f"partition method {method!r}: give 'parameters' or 'uniform'")
     with torch.device("meta"):
         counts = [sum(p.numel() for p in spec.build().parameters() if p.requires_grad) for spec in layers]
     return list(ds_utils.partition_balanced(weights=counts, num_parts=num_stages))

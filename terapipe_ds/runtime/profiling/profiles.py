@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from tqdm import tqdm
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.profile import VERSION, Profile, ProfileKey
@@ -28,6 +29,7 @@ from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, profile_key
+from terapipe_ds.runtime.profiling.rounds import noise_warning
 
 T = TypeVar("T")
 
@@ -94,13 +96,17 @@ class Profiles:
             return cached
         costs = self._measure(length, drawn, shapes)
         self._measured_last = self._engine.train_micro_batch_size_per_gpu(), path
-        return self.from_rank_0(lambda: _combined(path, key, costs, self._engine.num_stages))
+
+        def combined() -> Profile:
+            profile = combine(key, costs, self._engine.num_stages)
+            write_cache(path, profile)
+            return profile
+
+        return self.from_rank_0(combined)
 
     def _measure(
         self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
     ) -> list[PartMeasured]:
-        from tqdm import tqdm
-
         is_first_rank = self._engine.global_rank == 0
         if is_first_rank:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
@@ -113,7 +119,12 @@ class Profiles:
 
             longest = max(zip(drawn, shapes, strict=True), key=lambda pair: pair[1].length)
             own = measure_parts(self._stage, self._wires, *longest, length, progress)
-        return [costs for rank in gather(own, self._groups.world) for costs in rank]
+        everyone = [costs for rank in gather(own, self._groups.world) for costs in rank]
+        # a clock other than the wall's is for machines that are busy with the other stages
+        if is_first_rank and self._engine.slice_clock is None:
+            for warning in filter(None, dict.fromkeys(noise_warning(costs.samples) for costs in everyone)):
+                logger.warning("%s", warning)
+        return everyone
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
         """Return all that a cached profile depends on, except its key: points, loss, scope of the memory."""
@@ -182,10 +193,6 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
             f"{smallest}, but plans are cut at multiples of {granularity}; measure again, or raise "
             "terapipe.granularity_tokens"
         )
-    return _without_memory(profile)
-
-
-def _without_memory(profile: Profile) -> Profile:
     parts = tuple(dataclasses.replace(part, memory=None) for part in profile.parts)
     layers = profile.layers
     if layers is not None:
@@ -209,12 +216,4 @@ def _cached(path: Path | None, key: ProfileKey) -> Profile | None:
                     f"terapipe.planner.cache_dir: cannot write {path}: {error.strerror}; give a folder that rank 0 may "
                     "write, or null"
                 ) from error
-    return profile
-
-
-def _combined(path: Path | None, key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int) -> Profile:
-    for warning in dict.fromkeys(cost.times.warning for cost in costs if cost.times.warning is not None):
-        logger.warning("%s", warning)
-    profile = combine(key, costs, num_stages)
-    write_cache(path, profile)
     return profile

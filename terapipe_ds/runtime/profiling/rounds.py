@@ -57,14 +57,6 @@ class Peers:
 ALONE = Peers()
 
 
-@dataclass(frozen=True)
-class PartTimes:
-    """Hold the seconds of one part on one rank."""
-
-    samples: tuple[CostSample, ...]
-    warning: str | None = None  # None: the numbers vary little
-
-
 def time_part(
     timer: SliceTimer,
     granularity_tokens: int,
@@ -73,8 +65,8 @@ def time_part(
     *,
     peers: Peers = ALONE,
     progress: Callable[[float], Any] = lambda share: None,
-) -> PartTimes:
-    """Measure the seconds of one part; a collective over `peers`.
+) -> tuple[CostSample, ...]:
+    """Return the seconds of one part; a collective over `peers`.
 
     Args:
         num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
@@ -89,9 +81,7 @@ def time_part(
         rounds = measure(timer, points, length, limit_steps, peers, processor_s, progress)
     lengths = sorted({tokens for tokens, _ in points})
     alone = weights(timer, lengths, peers) if timer.can_split else None
-    samples = rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
-    # a clock other than the wall's is for machines that are busy with the other stages
-    return PartTimes(samples, noise_warning(samples) if timer.clock is None else None)
+    return rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
 
 
 def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:

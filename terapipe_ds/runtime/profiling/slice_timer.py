@@ -156,7 +156,10 @@ class SliceTimer:
 
     def now_s(self) -> float:
         """Return the time once the device has done its issued work, or the time of `clock`, if there is one."""
-        return _now_s() if self.clock is None else self.clock()
+        if self.clock is not None:
+            return self.clock()
+        get_accelerator().synchronize()
+        return time.perf_counter()
 
     def receive(self, tokens: int, spec: MessageSpec) -> None:
         """Take `spec` as the message of the part before for slices of `tokens` tokens; the values are made up."""
@@ -383,8 +386,3 @@ def _made_up(spec: TensorSpec, device: torch.device) -> torch.Tensor:
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         return torch.randn(spec.shape, dtype=spec.dtype, device=device)
     return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-
-
-def _now_s() -> float:
-    get_accelerator().synchronize()
-    return time.perf_counter()

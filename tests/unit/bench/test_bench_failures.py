@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench import run as module
-from terapipe_ds.bench.cases import BenchError, Case, Job
+from terapipe_ds.bench.cases import Case, Job
 from terapipe_ds.bench.ranks import Position, RankError
 from terapipe_ds.bench.run import cause_of, run_benchmark
+from terapipe_ds.files.user_json import CommandError
 from tests.unit.bench.test_bench_run import CASES, WORK
 
 
@@ -56,7 +57,7 @@ def test_a_failure_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RankError(1, {1: 1})
 
     monkeypatch.setattr(module, "spawn_ranks", spawn)
-    with pytest.raises(BenchError, match="torch zbv failed: RuntimeError: no pair; leave it out with --systems"):
+    with pytest.raises(CommandError, match="torch zbv failed: RuntimeError: no pair; leave it out with --systems"):
         run_benchmark(Job(WORK, CASES, (1,), 2), "test")
 
 

@@ -118,11 +118,11 @@ def test_orders_of_torch_become_schedules() -> None:
         1: [None, "1F0", "1F1", "3F0", "3B0", "3F1", "3B1", "1B0", "1B1"],
     }
     actions = {rank: [a and action(a) for a in mine] for rank, mine in order.items()}
-    schedule = of_torch("interleaved1f1b", actions, loop(2, 2), 2)
+    schedule = of_torch("interleaved1f1b", actions, loop(2, 2))
     validate(schedule)
     assert schedule.compute_order(0)[:4] == ["F0.0c0", "F1.0c0", "F0.0c1", "F1.0c1"]
     split = {0: [action(a) for a in ("0F0", "1F0", "1I0", "1W0", "0I0", "0W0")]}
-    with_weights = of_torch("zbv", split, v_shape(1), 1)
+    with_weights = of_torch("zbv", split, v_shape(1))
     validate(with_weights)
     assert with_weights.compute_order(0)[2:] == ["B0.0c1", "W0.0c1", "B0.0c0", "W0.0c0"]
 

@@ -75,12 +75,12 @@ def build(rank: int, rendezvous: str, folder: str) -> None:
     import torch.distributed as torch_dist
 
     torch_dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
-    agreement = ranks.Agreement(Path(folder), patience_s=0.2)
-    Path(folder, f"{rank}").write_text(agreement.problem("both" if rank == 1 else None, "first step") or "")
-    assert agreement.problem(None, "second step") is None
+    both = ranks.problem_of_any_rank("both" if rank == 1 else None, "first step")
+    Path(folder, f"{rank}").write_text(both or "")
+    assert ranks.problem_of_any_rank(None, "second step") is None
     if rank == 0:
         torch_dist.all_reduce(torch.zeros(1))
-    agreement.problem("no layers" if rank == 1 else None, "third step")
+    ranks.problem_of_any_rank("no layers" if rank == 1 else None, "third step", patience_s=0.2)
 
 
 def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

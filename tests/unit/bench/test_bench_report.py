@@ -249,7 +249,7 @@ def test_the_page_is_whole_and_needs_nothing_else(large: str) -> None:
 def test_every_plot_is_there_with_words_for_it(large: str) -> None:
     page = Page(large)
     pictures = [attributes for tag, attributes in page.tags if tag == "svg"]
-    assert len(pictures) == 4 + 2  # a timeline per accumulation
+    assert len(pictures) == 3 + 2  # a timeline per accumulation
     assert all(attributes.get("aria-label") and attributes.get("role") == "img" for attributes in pictures)
     assert sum(tag == "details" and "open" in attributes for tag, attributes in page.tags) == 1
     for colour in ("#1f2933", "#0068b5", "#c2610c", "#00806a"):  # outside the style sheet the theme decides
@@ -394,7 +394,7 @@ def eight_stages() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("data", [KEPT, eight_stages()], ids=["2 stages", "8 stages, replayed"])
-@pytest.mark.parametrize("name", ["step_times", "slice_counts", "prediction_errors", "memory"])
+@pytest.mark.parametrize("name", ["step_times", "prediction_errors", "memory"])
 def test_no_text_of_a_plot_runs_into_another_or_out_of_the_picture(name: str, data: dict[str, Any]) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context(SETTINGS):

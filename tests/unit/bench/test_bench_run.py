@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, BenchError, Case, Job, all_cases, choose
+from terapipe_ds.bench.cases import PLAN, PRESETS, SCHEDULES, Case, Job, all_cases, choose
 from terapipe_ds.bench.metrics import Recorded, SliceMeasurements
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
 from terapipe_ds.bench.report.data import Run, read_result
@@ -18,6 +18,7 @@ from terapipe_ds.bench.table import render
 from terapipe_ds.bench.train_in_turns import PlannedCases
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, load, to_csv
 from terapipe_ds.simulator import UnitCosts, simulate
@@ -202,9 +203,9 @@ def test_options_narrow(options: dict[str, Any], labels: list[str]) -> None:
 def test_options_widen_and_are_refused() -> None:
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
-    with pytest.raises(BenchError, match=r"leave nothing to run"):
+    with pytest.raises(CommandError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
-    with pytest.raises(BenchError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
+    with pytest.raises(CommandError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
         cases_of(systems=["megatron"])
 
 
@@ -223,7 +224,7 @@ def test_what_cannot_run_says_why() -> None:
 
 def arguments(*words: str) -> command.BenchOptions:
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    command.BenchOptions.add_to(parser)
     return command.BenchOptions.read(parser.parse_args(words))
 
 
@@ -366,7 +367,7 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     params = {"lr": 0.5, "betas": [0.8, 0.9], "torch_adam": True, "weight_decay": 0.1}
     plain = {"optimizer": {"type": "AdamW", "params": params}, "gradient_clipping": 0.0, "bf16": {"enabled": False}}
     assert adam_options(plain) == {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "fused": True}
-    with pytest.raises(BenchError, match=told):
+    with pytest.raises(CommandError, match=told):
         adam_options({**plain, **changes})
 
 
@@ -412,8 +413,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "told"), [
-    (["gpu-attention"], "is a study now: use `python -m studies.gpu attention` in a checkout of the repository"),
-    (["gpu-layer", "--full"], "use `python -m studies.gpu layer`"),
+    (["gpu-layer", "--full"], "PRESET gpu-layer: give 'cpu-2stage' or 'cpu-8stage'"),
     (["cpu-3stage"], "PRESET cpu-3stage: give 'cpu-2stage' or 'cpu-8stage'"),
     (["--slices", "many"], "--slices 'many'"),
     (["--slices", "plan8"], "--slices 'plan8'"),

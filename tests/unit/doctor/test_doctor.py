@@ -213,6 +213,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}}, "schedule", "fail", "chimera on 3 stages"),
     ({"terapipe": {"enabled": True}}, "planner.cache_dir", "note", "measured anew at each start"),
     ({"terapipe": {"enabled": True, "partition": [0, 3, 9]}}, "partition", "fail", "2 parts, and seq1f1b"),
+    ({"terapipe": {"enabled": True, "partition": [0, 9]}}, "partition", "fail", "has 1 part, and seq1f1b"),
     ({"terapipe": {"enabled": True, "schedule": "auto", "chunks_per_stage": 2, "partition": [0, 3, 6, 9]}},
      "partition", "fail", "3 parts, and auto on 3 stages 6"),
     ({"terapipe": {"enabled": True, "planner": {"profile": "nothing.json"}}},
@@ -292,7 +293,7 @@ def test_failures_stand_first_and_quiet_prints_nothing_else(tmp_path: Path, caps
         texts.append(capsys.readouterr().out)
     first, quiet = texts
     assert first.index("\nfailures\n  fail ") < first.index("\ninstallation\n  ok ")
-    assert "slices" in quiet and "  ok " not in quiet and "  note " not in quiet
+    assert "slices" in quiet and "  ok " not in quiet and "  note " not in quiet and "\n\n" not in quiet
     assert first.splitlines()[-2] == quiet.splitlines()[-2] == "2 ok, 1 note, 1 fail"
 
 

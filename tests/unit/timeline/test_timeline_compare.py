@@ -14,8 +14,8 @@ from pytest import approx
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import UnitCosts, simulate
-from terapipe_ds.timeline import Timeline, TimelineEvent
-from terapipe_ds.timeline.compare import CompareError, Quantity, compare
+from terapipe_ds.timeline import Timeline, TimelineError, TimelineEvent
+from terapipe_ds.timeline.compare import Quantity, compare
 
 
 def timeline(*stages: str) -> Timeline:
@@ -138,5 +138,5 @@ def test_other_schedules_are_refused() -> None:
         (predicted(), Timeline(2, ()), "the measured timeline holds no F, B or W"),
         (gpipe, terapipe, "computation 4 of stage 0 is B0.1 as predicted, B1.1 as measured"),
     ):
-        with pytest.raises(CompareError, match=re.escape(reason)):
+        with pytest.raises(TimelineError, match=re.escape(reason)):
             compare(one, other)

@@ -59,7 +59,7 @@ def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> No
     assert profile.pipeline_stages == 4
     assert (key.num_stages, key.micro_batch, key.sequence_length, key.dtype) == (4, 2, 64, "float32")
     assert "6 DecoderLayer" in key.model and not key.activation_checkpointing
-    bounds = partition(gpt_layers(GPTConfig(**MODEL)), 4, "parameters")
+    bounds = partition(gpt_layers(GPTConfig(**MODEL)), 4)
     middles = [p for p in range(1, 3) if bounds[p + 1] - bounds[p] == bounds[2] - bounds[1]]
     for part in middles[1:]:  # alike, so measured once
         assert profile.parts[part].samples == profile.parts[middles[0]].samples
@@ -69,25 +69,21 @@ def test_the_command_writes_a_profile_that_costs_come_from(tmp_path: Path) -> No
         assert not hasattr(costs, "send_s")  # there are no links on one device
 
 
-def _cut_by_deepspeed(method: str) -> list[int]:
+def _cut_by_deepspeed() -> list[int]:
     from deepspeed.pipe import PipelineModule
 
-    module = PipelineModule(gpt_layers(GPTConfig(**MODEL)), num_stages=2, partition_method=method)
-    return list(module.parts)
+    return list(PipelineModule(gpt_layers(GPTConfig(**MODEL)), num_stages=2).parts)
 
 
-@pytest.mark.parametrize("method", ["parameters", "uniform"])
-def test_parts_are_those_of_deepspeed(method: str) -> None:
-    ours = partition(gpt_layers(GPTConfig(**MODEL)), 2, method)
-    assert [ours, ours] == rank_pool(2).run(_cut_by_deepspeed, method=method)
+def test_parts_are_those_of_deepspeed() -> None:
+    ours = partition(gpt_layers(GPTConfig(**MODEL)), 2)
+    assert [ours, ours] == rank_pool(2).run(_cut_by_deepspeed)
 
 
 def test_partitions_that_cannot_be() -> None:
     layers = gpt_layers(GPTConfig(**MODEL))
     with pytest.raises(ValueError, match="10 stages for a model of 9 layers: give between 1 and 9"):
-        partition(layers, 10, "parameters")
-    with pytest.raises(ValueError, match="'parameters' or 'uniform'"):
-        partition(layers, 2, "type:Decoder")
+        partition(layers, 10)
 
 
 @pytest.mark.parametrize(

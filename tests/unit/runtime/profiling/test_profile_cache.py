@@ -19,7 +19,6 @@ from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, 
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 from terapipe_ds.runtime.profiling.profiles import _read_profile
-from terapipe_ds.runtime.profiling.rounds import PartTimes
 
 KEY = ProfileKey("f", "m", "cpu", "fp32", 1, 2, 2, False, 64, "flash")
 NO_MESSAGES = ((16, 0.0), (64, 0.0))
@@ -38,7 +37,7 @@ def rank(
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
     link_times = LinkTimes(links, dict(messages))
-    return PartMeasured(stage_id, replica_id, PartTimes(samples), PartMemory(static_bytes, 1.0), link_times)
+    return PartMeasured(stage_id, replica_id, samples, PartMemory(static_bytes, 1.0), link_times)
 
 
 def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:
@@ -110,8 +109,8 @@ def test_equal_layers_are_one_kind_wherever_they_are() -> None:
 
 
 def test_what_parts_take_beyond_their_layers_is_the_engines_time_and_that_of_messages() -> None:
-    times = PartTimes((CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)))
-    cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), times=times)
+    samples = CostSample(16, 0, 5.0, 6.0), CostSample(64, 0, 7.0, 8.0)
+    cost = dataclasses.replace(rank(0, 0, (1.0, 1.0), messages=((16, 2.0), (64, 4.0))), samples=samples)
     measured = combine(dataclasses.replace(KEY, num_stages=1), [cost])
     (part,) = measured.parts
     assert part.overheads == (Overhead(16, 2.0, 2.0), Overhead(64, 4.0, 4.0))
@@ -127,7 +126,7 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
 ) -> None:
     key, path = dataclasses.replace(KEY, sequence_length=768), str(tmp_path / "profile.json")
     samples = tuple(CostSample(tokens, 0, 1.0, 1.0) for tokens in (192, 768))
-    ranks = [dataclasses.replace(rank(i, 0, (1.0, 1.0)), times=PartTimes(samples)) for i in (0, 1)]
+    ranks = [dataclasses.replace(rank(i, 0, (1.0, 1.0)), samples=samples) for i in (0, 1)]
     combine(key, ranks).save(path)
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         given = _read_profile(path, key, granularity)

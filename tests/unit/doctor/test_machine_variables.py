@@ -2,7 +2,7 @@
 
 import pytest
 
-from terapipe_ds.doctor.cuda_and_nccl import variables
+from terapipe_ds.doctor.machine import variables
 
 BEST = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "32",

@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import ask, costs_of_parts, method_of
 from terapipe_ds.plan import count_granules
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, check_seconds, tabulate
+from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 
 MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward and links
@@ -27,18 +28,19 @@ class CachedCosts:
         self._granule = granularity_tokens
         self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
         self.vectorized = with_table
-        self._pairs: dict[tuple[str, int, int], float] = {}
-        self._sends = {} if self.table is None else dict(self.table.sends)
-        if callable(getattr(costs, "send_s", None)):  # a part without links must lack the method
+        sends = {} if self.table is None else self.table.sends
+        self._kept: dict[tuple[object, ...], float] = {("send_s", tokens): send_s for tokens, send_s in sends.items()}
+        # a part without links, or whose W was not measured, must lack the method
+        if method_of(costs, "send_s"):
             self.send_s = self._send_s
-        if callable(getattr(costs, "weight_s", None)):  # likewise a part whose W was not measured
+        if method_of(costs, "weight_s"):
             self.weight_s = self._weight_s
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self._ask("forward_s", tokens, prefix)
+        return self._of_slices("forward_s", tokens, prefix)
 
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
-        return self._ask("backward_s", tokens, prefix)
+        return self._of_slices("backward_s", tokens, prefix)
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
         """Return forward, backward and send seconds of slices in arrays."""
@@ -49,52 +51,34 @@ class CachedCosts:
         """Return the seconds of forward and backward of a whole sequence."""
         return float(self.forward_s(sequence_length, 0) + self.backward_s(sequence_length, 0))
 
-    def _ask(self, name: str, tokens: Any, prefix: Any) -> Any:
+    def _of_slices(self, name: str, tokens: Any, prefix: Any) -> Any:
         if self.table is None:
-            return self._ask_pairs(name, tokens, prefix)
+            return self._asked(name, tokens, prefix)
         # a slice is named by its granules: only the last granule of the sequence can be partial
         row, granules = np.asarray(prefix) // self._granule, -(-np.asarray(tokens) // self._granule)
         seconds = getattr(self.table, name)[row, granules - 1]
         return float(seconds) if np.ndim(seconds) == 0 else seconds
 
-    def _weight_s(self, tokens: Any, prefix: Any) -> Any:
-        """Return the seconds of W, which no table has; new pairs in one call where costs are vectorized."""
-        if np.ndim(tokens) > 0 and getattr(self._costs, "vectorized", False):
-            pairs = dict.fromkeys(("weight_s", int(i), int(j)) for i, j in zip(tokens, prefix, strict=True))
-            if new := [pair for pair in pairs if pair not in self._pairs]:
-                answers = self._costs.weight_s(*np.array([pair[1:] for pair in new]).T)
-                for pair, answer in zip(new, np.broadcast_to(answers, len(new)).tolist(), strict=True):
-                    self._pairs[pair] = check_seconds(*pair, answer)
-        return self._ask_pairs("weight_s", tokens, prefix)
-
-    def _ask_pairs(self, name: str, tokens: Any, prefix: Any) -> Any:
-        if np.ndim(tokens) > 0:
-            return np.array([self._ask_pairs(name, int(i), int(j)) for i, j in zip(tokens, prefix, strict=True)])
-        pair = name, int(tokens), int(prefix)
-        if pair not in self._pairs:
-            self._pairs[pair] = check_seconds(*pair, float(getattr(self._costs, name)(*pair[1:])))
-        return self._pairs[pair]
+    def _weight_s(self, tokens: Any, prefix: Any) -> Any:  # no table has it
+        return self._asked("weight_s", tokens, prefix)
 
     def _send_s(self, tokens: Any) -> Any:
-        counts = np.ravel(tokens).tolist()
-        for count in counts:
-            if count not in self._sends:
-                self._sends[count] = check_seconds("send_s", count, None, float(self._costs.send_s(count)))
-        seconds = [self._sends[count] for count in counts]
-        return seconds[0] if np.ndim(tokens) == 0 else np.array(seconds).reshape(np.shape(tokens))
+        return self._asked("send_s", tokens)
 
-
-def costs_of_parts(costs: Any, num_parts: int) -> list[Any]:
-    """Return an object per part. Raises PlannerError where a list has another length."""
-    parts = list(costs) if isinstance(costs, list | tuple) else [costs] * num_parts
-    if len(parts) != num_parts:
-        raise PlannerError(f"{len(parts)} costs for {num_parts} parts: give one object, or a list with one per part")
-    return parts
+    def _asked(self, name: str, *arguments: Any) -> Any:
+        """Return kept answers; ask for all new ones at once."""
+        keys = [(name, *numbers) for numbers in zip(*(np.ravel(one).tolist() for one in arguments), strict=True)]
+        if new := [key for key in dict.fromkeys(keys) if key not in self._kept]:
+            _, tokens, *prefixes = zip(*new, strict=True)
+            answers = ask(self._costs, name, tokens, prefixes[0] if prefixes else None, PlannerError)
+            self._kept.update(zip(new, answers.tolist(), strict=True))
+        seconds = [self._kept[key] for key in keys]
+        return seconds[0] if np.ndim(arguments[0]) == 0 else np.array(seconds)
 
 
 def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
     """Return an object per part; equal parts share one. If tables are too large, only the slowest part has one."""
-    parts = costs_of_parts(costs, num_parts)
+    parts = costs_of_parts(costs, num_parts, PlannerError)
     kinds = {id(cost): cost for cost in parts}
     num_granules = count_granules(sequence_length, granularity_tokens, PlannerError)
     with_tables = len(kinds) * num_granules**2 <= MAX_TABLE_ELEMENTS

@@ -108,12 +108,13 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
     is_split = SPLIT_BACKWARD in rows
     for row in sorted(rows - {SPLIT_BACKWARD} | ({BACKWARD, WEIGHT} if is_split else set())):
         name = _METHODS[row]
-        if hasattr(cost, name):
-            # messages have no prefix, so those of equal slices are one
-            asked = list(dict.fromkeys((tokens, None) for tokens, _ in spans)) if row >= SEND else spans
-            tokens, prefixes = zip(*asked, strict=True)
-            answers = ask(cost, name, tokens, None if row >= SEND else prefixes, SimulationError, f"{whose}, ")
-            table[row] = answers[[tokens.index(own) for own, _ in spans]] if row >= SEND else answers
+        if hasattr(cost, name) and row < SEND:
+            tokens, prefixes = zip(*spans, strict=True)
+            table[row] = ask(cost, name, tokens, prefixes, SimulationError, f"{whose}, ")
+        elif hasattr(cost, name):  # messages have no prefix, so those of equal slices are one
+            sizes = list(dict.fromkeys(tokens for tokens, _ in spans))
+            seconds = dict(zip(sizes, ask(cost, name, sizes, None, SimulationError, f"{whose}, "), strict=True))
+            table[row] = [seconds[tokens] for tokens, _ in spans]
         elif row == WEIGHT:
             raise SimulationError(f"the schedule has W but {whose} have no weight_s(tokens, prefix): add it")
         elif row == SEND_GRADIENT:
@@ -122,10 +123,10 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
             raise SimulationError(f"{whose} ({type(cost).__name__}) have no {name}(tokens, prefix): add it")
     if is_split:
         table[SPLIT_BACKWARD] = table[BACKWARD] - table[WEIGHT]
-        for (tokens_of, prefix), left_s in zip(spans, table[SPLIT_BACKWARD], strict=True):
-            if left_s < 0:
-                raise SimulationError(
-                    f"{whose}: weight_s of {tokens_of} tokens after {prefix} is {-left_s:.6g} s above its backward_s, "
-                    "of which it is a part"
-                )
+        if (left_s := table[SPLIT_BACKWARD]).min() < 0:
+            most, prefix = spans[int(left_s.argmin())]
+            raise SimulationError(
+                f"{whose}: weight_s of {most} tokens after {prefix} is {-left_s.min():.6g} s above its backward_s, of "
+                "which it is a part"
+            )
     return table

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.estimate import Estimated
 from terapipe_ds.planner.strategy.shapes import Shape
-from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
+from terapipe_ds.simulator import ScheduleShape, replay_few
 
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -119,7 +119,7 @@ class Priced(Estimated):
         replays = functools.partial(replay_of, replayed)
         replay = functools.partial(replay_few, replayed, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
-        # the seconds and the host's bytes are known sooner than the device's
+        # the seconds are known sooner than the bytes
         timed = replay(costs=costs)
         if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
             return None
@@ -127,8 +127,7 @@ class Priced(Estimated):
             timed = replay(costs=costs, memory=memory)
             if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
                 return None
-        few = functools.partial(replays, min(self.num_micro_batches, replayed.filling))
-        hosts = self.host_bytes(few, bounds, plan, memory, owners)
+        hosts = self._host_bytes(replayed, bounds, plan, memory, owners)
         held = replay(memory=memory)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
         return Score(seconds, self.candidate, bounds, tuple(recompute), shape, plan, held.peak_bytes, is_final, hosts)
@@ -139,17 +138,16 @@ class Priced(Estimated):
             done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
         return float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
 
-    def host_bytes(
-        self, replay: Callable[[], Replay], bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
+    def _host_bytes(
+        self, shape: ScheduleShape, bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
     ) -> int:
-        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node.
-
-        Nobody calls `replay`, which may have to build its schedule, unless slices are offloaded.
-        """
-        levers = self.candidate.levers
-        if levers == NO_LEVERS:
+        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node."""
+        if self.candidate.levers == NO_LEVERS:
             return 0
-        of_stages = np.array(replay().host_bytes(plan, memory) if memory.offloads else [0] * self.num_stages, float)
+        of_stages = np.zeros(self.num_stages)
+        if memory.offloads:  # else no schedule is built for it
+            few = replay_of(shape, min(self.num_micro_batches, shape.filling))
+            of_stages += few.host_bytes(plan, memory)
         of_layers = self.layers.host_bytes(self.candidate.setting)
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             of_stages[stage_id] += of_layers[start:stop].sum()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,6 @@ from terapipe_ds.files.strict_json import STRICT, JsonError, describe_error, par
 from terapipe_ds.messages import look_up, show_value
 
 FILE = Path(__file__).parents[1] / "data" / "devices.json"
-FORMAT, VERSION = "terapipe_ds.devices", 1
 ITEM_BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2}
 _SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp16", "bfloat16": "bf16"}
 
@@ -103,20 +101,21 @@ def device_card(name: str) -> DeviceCard:
 
 def _card_of_file(path: str) -> DeviceCard:
     try:
-        document = parse_json(read_bytes(path))
-    except (OSError, JsonError) as error:
-        problem = error.strerror if isinstance(error, OSError) else str(error)
-        raise DeviceError(f"{path}: {problem}; give the JSON of a device card (docs/strategy.md)") from None
-    try:
-        return _CARD.validate_json(json.dumps(document))
+        return _CARD.validate_json(json.dumps(parse_json(read_bytes(path))))
+    except OSError as error:
+        problem = str(error.strerror)
+    except JsonError as error:
+        problem = str(error)
     except ValidationError as error:
-        raise DeviceError(f"{path}: {describe_error(error, 'the card')}; docs/strategy.md has an example") from None
+        problem = describe_error(error, "the card")
+    raise DeviceError(f"{path}: {problem}; give the JSON of a device card: docs/strategy.md has an example")
 
 
 @functools.cache
 def device_cards() -> dict[str, DeviceCard]:
     """Return all shipped cards by name."""
-    return read_cards(FILE.read_bytes())
+    cards = [_CARD.validate_json(json.dumps(card)) for card in json.loads(FILE.read_bytes())["devices"]]
+    return {card.name: card for card in cards}
 
 
 def peak_of_card(device: str, dtype: str) -> float | None:
@@ -129,23 +128,4 @@ def peak_of_card(device: str, dtype: str) -> float | None:
     return next((card.peak_flops.get(name) for family, card in of_family.items() if family in words), None)
 
 
-def read_cards(text: str | bytes) -> dict[str, DeviceCard]:
-    """Read the cards from the text of a file such as `data/devices.json`, by name, or raise DeviceError."""
-    try:
-        document = parse_json(text)
-        if not isinstance(document, dict) or (document.get("format"), document.get("version")) != (FORMAT, VERSION):
-            what = f'an object with "format": "{FORMAT}", "version": {VERSION} and a list of "devices"'
-            raise DeviceError(f"device cards: give {what}")
-        cards = _CARDS.validate_json(json.dumps(document.get("devices")))
-    except JsonError as error:
-        raise DeviceError(f"device cards: no JSON ({error}); give a file such as {FILE.name}") from None
-    except ValidationError as error:
-        raise DeviceError(f"device cards: {describe_error(error, 'devices')}; give what {FILE.name} has") from None
-    names = Counter(name.lower() for card in cards for name in (card.name, *card.aliases))
-    if names and names.most_common(1)[0][1] > 1:
-        twice = show_value(names.most_common(1)[0][0])
-        raise DeviceError(f"device cards: {twice} names two devices: give each a name of its own")
-    return {card.name: card for card in cards}
-
-
-_CARD, _CARDS = TypeAdapter(DeviceCard), TypeAdapter(list[DeviceCard])
+_CARD = TypeAdapter(DeviceCard)

@@ -44,23 +44,6 @@ class FitErrors:
     held_out: tuple[float, ...]  # of each sample with a prefix, by a fit that leaves it out
     held_out_base: tuple[float, ...]  # of each sample without a prefix between two others, by a fit that leaves it out
 
-    @classmethod
-    def of(cls, tokens: Array, prefix: Array, seconds: Array, window: float) -> FitErrors:
-        """Fit all samples, then once more without each sample that can be left out."""
-
-        def error(n: int, points: npt.NDArray[np.bool_]) -> float:
-            curve = Curve.fit(tokens[points], prefix[points], seconds[points], window)
-            return float(abs(curve(tokens[n : n + 1], prefix[n : n + 1])[0] / seconds[n] - 1))
-
-        everything = np.arange(len(tokens))
-        with_prefix, plain = np.flatnonzero(prefix > 0).tolist(), np.flatnonzero(prefix == 0)
-        interior = plain[np.argsort(tokens[plain])][1:-1].tolist()
-        return cls(
-            tuple(error(n, everything >= 0) for n in with_prefix),
-            tuple(error(n, everything != n) for n in with_prefix if len(with_prefix) > 1),
-            tuple(error(n, everything != n) for n in interior),
-        )
-
     def __str__(self) -> str:
         names = "fitted", "left out of the fit", "without prefix, left out"
         texts = []
@@ -196,7 +179,20 @@ class CostModel:
             np.array([getattr(sample, field) for sample in self.samples], float)
             for field in ("tokens", "prefix", f"{name}_s")
         )
-        return FitErrors.of(tokens, prefix, seconds, self.forward_curve.window)
+
+        def error(n: int, points: npt.NDArray[np.bool_]) -> float:
+            curve = Curve.fit(tokens[points], prefix[points], seconds[points], self.forward_curve.window)
+            return float(abs(curve(tokens[n : n + 1], prefix[n : n + 1])[0] / seconds[n] - 1))
+
+        # all samples, then once more without each sample that can be left out
+        everything = np.arange(len(tokens))
+        with_prefix, plain = np.flatnonzero(prefix > 0).tolist(), np.flatnonzero(prefix == 0)
+        interior = plain[np.argsort(tokens[plain])][1:-1].tolist()
+        return FitErrors(
+            tuple(error(n, everything >= 0) for n in with_prefix),
+            tuple(error(n, everything != n) for n in with_prefix if len(with_prefix) > 1),
+            tuple(error(n, everything != n) for n in interior),
+        )
 
     @property
     def report(self) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +68,6 @@ class MemoryModel:
         parts = Setup(model_size, num_stages, dtype, micro_batch, **training).count_parts()
         return cls(parts, process_bytes=process_bytes)
 
-    @classmethod
-    def measured(cls, parts: Iterable[PartMemory]) -> MemoryModel:
-        """Take numbers of a running pipeline, one `PartMemory` per part."""
-        return cls(tuple(parts))
-
     def key_of(self, part_ids: Sequence[int]) -> tuple[object, ...]:
         """Return what decides the bytes of a stage with these parts, and of gradients that it receives."""
         last = len(self.parts) - 1
@@ -81,22 +76,12 @@ class MemoryModel:
 
     def only(self, kind: str) -> MemoryModel:
         """Return the memory with the bytes of one kind alone."""
-        others = {name for fields in MEMORY_KINDS.values() for name in fields} - set(MEMORY_KINDS[kind])
-        others |= {
-            "working_bytes",
-            "working_whole_bytes",
-            "working_bytes_per_token",
-            "working_bytes_per_prefix_token",
-            "working_copied_bytes_per_token",
-            "working_whole_bytes_per_token",
-            "working_factor_bytes_per_token",
-            "loss_bytes_per_token",
-        }
-        parts = [
-            dataclasses.replace(part, **{name: 0 for name in others if getattr(part, name, None) is not None})
-            for part in self.parts
-        ]
-        process_bytes = 0 if "process_bytes" in others else self.process_bytes
+        kept = MEMORY_KINDS[kind]
+        parts = []
+        for part in self.parts:
+            others = {name for name, value in vars(part).items() if "bytes" in name and value is not None} - {*kept}
+            parts.append(dataclasses.replace(part, **dict.fromkeys(others, 0)))
+        process_bytes = self.process_bytes if "process_bytes" in kept else 0
         return dataclasses.replace(self, parts=tuple(parts), process_bytes=process_bytes)
 
     def static_bytes(self, part_id: int) -> int:

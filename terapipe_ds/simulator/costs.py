@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from terapipe_ds.costs.interface import Seconds, ask
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT
@@ -26,7 +26,6 @@ _METHODS = {
 
 Span = tuple[int, int]
 """(tokens, prefix) of a slice."""
-Seconds = NDArray[np.float64]
 
 
 class SimulationError(ValueError):
@@ -54,17 +53,6 @@ class UnitCosts:
 
     def send_s(self, tokens: int) -> float:
         return self.send_share * tokens / self.sequence_length
-
-
-def costs_per_part(costs: Any, num_parts: int) -> tuple[Any, ...]:
-    """Return `costs` as one object per part. Raises SimulationError where a list has another length."""
-    if not isinstance(costs, list | tuple):
-        return (costs,) * num_parts
-    if len(costs) != num_parts:
-        raise SimulationError(
-            f"{len(costs)} costs for {num_parts} parts: give one object for all parts, or a list with one per part"
-        )
-    return tuple(costs)
 
 
 def plan_per_micro_batch(plan: SlicePlan | Sequence[SlicePlan], num_slices: Sequence[int]) -> tuple[SlicePlan, ...]:
@@ -120,8 +108,13 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
     is_split = SPLIT_BACKWARD in rows
     for row in sorted(rows - {SPLIT_BACKWARD} | ({BACKWARD, WEIGHT} if is_split else set())):
         name = _METHODS[row]
-        if hasattr(cost, name):
-            table[row] = _checked(_ask(cost, row, spans), f"{whose}, {name}", spans)
+        if hasattr(cost, name) and row < SEND:
+            tokens, prefixes = zip(*spans, strict=True)
+            table[row] = ask(cost, name, tokens, prefixes, SimulationError, f"{whose}, ")
+        elif hasattr(cost, name):  # messages have no prefix, so those of equal slices are one
+            sizes = list(dict.fromkeys(tokens for tokens, _ in spans))
+            seconds = dict(zip(sizes, ask(cost, name, sizes, None, SimulationError, f"{whose}, "), strict=True))
+            table[row] = [seconds[tokens] for tokens, _ in spans]
         elif row == WEIGHT:
             raise SimulationError(f"the schedule has W but {whose} have no weight_s(tokens, prefix): add it")
         elif row == SEND_GRADIENT:
@@ -130,51 +123,10 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
             raise SimulationError(f"{whose} ({type(cost).__name__}) have no {name}(tokens, prefix): add it")
     if is_split:
         table[SPLIT_BACKWARD] = table[BACKWARD] - table[WEIGHT]
-        for span, left_s in zip(spans, table[SPLIT_BACKWARD], strict=True):
-            if left_s < 0:
-                raise SimulationError(
-                    f"{whose}: weight_s of {_show(span)} is {-left_s:.6g} s above its backward_s, of which it is a part"
-                )
-    return table
-
-
-def _ask(cost: Any, row: int, spans: Sequence[Span]) -> list[Any]:
-    """Return one answer per span; vectorized costs may give one number for all."""
-    method = getattr(cost, _METHODS[row])
-    arguments = [(tokens,) for tokens, _ in spans] if row in (SEND, SEND_GRADIENT) else spans
-    distinct = list(dict.fromkeys(arguments))
-    if getattr(cost, "vectorized", False):
-        array = np.asarray(method(*np.array(distinct).T))
-        if array.shape not in ((), (len(distinct),)):
+        if (left_s := table[SPLIT_BACKWARD]).min() < 0:
+            most, prefix = spans[int(left_s.argmin())]
             raise SimulationError(
-                f"vectorized costs gave an array of shape {array.shape} for {len(distinct)} pairs: give one number per"
-                " pair"
+                f"{whose}: weight_s of {most} tokens after {prefix} is {-left_s.min():.6g} s above its backward_s, of "
+                "which it is a part"
             )
-        answers = np.broadcast_to(array, (len(distinct),)).tolist()
-    else:
-        answers = [method(*argument) for argument in distinct]
-    by_argument = dict(zip(distinct, answers, strict=True))
-    return [by_argument[argument] for argument in arguments]
-
-
-def _checked(seconds: Sequence[Any], whose: str, spans: Sequence[Span]) -> Seconds:
-    values = np.array([_number(value) for value in seconds])
-    bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
-    if bad.size:
-        index = int(bad[0])
-        raise SimulationError(
-            f"{whose} gives {show_value(seconds[index])} for {_show(spans[index])}: give finite seconds, at least 0"
-        )
-    return values
-
-
-def _number(value: Any) -> float:
-    """Return `value` as a float; anything but a number becomes NaN, which is refused with the rest."""
-    try:
-        return float("nan") if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError, OverflowError):
-        return float("nan")
-
-
-def _show(span: Span) -> str:
-    return f"{span[0]} tokens after {span[1]}"
+    return table

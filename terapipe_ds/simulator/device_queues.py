@@ -45,23 +45,11 @@ class _Op:
     message: Message | None = None  # that it sends or receives
 
 
-def host_program(schedule: Schedule, stage_id: int, receives_per_wire: int | None = 1) -> list[_Op]:
-    """Return the operations that the host of a stage launches in a batch, in its order.
-
-    With `receives_per_wire` of n, at most n receives of a wire have begun without a wait for them. With None each
-    begins as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
-    """
-    host = _Host(schedule, stage_id, receives_per_wire)
-    host.run()
-    return host.program
-
-
 class _Host:
-    """Walk the actions of a stage as its links do."""
+    """Walk the actions of a stage as its links do; `program` has the operations that it launches, in its order."""
 
     def __init__(self, schedule: Schedule, stage_id: int, receives_per_wire: int | None) -> None:
         self.program: list[_Op] = []
-        self._actions = schedule.for_stage(stage_id).actions
         self._limit, self._budget = receives_per_wire, budget_of_sends(schedule)
         self._index = [{(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in schedule.orders]
         self._posted: defaultdict[Stream, deque[Message]] = defaultdict(deque)
@@ -70,10 +58,7 @@ class _Host:
         self._wire_of: dict[Message, Stream] = {}
         self._number_of: dict[Message, int] = {}  # in the program
         self._computed: int | None = None  # the latest operation of the stream of computations
-
-    def run(self) -> None:
-        """Launch the operations of each action."""
-        for action in self._actions:
+        for action in schedule.for_stage(stage_id).actions:
             if action.kind in RECV_KINDS:
                 kind = COMPUTE_OF[action.kind]
                 wire, needed = ("in", kind, action.part_id, action.peer_stage_id), (kind, action.part_id, action.unit)
@@ -136,7 +121,7 @@ def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int |
     """Return whether some rank never ends its program.
 
     Args:
-        programs: of each stage, from `host_program`.
+        programs: of each stage, from `programs_of`.
         num_queues: of each GPU; None gives each stream its own queue.
         seed: spreads streams over queues at random; None takes the queues in turn, which is exact for one queue.
     """
@@ -204,8 +189,12 @@ MOST_ACTIONS = 20_000
 
 
 def programs_of(schedule: Schedule, receives_per_wire: int | None = 1) -> list[list[_Op]]:
-    """Return the programs of all stages."""
-    return [host_program(schedule, stage_id, receives_per_wire) for stage_id in range(schedule.num_stages)]
+    """Return, for each stage, the operations that its host launches in a batch.
+
+    With `receives_per_wire` of n, at most n receives of a wire have begun without a wait for them. With None each
+    begins as soon as the schedule posts it. The engine's links do the same (`runtime/links`).
+    """
+    return [_Host(schedule, stage_id, receives_per_wire).program for stage_id in range(schedule.num_stages)]
 
 
 def mappings_that_hang(schedule: Schedule, num_queues: int, tries: int = 60, limit_s: float = 1.0) -> tuple[int, int]:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from terapipe_ds.costs.interface import costs_of_parts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Schedule, validate
 from terapipe_ds.schedule.clock import BACKWARD, FORWARD
@@ -29,7 +30,6 @@ from terapipe_ds.simulator.costs import (
     SEND_GRADIENT,
     SPLIT_BACKWARD,
     SimulationError,
-    costs_per_part,
     plan_per_micro_batch,
     spans_of_units,
     tabulate,
@@ -220,7 +220,7 @@ class Replay:
     def _durations(self, plan: Plans, costs: Any) -> tuple[tuple[SlicePlan, ...], list[bool], list[float], list[float]]:
         """Return the plans, and per node: whether its part's messages take time, its seconds, its message's seconds."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
-        parts = costs_per_part(costs, self._num_parts)
+        parts = costs_of_parts(costs, self._num_parts, SimulationError)
         distinct, of_units = spans_of_units(plans)
         table = tabulate(parts, self._rows_of_parts, distinct)
         spans = np.array(of_units)[self._units]

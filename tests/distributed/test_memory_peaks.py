@@ -97,7 +97,7 @@ def test_predicted_peaks_are_the_measured_ones(measured: Any, name: str) -> None
 )
 def test_a_model_that_leaves_something_out_is_noticed(measured: Any, name: str, left_out: dict[str, float]) -> None:
     peaks, models = measured
-    less = MemoryModel.measured(replace(part, **left_out) for part in models[name].parts)
+    less = MemoryModel(tuple(replace(part, **left_out) for part in models[name].parts))
     assert not _fits(_errors(peaks, less))
 
 

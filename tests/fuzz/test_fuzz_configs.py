@@ -13,7 +13,7 @@ from terapipe_ds.bench.report.data import Result, Run, read_result
 from terapipe_ds.commands.plan_setup import from_config
 from terapipe_ds.commands.user_model import model_of
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.costs.devices import FILE, DeviceError, read_cards
+from terapipe_ds.costs.devices import FILE, DeviceError, device_card
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.user_json import CommandError, read_json
 from terapipe_ds.models.gpt import GPTConfigError, gpt_layers
@@ -94,20 +94,18 @@ def test_model_files(config: Any, data: bytes) -> None:
     assert len(gpt_layers(config)) >= config.num_layers
 
 
-DEVICES = json.loads(FILE.read_text(encoding="utf-8"))
-DEVICES = {**DEVICES, "devices": DEVICES["devices"][:2]}
+CARD = json.loads(FILE.read_text(encoding="utf-8"))["devices"][0]
 
 
-@files_of(DEVICES, DeviceError, lambda path: read_cards(path.read_bytes()), 60, 3000, named=False)
-def test_device_cards(cards: Any, data: bytes) -> None:
-    for card in cards.values():
-        numbers = [value for value in dataclasses.astuple(card) if isinstance(value, int | float)]
-        optional = [card.host_memory_bytes, card.attention_backward_efficiency, card.context_bytes]
-        assert len(numbers) == 10 - optional.count(None) and not any(isinstance(value, bool) for value in numbers)
-        assert all(0 < value < math.inf for value in numbers)
-        assert card.resolve_dtype("auto") in card.dtypes
-        assert all(peak > 0 for peak in card.peak_flops.values() if peak is not None)
-        assert 0 < card.matmul_efficiency <= 1
+@files_of(CARD, DeviceError, lambda path: device_card(str(path)), 60, 3000)
+def test_device_cards(card: Any, data: bytes) -> None:
+    numbers = [value for value in dataclasses.astuple(card) if isinstance(value, int | float)]
+    optional = [card.host_memory_bytes, card.attention_backward_efficiency, card.context_bytes]
+    assert len(numbers) == 10 - optional.count(None) and not any(isinstance(value, bool) for value in numbers)
+    assert all(0 < value < math.inf for value in numbers)
+    assert card.resolve_dtype("auto") in card.dtypes
+    assert all(peak > 0 for peak in card.peak_flops.values() if peak is not None)
+    assert 0 < card.matmul_efficiency <= 1
 
 
 def row(system: str, step_s: float, **changes: Any) -> dict[str, Any]:

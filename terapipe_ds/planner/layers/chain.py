@@ -10,7 +10,7 @@ import numpy as np
 
 from terapipe_ds.costs.interface import Costs
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_layers
+from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_part
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
 from terapipe_ds.planner.memory import PartMemory
 
@@ -90,13 +90,8 @@ class _ChainLayers(Layers):
         return setting.micro_batch / self._length * self._chain.bytes_after
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
-        layers, parts = self._layers(setting), []
-        for span in spans:
-            numbers = memory_of_layers(layers[span.start : span.stop], span.recompute)
-            # bytes of parameters are whole numbers, and shares of states are not
-            lasting = {name: math.ceil(numbers[name]) for name in ("static_bytes", "gradient_bytes")}
-            parts.append(PartMemory(**numbers | lasting))
-        return tuple(parts)
+        layers = self._layers(setting)
+        return tuple(memory_of_part(layers[span.start : span.stop], span.recompute) for span in spans)
 
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Count seven numbers per parameter: Adam reads gradient, parameter, two states and writes the last three."""

@@ -142,6 +142,13 @@ def memory_of_layers(layers: Sequence[Layer], recompute: int = False) -> dict[st
     return numbers
 
 
+def memory_of_part(layers: Sequence[Layer], recompute: int = False) -> PartMemory:
+    """Return a part's memory, in whole bytes; shares of whole bytes may add up to slightly more than the whole."""
+    numbers = memory_of_layers(layers, recompute)
+    lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
+    return PartMemory(**numbers | lasting)
+
+
 def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: int = False) -> list[Costs]:
     """Return the costs of every layer for `rows` sequences, with its share of its part's overhead."""
     made: dict[tuple[int, int], Costs] = {}

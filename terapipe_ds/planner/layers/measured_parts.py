@@ -17,9 +17,9 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
 from terapipe_ds.planner.layers.cuts import balanced_bounds
-from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, memory_of_layers
+from terapipe_ds.planner.layers.layer import Layer, layers_of_profile, memory_of_part
 from terapipe_ds.planner.layers.part_costs import PartCosts
-from terapipe_ds.planner.memory import MemoryModel, PartMemory
+from terapipe_ds.planner.memory import MemoryModel
 
 NOT_TIMED = "layers were not timed: only the parts that were measured can be planned"
 
@@ -105,13 +105,8 @@ class MeasuredParts:
         bounds = self.bounds(num_parts) if bounds is None else bounds
         if bounds is None or not self.has_memory:
             return None
-        parts = []
-        for layers in self.between(bounds):
-            numbers = memory_of_layers(layers)
-            # shares of whole bytes may add up to slightly more than the whole
-            lasting = {name: math.ceil(numbers[name] - 1e-3) for name in ("static_bytes", "gradient_bytes")}
-            parts.append(PartMemory(**numbers | lasting))
-        return MemoryModel(tuple(parts), offloads=self.offloads, process_bytes=self.process_bytes)
+        parts = tuple(map(memory_of_part, self.between(bounds)))
+        return MemoryModel(parts, offloads=self.offloads, process_bytes=self.process_bytes)
 
     def both_ways_s(self, num_parts: int, bounds: Sequence[int] | None = None) -> float | None:
         """Return the seconds of a bidirectional pipeline of these parts on top of its makespan; None: not known."""

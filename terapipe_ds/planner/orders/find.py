@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.orders.holdings import Holdings, live_bytes, live_slices, live_tokens
+from terapipe_ds.planner.orders.holdings import Holdings, limited
 from terapipe_ds.planner.orders.play import Policy, play
 from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
 from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
-from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.peak_memory import Memory
 
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
@@ -43,48 +42,6 @@ class FoundOrder:
     evaluations: int
 
 
-@dataclass(frozen=True)
-class Limit:
-    """Limit the slices, tokens or bytes that a stage may hold at once.
-
-    `live_slices` is one number, or one per stage; `live_sequences` counts tokens, so that slices of any length compare;
-    `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
-    fullest stage: one per stage.
-    """
-
-    live_slices: int | Sequence[int] | None = None
-    live_sequences: float | None = None
-    memory: Memory | None = None
-    num_bytes: float | None = None
-
-    def holdings(self, nodes: PricedNodes) -> Holdings:
-        """Return the limit for the nodes of a batch. Raises ScheduleError where it is not one per stage."""
-        if self.num_bytes is not None:
-            if self.memory is None:
-                raise ScheduleError("a limit of bytes needs memory: give a MemoryModel, or leave the limit out")
-            return live_bytes(nodes, self.memory, self.num_bytes)
-        if self.live_slices is None:
-            usual = min(nodes.num_stages, len(nodes.plans))
-            return live_tokens(nodes, usual if self.live_sequences is None else self.live_sequences)
-        stages, given = nodes.num_stages, self.live_slices
-        limits = (given,) * stages if isinstance(given, int) else tuple(given)
-        if len(limits) != stages:
-            raise ScheduleError(f"{len(limits)} limits of live slices for {stages} stages: give one, or one per stage")
-        return live_slices(nodes, limits)
-
-    def keeps(self, schedule: Schedule, plans: Sequence[SlicePlan]) -> bool:
-        """Return whether a whole schedule keeps a limit of bytes, messages in flight included."""
-        assert self.memory is not None and self.num_bytes is not None
-        return max(Replay.of(schedule).peak_bytes(plans, self.memory)) <= self.num_bytes
-
-    def __str__(self) -> str:
-        if self.num_bytes is not None:
-            return f"{self.num_bytes:.4g} bytes"
-        if self.live_slices is not None:
-            return f"{self.live_slices} live slices"
-        return "unsliced 1F1B" if self.live_sequences is None else f"{self.live_sequences:.4g} live sequences"
-
-
 def find_order(
     costs: Any,
     plan: SlicePlan | Sequence[SlicePlan],
@@ -100,7 +57,7 @@ def find_order(
     budget: float = 1.0,
     names: Sequence[str] = NAMED,
 ) -> FoundOrder:
-    """Search valid schedules within a limit (see `Limit`), and return the fastest one.
+    """Search valid schedules within a limit (see `holdings.limited`), and return the fastest one.
 
     It is never slower than a schedule of `names` that keeps the limit. With `chunks_per_stage` 2 the parts lie in a V.
     `evaluations` is the number of orders to try; None: a share `budget` of some five seconds on one core.
@@ -110,20 +67,17 @@ def find_order(
     if len(plans) != num_micro_batches:
         raise ScheduleError(f"{len(plans)} plans for {num_micro_batches} micro-batches: give one per micro-batch")
     # the batch as numbered computations with their seconds, and the limit of a stage
-    placement = placement_for("search", num_stages, chunks_per_stage)
-    nodes, limit = (
-        PricedNodes(placement, plans, costs),
-        Limit(max_live_slices, max_live_sequences, memory, memory_limit_bytes),
-    )
+    nodes = PricedNodes(placement_for("search", num_stages, chunks_per_stage), plans, costs)
+    holdings = limited(nodes, max_live_slices, max_live_sequences, memory, memory_limit_bytes)
     evaluations = budget_for(nodes.num_nodes, budget) if evaluations is None else evaluations
     # named orders first, then played ones, and the best of these changed bit by bit
-    search = _Search(nodes, limit, evaluations, random.Random(0))
+    search = _Search(nodes, holdings, evaluations, random.Random(0))
     named_s = search.start_from_named(names)
     search.play_policies()
     search.move_nodes()
     schedule = search.schedule()
     if schedule is None:
-        raise ScheduleError(f"no order found keeps the limit of {limit}: raise it, or give shorter slices")
+        raise ScheduleError(f"no order found keeps the limit of {holdings.limit}: raise it, or give shorter slices")
     validate(schedule)
     return FoundOrder(schedule, plans, search.best_s, search.nodes.lower_bound(), named_s, search.used)
 
@@ -139,9 +93,8 @@ def looks_for(num_computations: int, share: float) -> int:
 
 
 class _Search:
-    def __init__(self, nodes: PricedNodes, limit: Limit, budget: int, chance: random.Random) -> None:
-        self.nodes, self.limit, self.budget, self.chance = nodes, limit, budget, chance
-        self.holdings = holdings = limit.holdings(nodes)
+    def __init__(self, nodes: PricedNodes, holdings: Holdings, budget: int, chance: random.Random) -> None:
+        self.nodes, self.holdings, self.budget, self.chance = nodes, holdings, budget, chance
         most = nodes.num_units * nodes.num_parts // nodes.num_stages
         # policies count slices, whatever the unit of the limit; they never run a computation that the holdings forbid
         least = min((gain for gain in holdings.gain[: nodes.num_parts * nodes.num_units] if gain > 0), default=0.0)
@@ -170,17 +123,12 @@ class _Search:
                 continue
             schedule = build(name, nodes.num_stages, len(slices), slices, **options)
             orders = nodes.of_schedule(schedule)
-            if self._keeps(schedule, orders):
+            if self.holdings.keeps(schedule, orders):
                 self.used += 1
                 seconds[name] = nodes.makespan(orders)
                 self._offer(orders, seconds[name])
         self.best_named = self.best, self.best_s
         return seconds
-
-    def _keeps(self, schedule: Schedule, orders: Orders) -> bool:
-        if self.limit.num_bytes is not None:  # holdings count more messages than are ever in flight
-            return self.limit.keeps(schedule, self.nodes.plans)
-        return all(self.holdings.fits(stage_id, order) for stage_id, order in enumerate(orders))
 
     def schedule(self) -> Schedule | None:
         """Return the best order, if there is one.
@@ -190,7 +138,7 @@ class _Search:
         if self.best_s == STUCK:
             return None
         schedule = self.nodes.to_schedule(self.best)
-        if self.limit.num_bytes is None or self.limit.keeps(schedule, self.nodes.plans):
+        if self.holdings.keeps(schedule, self.best):
             return schedule
         self.best, self.best_s = self.best_named
         return None if self.best_s == STUCK else self.nodes.to_schedule(self.best)
@@ -215,7 +163,7 @@ class _Search:
             policy = grid.pop() if grid else self._changed(best or plain)
             played = play(self.nodes, self.holdings, policy, *self._unit_orders())
             self.used += 1
-            if played is None or not all(self.holdings.fits(*each) for each in enumerate(played[1])):
+            if played is None or not self.holdings.fit(played[1]):
                 continue
             if played[0] <= best_s:
                 best, best_s = policy, played[0]

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from terapipe_ds.planner.orders.priced_nodes import PricedNodes
+from terapipe_ds.planner.orders.priced_nodes import Orders, PricedNodes
+from terapipe_ds.schedule import Schedule, ScheduleError
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
+from terapipe_ds.simulator import Replay
 from terapipe_ds.simulator.peak_memory import Memory, changes_of, needed_by
 
 
@@ -31,6 +33,8 @@ class Holdings:
     late: list[float]
     working: list[float]
     with_first_backward: tuple[float, ...]
+    limit: str  # in words
+    memory: Memory | None = None  # of a limit in bytes
 
     def peak(self, stage_id: int, order: Sequence[int]) -> float:
         """Return the largest amount that the order of a stage holds."""
@@ -55,24 +59,52 @@ class Holdings:
         """Return whether the order of a stage keeps its limit."""
         return self.peak(stage_id, order) <= self.limits[stage_id]
 
+    def fit(self, orders: Orders) -> bool:
+        """Return whether the orders of all stages keep their limits."""
+        return all(self.fits(stage_id, order) for stage_id, order in enumerate(orders))
 
-def live_slices(nodes: PricedNodes, limits: Sequence[int]) -> Holdings:
-    """Count slices between F and the last of B and W, over all chunks of a stage."""
-    return _held_from_forward(nodes, [1.0] * nodes.num_units, limits)
+    def keeps(self, schedule: Schedule, orders: Orders) -> bool:
+        """Return whether a whole schedule keeps the limit; bytes count the messages that are in flight.
+
+        `peak` counts `OUTSTANDING_SENDS` messages, more or fewer than those of a schedule.
+        """
+        if self.memory is None:
+            return self.fit(orders)
+        return max(Replay.of(schedule).peak_bytes(self.nodes.plans, self.memory)) <= self.limits[0]
 
 
-def live_tokens(nodes: PricedNodes, sequences: float) -> Holdings:
-    """Count tokens between F and the last of B and W, limited to `sequences` whole sequences per stage.
+def limited(
+    nodes: PricedNodes,
+    live_slices: int | Sequence[int] | None = None,
+    live_sequences: float | None = None,
+    memory: Memory | None = None,
+    num_bytes: float | None = None,
+) -> Holdings:
+    """Return the holdings under a limit of slices, tokens or bytes that a stage may hold at once.
 
-    The tokens of a part count by its share of the stage.
+    `live_slices` is one number, or one per stage: slices between F and the last of B and W, over all chunks.
+    `live_sequences` counts tokens, so that slices of any length compare, and those of a part by its share of the stage;
+    `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
+    fullest stage: one per stage. Raises ScheduleError where a limit is not one per stage.
     """
-    share = nodes.num_stages / nodes.num_parts
-    tokens = [share * length for plan in nodes.plans for length in plan.lengths]
+    stages = nodes.num_stages
+    if num_bytes is not None:
+        if memory is None:
+            raise ScheduleError("a limit of bytes needs memory: give a MemoryModel, or leave the limit out")
+        return _live_bytes(nodes, memory, num_bytes)
+    if live_slices is not None:
+        limits = (live_slices,) * stages if isinstance(live_slices, int) else tuple(live_slices)
+        if len(limits) != stages:
+            raise ScheduleError(f"{len(limits)} limits of live slices for {stages} stages: give one, or one per stage")
+        return _held_from_forward(nodes, [1.0] * nodes.num_units, limits, f"{live_slices} live slices")
+    text = "unsliced 1F1B" if live_sequences is None else f"{live_sequences:.4g} live sequences"
+    sequences = min(stages, len(nodes.plans)) if live_sequences is None else live_sequences
+    tokens = [stages / nodes.num_parts * length for plan in nodes.plans for length in plan.lengths]
     limit = sequences * max(plan.sequence_length for plan in nodes.plans) * (1 + 1e-9)  # shares add up to it
-    return _held_from_forward(nodes, tokens, (limit,) * nodes.num_stages)
+    return _held_from_forward(nodes, tokens, (limit,) * stages, text)
 
 
-def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequence[float]) -> Holdings:
+def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequence[float], text: str) -> Holdings:
     nothing = [0.0] * (nodes.num_parts * nodes.num_units)
     of_parts = amounts * nodes.num_parts
     between = [0.0] * (len(nothing) * (nodes.num_kinds - 2))
@@ -80,10 +112,10 @@ def _held_from_forward(nodes: PricedNodes, amounts: list[float], limits: Sequenc
     after = nothing + between + [-amount for amount in of_parts]
     zeros = (0.0,) * nodes.num_stages
     none = [0.0] * len(gain)
-    return Holdings(nodes, tuple(limits), zeros, gain, after, none, none, (0.0,) * nodes.num_parts)
+    return Holdings(nodes, tuple(limits), zeros, gain, after, none, none, (0.0,) * nodes.num_parts, text)
 
 
-def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
+def _live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdings:
     """Count the bytes of a memory model as the simulator does, except for messages in flight.
 
     Their number depends on the orders of other stages. Here it is always `OUTSTANDING_SENDS`, of the largest message.
@@ -108,5 +140,5 @@ def live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdin
             largest = max(length for plan in nodes.plans for length in plan.lengths)
             base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
-    limits = (limit_bytes,) * nodes.num_stages
-    return Holdings(nodes, limits, tuple(base), gain, after, late, working, gradients_of)
+    limits, text = (limit_bytes,) * nodes.num_stages, f"{limit_bytes:.4g} bytes"
+    return Holdings(nodes, limits, tuple(base), gain, after, late, working, gradients_of, text, memory)

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from terapipe_ds.costs.interface import know_weights
+from terapipe_ds.costs.interface import costs_of_parts, know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
 from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
-from terapipe_ds.simulator.costs import SEND, SEND_GRADIENT, SPLIT_BACKWARD, costs_per_part, spans_of_units, tabulate
+from terapipe_ds.simulator.costs import SEND, SEND_GRADIENT, SPLIT_BACKWARD, SimulationError, spans_of_units, tabulate
 
 KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Orders = list[list[int]]
@@ -34,7 +34,7 @@ class PricedNodes:
         self.stage_of_part = [self.place_of_part[part][0] for part in range(self.num_parts)]
         self.units = [(m, s) for m, plan in enumerate(plans) for s in range(plan.num_slices)]
         self.num_units = len(self.units)
-        parts = costs_per_part(costs, self.num_parts)
+        parts = costs_of_parts(costs, self.num_parts, SimulationError)
         self.is_split = know_weights(parts)
         self.num_kinds = 2 + self.is_split
         back = sorted(range(self.num_units), key=lambda unit: (self.units[unit][0], -self.units[unit][1]))

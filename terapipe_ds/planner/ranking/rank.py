@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.messages import limit_text
@@ -19,10 +19,9 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import num_parts_of, ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult, Ranking, Refusal
-from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.found_orders import SHARE_OF_ORDER, best_order, may_search
 from terapipe_ds.planner.search.judge import Progress
-from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
+from terapipe_ds.planner.search.pipeline import Lengths, Pipeline, cache_parts
 from terapipe_ds.planner.search.problem import BUDGET, Problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.replay import Plans
@@ -32,8 +31,6 @@ SecondsOf = Callable[[int], float | None]
 
 PartsOf = Callable[[int], Any]
 """By the number of parts: their costs, or their memory; None where the layers cannot be cut in so many."""
-
-_Answer = TypeVar("_Answer", PlanResult, Refusal)
 
 _OTHER_LAYOUTS = 0.2  # of the budget that the schedules of one layout would have on their own
 _MOST_CHUNKS = 2  # unless the caller asks for more
@@ -93,8 +90,15 @@ def rank_schedules(
             extra_s = None if both_ways_s_of is None else both_ways_s_of(layout.num_parts)
         results += [dataclasses.replace(result, extra_s=extra_s) for result in ranking.results]
         refused += ranking.refused
-    ranking = Ranking.of(results, refused)
-    return ranking if plan is not None else _with_equivalents(ranking, num_micro_batches)
+    if plan is None:
+        # schedules with the time and the memory of a searched one; a refused one is not listed as the equal of another
+        equals = {"terapipe": ("gpipe",)} if num_micro_batches > 1 else {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
+        searched = {result.schedule for result in results} | {refusal.schedule for refusal in refused}
+        both: tuple[list[Any], ...] = results, refused
+        for answers in both:
+            same = [(one, name) for one in answers for name in equals.get(one.schedule, ()) if name not in searched]
+            answers.extend(dataclasses.replace(one, schedule=name) for one, name in same)
+    return Ranking.of(results, refused)
 
 
 def best_schedule(
@@ -205,21 +209,3 @@ def _layouts(
             "fewer chunks"
         )
     return layouts
-
-
-def _with_equivalents(ranking: Ranking, num_micro_batches: int) -> Ranking:
-    """Add the schedules that have the time and the memory of a searched one."""
-    same: dict[str, tuple[str, ...]] = {"terapipe": ("gpipe",)}
-    if num_micro_batches == 1:
-        same = {"seq1f1b": ("1f1b", "terapipe", "gpipe")}
-    # a refused schedule is not listed as the equal of another one
-    searched = {one.schedule for one in ranking.results} | {one.schedule for one in ranking.refused}
-
-    def add_equivalents(answers: Iterable[_Answer]) -> Iterator[_Answer]:
-        for answer in answers:
-            yield answer
-            for name in same.get(answer.schedule, ()):
-                if name not in searched:
-                    yield dataclasses.replace(answer, schedule=name)
-
-    return Ranking.of(add_equivalents(ranking.results), add_equivalents(ranking.refused))

@@ -140,7 +140,11 @@ def choose_layers(
         MemoryLimitError: a stage does not fit, whichever layers it recomputes.
         PlannerError: the schedule does not have one part per stage.
     """
-    check_plain(schedule, len(parts))
+    if dict(schedule.placement) != {(stage_id, 0): stage_id for stage_id in range(len(parts))}:
+        raise PlannerError(
+            f'recompute "auto" with schedule {schedule.name!r}: it is for one part per stage; take a schedule with '
+            'chunks_per_stage 1, or name the stages that recompute, "recompute": [0, 1]'
+        )
     spans, outstanding = [plan.spans()] * schedule.num_micro_batches, budget_of_sends(schedule)
     is_whole, chosen = plan.num_slices == 1, []
     # stages share no memory, so the choice of one changes nothing for another
@@ -157,7 +161,13 @@ def choose_layers(
                 break
             needs.append(need)
         else:
-            raise _does_not_fit(schedule, plan, stage_id, min(needs), limit_bytes)
+            text = (
+                f"no plan fits in {limit_text(limit_bytes)}: with schedule {schedule.name!r} and "
+                f"{many(plan.num_slices, 'slice')} stage {stage_id} needs {limit_text(min(needs))} with all its layers "
+                "recomputed; raise planner.memory_limit_gb where devices have more, or take more stages, a smaller "
+                "micro-batch, or ZeRO-1"
+            )
+            raise MemoryLimitError(text, min(needs), stage_id)
     return RecomputeChoice.of(parts, chosen)
 
 
@@ -174,28 +184,3 @@ def recompute_everything(parts: Sequence[PartLayers], plan: SlicePlan, num_micro
         for part in parts
     ]
     return RecomputeChoice.of(parts, [subsets[-1] for subsets in lists])
-
-
-def recompute_nothing(parts: Sequence[PartLayers]) -> RecomputeChoice:
-    """Return the choice in which no layer recomputes."""
-    return RecomputeChoice.of(parts, [Subset(0, 0, 0, ())] * len(parts))
-
-
-def check_plain(schedule: Schedule, num_parts: int) -> None:
-    """Raise PlannerError where stages do not hold one part each."""
-    if dict(schedule.placement) != {(stage_id, 0): stage_id for stage_id in range(num_parts)}:
-        raise PlannerError(
-            f'recompute "auto" with schedule {schedule.name!r}: it is for one part per stage; take a schedule with '
-            'chunks_per_stage 1, or name the stages that recompute, "recompute": [0, 1]'
-        )
-
-
-def _does_not_fit(
-    schedule: Schedule, plan: SlicePlan, stage_id: int, need: int, limit_bytes: float
-) -> MemoryLimitError:
-    message = (
-        f"no plan fits in {limit_text(limit_bytes)}: with schedule {schedule.name!r} and "
-        f"{many(plan.num_slices, 'slice')} stage {stage_id} needs {limit_text(need)} with all its layers recomputed; "
-        "raise planner.memory_limit_gb where devices have more, or take more stages, a smaller micro-batch, or ZeRO-1"
-    )
-    return MemoryLimitError(message, need, stage_id)

@@ -22,8 +22,8 @@ from terapipe_ds.planner.recompute.choose_layers import (
     RecomputeChoice,
     choose_layers,
     recompute_everything,
-    recompute_nothing,
 )
+from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
@@ -109,7 +109,7 @@ class _Question:
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:
-        free = slices(recompute_nothing(self.parts), None).plans[0]
+        free = slices(RecomputeChoice.of(self.parts, [Subset(0, 0, 0, ())] * len(self.parts)), None).plans[0]
         # from the slices of a pipeline without a limit, and from everything recomputed
         with contextlib.suppress(MemoryLimitError):  # shorter slices may fit
             yield self.layers(name, free)

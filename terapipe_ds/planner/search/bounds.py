@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.search.cached_costs import CachedCosts
+from terapipe_ds.planner.search.pipeline import CachedCosts
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
 from terapipe_ds.planner.slice_program.dynamic_programs import Band, Floats
 

@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from terapipe_ds.costs.interface import costs_of_parts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.orders.find import FoundOrder, find_order
 from terapipe_ds.planner.result import PlanResult
-from terapipe_ds.planner.search.cached_costs import costs_of_parts
 from terapipe_ds.planner.search.pipeline import Pipeline
 from terapipe_ds.schedule import SEARCH, ScheduleError, placement_for
 
@@ -28,7 +28,6 @@ def best_order(
     memory: Any = None,
     memory_limit_bytes: float | None = None,
     chunks_per_stage: int = 1,
-    max_live_slices: int | Sequence[int] | None = None,
     budget: float = 1.0,
 ) -> PlanResult:
     """Find an order for the caller's slices; `costs` as for `plan_slices`, limits as for `find_order`.
@@ -42,10 +41,10 @@ def best_order(
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     length = max(one.sequence_length for one in plans)
     # few slices occur, so that no table of costs is worth its time
-    parts = tuple(costs_of_parts(costs, num_stages * chunks_per_stage))
+    parts = costs_of_parts(costs, num_stages * chunks_per_stage, PlannerError)
     shape = length, 1, num_micro_batches, num_stages, chunks_per_stage
     pipeline = Pipeline(parts, *shape, memory, memory_limit_bytes)
-    return searched_result(pipeline, find_order, plans, budget=budget, max_live_slices=max_live_slices)
+    return searched_result(pipeline, find_order, plans, budget=budget)
 
 
 def may_search(
@@ -67,7 +66,6 @@ def searched_result(
     find: Callable[..., FoundOrder],
     *question: Any,
     budget: float,
-    max_live_slices: int | Sequence[int] | None = None,
     lower_bound_s: float = 0.0,
 ) -> PlanResult:
     """Return the order that `find` finds beside unsliced sequences and equal slices, each with its own order.
@@ -82,12 +80,7 @@ def searched_result(
     """
     parts, counts = list(pipeline.parts), (pipeline.num_stages, pipeline.num_micro_batches)
     chunks = {"chunks_per_stage": pipeline.chunks_per_stage}
-    limits = {
-        "memory": pipeline.memory,
-        "memory_limit_bytes": pipeline.memory_limit_bytes,
-        "max_live_slices": max_live_slices,
-        **chunks,
-    }
+    limits = {"memory": pipeline.memory, "memory_limit_bytes": pipeline.memory_limit_bytes, **chunks}
     try:
         found = find(parts, *question, *counts, budget=budget, **limits)
     except ScheduleError as error:

@@ -7,14 +7,92 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import ask, costs_of_parts, method_of
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import SlicePlan
+from terapipe_ds.plan import SlicePlan, count_granules
 from terapipe_ds.planner.errors import PlannerError, check_count
-from terapipe_ds.planner.search.cached_costs import CachedCosts
+from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+
+MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward and links
 
 Lengths = tuple[int, ...]
 """Slices in granules."""
+
+
+class CachedCosts:
+    """Keep and check the answers of a cost object; the result is vectorized.
+
+    `table` holds every possible slice, or is None where the tables of all parts would be too large: then answers are
+    kept pair by pair.
+    """
+
+    vectorized = True
+
+    def __init__(self, costs: Any, sequence_length: int, granularity_tokens: int, with_table: bool = True) -> None:
+        check_methods(costs)
+        self._costs = costs
+        self._granule = granularity_tokens
+        self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
+        sends = {} if self.table is None else self.table.sends
+        self._kept: dict[tuple[object, ...], float] = {("send_s", tokens): send_s for tokens, send_s in sends.items()}
+        # a part without links, or whose W was not measured, must lack the method
+        if method_of(costs, "send_s"):
+            self.send_s = self._send_s
+        if method_of(costs, "weight_s"):
+            self.weight_s = self._weight_s
+
+    def forward_s(self, tokens: Any, prefix: Any) -> Any:
+        return self._of_slices("forward_s", tokens, prefix)
+
+    def backward_s(self, tokens: Any, prefix: Any) -> Any:
+        return self._of_slices("backward_s", tokens, prefix)
+
+    def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
+        """Return forward, backward and send seconds of slices in arrays."""
+        sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
+        return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
+
+    def whole_s(self, sequence_length: int) -> float:
+        """Return the seconds of forward and backward of a whole sequence."""
+        return float(self.forward_s(sequence_length, 0) + self.backward_s(sequence_length, 0))
+
+    def _of_slices(self, name: str, tokens: Any, prefix: Any) -> Any:
+        if self.table is None:
+            return self._asked(name, tokens, prefix)
+        # a slice is named by its granules: only the last granule of the sequence can be partial
+        row, granules = np.asarray(prefix) // self._granule, -(-np.asarray(tokens) // self._granule)
+        seconds = getattr(self.table, name)[row, granules - 1]
+        return float(seconds) if np.ndim(seconds) == 0 else seconds
+
+    def _weight_s(self, tokens: Any, prefix: Any) -> Any:  # no table has it
+        return self._asked("weight_s", tokens, prefix)
+
+    def _send_s(self, tokens: Any) -> Any:
+        return self._asked("send_s", tokens)
+
+    def _asked(self, name: str, *arguments: Any) -> Any:
+        """Return kept answers; ask for all new ones at once."""
+        keys = [(name, *numbers) for numbers in zip(*(np.ravel(one).tolist() for one in arguments), strict=True)]
+        if new := [key for key in dict.fromkeys(keys) if key not in self._kept]:
+            _, tokens, *prefixes = zip(*new, strict=True)
+            answers = ask(self._costs, name, tokens, prefixes[0] if prefixes else None, PlannerError)
+            self._kept.update(zip(new, answers.tolist(), strict=True))
+        seconds = [self._kept[key] for key in keys]
+        return seconds[0] if np.ndim(arguments[0]) == 0 else np.array(seconds)
+
+
+def cache_parts(costs: Any, num_parts: int, sequence_length: int, granularity_tokens: int) -> tuple[CachedCosts, ...]:
+    """Return an object per part; equal parts share one. If tables are too large, only the slowest part has one."""
+    parts = costs_of_parts(costs, num_parts, PlannerError)
+    kinds = {id(cost): cost for cost in parts}
+    num_granules = count_granules(sequence_length, granularity_tokens, PlannerError)
+    with_tables = len(kinds) * num_granules**2 <= MAX_TABLE_ELEMENTS
+    cached = {key: CachedCosts(cost, sequence_length, granularity_tokens, with_tables) for key, cost in kinds.items()}
+    if not with_tables:
+        slowest = max(cached, key=lambda key: cached[key].whole_s(sequence_length))
+        cached[slowest] = CachedCosts(cached[slowest], sequence_length, granularity_tokens)
+    return tuple(cached[id(cost)] for cost in parts)
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ from terapipe_ds.messages import nearest, show_value
 from terapipe_ds.planner.comparable import num_parts_of
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.result import PlanResult
-from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.judge import Progress
-from terapipe_ds.planner.search.pipeline import Pipeline
+from terapipe_ds.planner.search.pipeline import Pipeline, cache_parts
 from terapipe_ds.planner.search.problem import BUDGET, Problem
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, SPLIT_SCHEDULES, ScheduleError
 from terapipe_ds.schedule.generate import check_options

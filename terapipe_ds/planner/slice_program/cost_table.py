@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from terapipe_ds.costs.interface import Costs, method_of
+from terapipe_ds.costs.interface import Costs, ask, method_of
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import count_granules
 from terapipe_ds.planner.errors import PlannerError, check_count
@@ -55,8 +53,6 @@ class CostTable:
 def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> CostTable:
     """Ask `costs` for every slice cut at multiples of `granularity_tokens`, each (tokens, prefix) pair once.
 
-    Each call gets Python ints, unless `costs.vectorized` is true: then one call gets int64 arrays of all pairs.
-
     Raises:
         PlannerError: an impossible granularity, `costs` that lack a method, or a time that is NaN, negative, infinite
             or no number; the message names the pair and the value.
@@ -73,50 +69,30 @@ def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> Cos
     starts = np.arange(granules) * granularity_tokens
     row = np.arange(granules)
     valid: Bools = row[:, None] + row[None, :] < granules
-    ask = _ask_arrays if getattr(costs, "vectorized", False) else _ask_scalars
     forward_s, backward_s = np.full(valid.shape, np.inf), np.full(valid.shape, np.inf)
-    forward_s[valid] = ask(costs.forward_s, "forward_s", starts, sequence_length)
-    backward_s[valid] = ask(costs.backward_s, "backward_s", starts, sequence_length)
+    forward_s[valid] = _ask_all(costs, "forward_s", starts, sequence_length)
+    backward_s[valid] = _ask_all(costs, "backward_s", starts, sequence_length)
     # links depend on tokens alone: one time per size, not per pair
-    send = method_of(costs, "send_s")
-    if send is None:
+    if method_of(costs, "send_s") is None:
         return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)
     whole = [*starts[1:].tolist(), sequence_length]  # tokens of a slice of whole granules, by its column
     last = (sequence_length - starts).tolist()  # of a slice that ends with the sequence, by its row
-    sends = {tokens: check_seconds("send_s", tokens, None, float(send(tokens))) for tokens in {*whole, *last}}
+    sizes = sorted({*whole, *last})
+    sends = dict(zip(sizes, ask(costs, "send_s", sizes, None, PlannerError).tolist(), strict=True))
     send_s = np.where(valid, [sends[tokens] for tokens in whole], np.inf)
     send_s[row, row[::-1]] = [sends[tokens] for tokens in last]
     return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s, sends)
 
 
-def _ask_scalars(function: Callable[[int, int], float], name: str, starts: Ints, length: int) -> Floats:
-    """Return the seconds of every slice, row by row."""
-    rows = []
-    for row, prefix in enumerate(starts.tolist()):
-        # Two million calls are most of the time of a large plan: map() and fromiter() add next to nothing to them.
-        tokens = [*starts[1 : len(starts) - row].tolist(), length - prefix]
-        try:
-            rows.append(np.fromiter(map(function, tokens, itertools.repeat(prefix)), np.float64, len(tokens)))
-        except TypeError as error:
-            raise PlannerError(f"{name}(tokens, prefix={prefix}) gave no number of seconds ({error})") from error
-        _check_all(name, tokens, [prefix] * len(tokens), rows[-1])
-    return np.concatenate(rows)
-
-
-def _ask_arrays(function: Callable[[Any, Any], Any], name: str, starts: Ints, length: int) -> Floats:
-    """Return the seconds of every slice, row by row, from one call."""
-    counts = np.arange(len(starts), 0, -1)  # slices in each row
-    prefixes = np.repeat(starts, counts)
-    tokens = np.concatenate([np.append(starts[1:count], length - starts[-count]) for count in counts])
-    try:
-        seconds = np.broadcast_to(np.asarray(function(tokens, prefixes), np.float64), tokens.shape)
-    except ValueError as error:
-        raise PlannerError(
-            f"{name} of a vectorized costs object gave no array of one time per slice ({error}): return an array "
-            f"of the shape of tokens and prefix, or remove the attribute `vectorized`"
-        ) from error
-    _check_all(name, tokens, prefixes, seconds)
-    return seconds
+def _ask_all(costs: Costs, name: str, starts: Ints, length: int) -> Floats:
+    """Return the seconds of every slice, row by row; vectorized costs get all in one call."""
+    counts = range(len(starts), 0, -1)  # slices in each row
+    tokens = [np.append(starts[1:count], length - starts[-count]) for count in counts]
+    if getattr(costs, "vectorized", False):
+        return ask(costs, name, np.concatenate(tokens), np.repeat(starts, counts), PlannerError)
+    # two million calls are most of the time of a large plan
+    rows = zip(tokens, starts.tolist(), strict=True)
+    return np.concatenate([ask(costs, name, i.tolist(), [prefix] * len(i), PlannerError) for i, prefix in rows])
 
 
 def check_methods(costs: Costs) -> None:
@@ -124,22 +100,6 @@ def check_methods(costs: Costs) -> None:
     for name in ("forward_s", "backward_s"):
         if method_of(costs, name) is None:
             raise PlannerError(f"costs {show_value(costs)} have no {name}(tokens, prefix): add it")
-
-
-def check_seconds(name: str, tokens: int, prefix: int | None, seconds: float) -> float:
-    """Return `seconds`, unless it is NaN, negative or infinite. `prefix` is None for a transfer."""
-    if not 0.0 <= seconds < np.inf:
-        pair = f"tokens={tokens}" if prefix is None else f"tokens={tokens}, prefix={prefix}"
-        remedy = "times are finite seconds >= 0; measure this slice again, or mend the cost model there"
-        raise PlannerError(f"{name}({pair}) = {float(seconds)}: {remedy}")
-    return seconds
-
-
-def _check_all(name: str, tokens: Any, prefixes: Any, seconds: Floats) -> None:
-    """Call `check_seconds` for the first pair whose time is NaN, negative or infinite."""
-    if not (seconds.min() >= 0.0 and seconds.max() < np.inf):  # NaN fails both
-        i = int(np.flatnonzero(~((seconds >= 0.0) & (seconds < np.inf)))[0])
-        check_seconds(name, int(tokens[i]), int(prefixes[i]), seconds[i])
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.estimate import Estimated
 from terapipe_ds.planner.strategy.shapes import Shape
-from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
+from terapipe_ds.simulator import ScheduleShape, replay_few
 
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -77,14 +77,17 @@ class Priced(Estimated):
         """
         kinds, offloads = self._kinds(shape.schedule), self.candidate.levers.offload_activations
         over, best = (everything := (True,) * self.num_stages), None
+        owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
+        host_bytes = USABLE * (self.cluster.card.host_memory_bytes or math.inf)
         # nothing recomputes, then the kind that takes the least time, full recomputation last
         for kind in (kinds[0], *reversed(kinds[1:])):
             for again in filter(any, dict.fromkeys((over, everything)) if offloads else (over,)):
                 recompute = tuple(kind if recomputes else Again.OFF for recomputes in again)
-                score = self._replayed(bounds, shape, plan, recompute, limit_bytes, most, beat_s)
-                if score is None:
+                score = self.price(bounds, shape, plan, recompute, most, beat_s)
+                if score is None or score.host_bytes > host_bytes:
                     if kind == Again.OFF and offloads:  # its copies may be what takes too long
-                        over = self._estimated_over(bounds, shape, plan, limit_bytes)
+                        peaks = self._peaks_of(bounds, owners, shape, plan.num_slices, Again.OFF)
+                        over = tuple((peaks > limit_bytes).tolist())
                     continue
                 if kind == Again.OFF:
                     over = tuple(peak > limit_bytes for peak in score.peak_bytes)
@@ -96,23 +99,16 @@ class Priced(Estimated):
                     best, beat_s = score, score.seconds
         return best
 
-    def _estimated_over(self, bounds: Bounds, shape: Shape, plan: SlicePlan, limit_bytes: float) -> tuple[bool, ...]:
-        """Return which stages do not fit without recomputation, about."""
-        owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
-        peaks = self._peaks_of(bounds, owners, shape, plan.num_slices, Again.OFF)
-        return tuple((peaks > limit_bytes).tolist())
-
-    def _replayed(
+    def price(
         self,
         bounds: Bounds,
         shape: Shape,
         plan: SlicePlan,
-        recompute: tuple[Again, ...],
-        limit_bytes: float,
-        most: float | None,
-        beat_s: float,
+        recompute: Sequence[Again],
+        most: float | None = MOST_WHOLE,
+        beat_s: float = math.inf,
     ) -> Score | None:
-        """Return the score of one choice of recomputation; None where its host is too small, or it is too slow."""
+        """Return the score of one choice of recomputation; None where it takes more than `beat_s`."""
         owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
         # no stage takes less than its own computations
         if plan == SlicePlan.equal(self.length, plan.num_slices):
@@ -123,7 +119,7 @@ class Priced(Estimated):
         replays = functools.partial(replay_of, replayed)
         replay = functools.partial(replay_few, replayed, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
-        # the seconds and the host's bytes are known sooner than the device's
+        # the seconds are known sooner than the bytes
         timed = replay(costs=costs)
         if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
             return None
@@ -131,13 +127,10 @@ class Priced(Estimated):
             timed = replay(costs=costs, memory=memory)
             if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
                 return None
-        few = functools.partial(replays, min(self.num_micro_batches, replayed.filling))
-        hosts = self.host_bytes(few, bounds, plan, memory, owners)
-        if hosts > USABLE * (self.cluster.card.host_memory_bytes or math.inf):
-            return None
+        hosts = self._host_bytes(replayed, bounds, plan, memory, owners)
         held = replay(memory=memory)
         is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
-        return Score(seconds, self.candidate, bounds, recompute, shape, plan, held.peak_bytes, is_final, hosts)
+        return Score(seconds, self.candidate, bounds, tuple(recompute), shape, plan, held.peak_bytes, is_final, hosts)
 
     def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:
         """Return the seconds to the end of each stage's reduction and step, which follow its last computation."""
@@ -145,28 +138,16 @@ class Priced(Estimated):
             done_s[owners[0]] = done_s[owners[-1]] = max(done_s[owners[0]], done_s[owners[-1]])
         return float(max(done + end for done, end in zip(done_s, self.ends_s(bounds, owners), strict=True)))
 
-    def price(
-        self, bounds: Bounds, schedule: str, plan: SlicePlan, chunks_per_stage: int, recompute: Sequence[int]
-    ) -> tuple[float, tuple[int, ...]]:
-        """Return the seconds and the peak bytes by stage of a cut whose layers recompute as `recompute` tells."""
-        owners = owners_of(schedule, self.num_stages, chunks_per_stage)
-        shape = ScheduleShape(schedule, self.num_stages, plan.num_slices, chunks_per_stage)
-        memory, costs = self.memory(bounds, recompute, owners), self.parts(bounds, recompute, owners)
-        replays = functools.partial(replay_of, shape)
-        found = replay_few(shape, self.num_micro_batches, replays, plan, costs, memory, most=MOST_WHOLE)
-        return self._step_s(list(found.ends_s), bounds, owners), found.peak_bytes
-
-    def host_bytes(
-        self, replay: Callable[[], Replay], bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
+    def _host_bytes(
+        self, shape: ScheduleShape, bounds: Bounds, plan: SlicePlan, memory: MemoryModel, owners: Sequence[int]
     ) -> int:
-        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node.
-
-        Nobody calls `replay`, which may have to build its schedule, unless slices are offloaded.
-        """
-        levers = self.candidate.levers
-        if levers == NO_LEVERS:
+        """Return the bytes of offloaded slices and optimizer states on the host of the fullest node."""
+        if self.candidate.levers == NO_LEVERS:
             return 0
-        of_stages = np.array(replay().host_bytes(plan, memory) if memory.offloads else [0] * self.num_stages, float)
+        of_stages = np.zeros(self.num_stages)
+        if memory.offloads:  # else no schedule is built for it
+            few = replay_of(shape, min(self.num_micro_batches, shape.filling))
+            of_stages += few.host_bytes(plan, memory)
         of_layers = self.layers.host_bytes(self.candidate.setting)
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             of_stages[stage_id] += of_layers[start:stop].sum()

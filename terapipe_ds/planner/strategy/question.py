@@ -22,7 +22,7 @@ from terapipe_ds.planner.layers.parts import Again, Layers
 from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.search import Progress, Search
-from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED
+from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.schedule import ScheduleError, build, count_parts
 from terapipe_ds.simulator import simulate
@@ -150,9 +150,11 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
         )
     if plan is None:
         raise PlannerError("the strategy has other slices for each micro-batch: give one list of lengths")
-    shape = tuple(strategy.partition), strategy.schedule, plan, strategy.chunks_per_stage
-    seconds, peaks = priced.price(*shape, _recomputing(strategy))
-    return strategy.model_copy(update={"predicted_s": seconds, "memory_bytes": list(peaks), "lower_bound_s": 0.0})
+    shape = Shape(strategy.schedule, strategy.chunks_per_stage)
+    score = priced.price(tuple(strategy.partition), shape, plan, _recomputing(strategy))
+    assert score is not None  # without a time to beat
+    known = {"predicted_s": score.seconds, "memory_bytes": list(score.peak_bytes), "lower_bound_s": 0.0}
+    return strategy.model_copy(update=known)
 
 
 def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:

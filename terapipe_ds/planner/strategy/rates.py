@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,32 @@ def granule_of(length: int) -> int:
     return min(length, max(64, 1 << max(0, (length // 64 - 1).bit_length())))
 
 
+_SUMMED: dict[str, Callable[[PartMemory, int], float]] = {
+    "lasting": lambda part, length: part.static_bytes,
+    "static": lambda part, length: part.static_bytes + part.gradient_bytes,
+    "slice": lambda part, length: part.slice_bytes_per_token * length,
+    "store": lambda part, length: part.store_bytes_per_token * length,
+    "store_grad": lambda part, length: part.store_grad_bytes_per_token * length,
+    "whole": lambda part, length: (part.whole_bytes_per_token or 0.0) * length,
+    "joined": lambda part, length: part.joined_bytes_per_token * length,
+    "weight": lambda part, length: (
+        (part.slice_bytes_per_token if part.weight_bytes_per_token is None else part.weight_bytes_per_token) * length
+    ),
+}
+_LARGEST: dict[str, Callable[[PartMemory, int], float]] = {
+    "working": lambda part, length: part.working_bytes_per_token * length,
+    "working_whole": lambda part, length: (part.working_bytes_per_token + part.working_whole_bytes_per_token) * length,
+    "copied": lambda part, length: part.working_copied_bytes_per_token * length,
+    "factors": lambda part, length: part.working_factor_bytes_per_token * length,
+    "beside": lambda part, length: (part.working_bytes_per_token - part.working_gone_bytes_per_token) * length,
+    "reread": lambda part, length: part.working_bytes_per_prefix_token * length,
+    "loss": lambda part, length: part.loss_bytes_per_token,
+    "fixed": lambda part, length: part.working_bytes,
+    "fixed_whole": lambda part, length: part.working_bytes + part.working_whole_bytes,
+}
+"""Shares of a part's memory, the sums over its layers and the largest of a layer, for a whole sequence."""
+
+
 @functools.lru_cache(maxsize=64)  # some 100 MB
 def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: int) -> dict[str, Floats]:
     """Return the shares of a part's memory for every span, as sums over one-layer parts.
@@ -85,23 +111,12 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
     """
     count = layers.num_layers
     singles = layers.memory_of_spans(setting, [Span(i, i + 1, recompute) for i in range(count)])
-    # sums over the layers of a span
     matrices = {}
-    for name, field, per_token in (
-        ("static", "static_bytes", 1),
-        ("gradient", "gradient_bytes", 1),
-        ("slice", "slice_bytes_per_token", length),
-        ("store", "store_bytes_per_token", length),
-        ("store_grad", "store_grad_bytes_per_token", length),
-        ("joined", "joined_bytes_per_token", length),
-    ):
-        matrices[name] = spans_matrix(np.array([getattr(part, field) for part in singles]) * float(per_token))
-    weights = [
-        p.slice_bytes_per_token if p.weight_bytes_per_token is None else p.weight_bytes_per_token for p in singles
-    ]
-    matrices["weight"] = spans_matrix(np.array(weights) * float(length))
-    matrices["lasting"] = matrices["static"]
-    matrices["static"] = matrices["static"] + matrices.pop("gradient")
+    for join, shares in ((spans_matrix, _SUMMED), (_largest, _LARGEST)):
+        for name, share in shares.items():
+            matrices[name] = join(np.array([share(part, length) for part in singles], float))
+    if any(part.whole_bytes_per_token is None for part in singles):
+        matrices["whole"] = matrices["store"] + matrices["store_grad"]
     # a part receives one input, however many layers it has: two joined layers reveal its size
     if count > 3:
         pair = [Span(0, 1, recompute), Span(1, 3, recompute), *(Span(i, i + 1, recompute) for i in range(3, count))]
@@ -111,44 +126,18 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
         matrices["slice"] = matrices["slice"] - base * length * np.maximum(sizes - 1, 0)
     # the only part of a one-stage pipeline differs from every sum of parts: it has a tied matrix once
     (alone,) = layers.memory_of_spans(setting, [Span(0, count, recompute)])
-    for name, number in (
-        ("lasting", float(alone.static_bytes)),
-        ("static", float(alone.static_bytes + alone.gradient_bytes)),
-        ("slice", alone.slice_bytes_per_token * float(length)),
-    ):
-        matrices[name][0, count] = number
-    # of the working bytes, a span needs the largest
-    matrices["whole"] = _whole(singles, matrices, length)
-    working = [part.working_bytes_per_token for part in singles]
-    whole = [part.working_whole_bytes_per_token for part in singles]
-    matrices["working"] = _largest([rate * length for rate in working])
-    matrices["working_whole"] = _largest([(rate + more) * length for rate, more in zip(working, whole, strict=True)])
-    matrices["copied"] = _largest([part.working_copied_bytes_per_token * length for part in singles])
-    matrices["factors"] = _largest([part.working_factor_bytes_per_token * length for part in singles])
-    beside = [part.working_bytes_per_token - part.working_gone_bytes_per_token for part in singles]
-    matrices["beside"] = _largest([rate * length for rate in beside])
-    matrices["reread"] = _largest([part.working_bytes_per_prefix_token * length for part in singles])
+    for name in ("lasting", "static", "slice"):
+        matrices[name][0, count] = _SUMMED[name](alone, length)
     sent = np.array([part.working_sent_bytes_per_token * length for part in singles] + [0.0])
     matrices["sent"] = np.broadcast_to(sent[:, None], matrices["static"].shape)  # by the first layer of a span
-    matrices["loss"] = _largest([part.loss_bytes_per_token for part in singles])
-    matrices["fixed"] = _largest([float(part.working_bytes) for part in singles])
-    matrices["fixed_whole"] = _largest([float(part.working_bytes + part.working_whole_bytes) for part in singles])
     return matrices
 
 
-def _whole(singles: Sequence[PartMemory], matrices: dict[str, Floats], length: int) -> Floats:
-    """Return the keys and values of a micro-batch in one slice."""
-    rates = [part.whole_bytes_per_token for part in singles]
-    if None in rates:
-        return matrices["store"] + matrices["store_grad"]
-    return spans_matrix(np.array(rates, float) * length)
-
-
-def _largest(values: Sequence[float]) -> Floats:
+def _largest(values: Floats) -> Floats:
     """Return the largest value of every span."""
     count = len(values)
     matrix = np.full((count + 1, count + 1), np.inf)
     is_span = np.triu(np.ones((count, count), bool))  # by first and last layer
-    largest = np.maximum.accumulate(np.where(is_span, np.array(values), -np.inf), axis=1)
+    largest = np.maximum.accumulate(np.where(is_span, values, -np.inf), axis=1)
     matrix[:-1, 1:] = np.where(is_span, largest, np.inf)
     return matrix

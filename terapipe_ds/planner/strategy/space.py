@@ -147,17 +147,13 @@ class Space:
         asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {batch}"
         # a number of tensor ranks that no layer, or no node, can have
         tensor = self.choices.tensor_parallel
-        if tensor is not None and (why := self.layers.refuse_tensor(tensor)) is not None:
+        why = None if tensor is None else self.layers.refuse_tensor(tensor)
+        if tensor is not None and why is None and cluster.devices_per_node % tensor:
+            why = f"tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a node"
+        if tensor is not None and why is not None:
             fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
             nearest = min(fits, key=lambda degree: abs(degree - tensor), default=1)
             return f"{asked}: {why}. Give tensor_parallel = {nearest}, the nearest that works here"
-        if tensor is not None and cluster.devices_per_node % tensor:
-            fits = _divisors(cluster.devices_per_node)
-            nearest = min(fits, key=lambda degree: abs(degree - tensor))
-            return (
-                f"{asked}: tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a "
-                f"node; give {nearest}, the nearest that does"
-            )
         # a batch near this one that has a strategy
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):

@@ -123,7 +123,7 @@ def memory_of(profile: Profile) -> MemoryModel | None:
     """Return the memory figures that were measured with the times; None if some part has none."""
     figures = [PartMemory.of(part.memory) for part in profile.parts]
     known = [memory for memory in figures if memory is not None]
-    return MemoryModel.measured(known) if len(known) == len(figures) else None
+    return MemoryModel(tuple(known)) if len(known) == len(figures) else None
 
 
 def _with_messages(costs: PartMeasured) -> list[CostSample]:

@@ -7,9 +7,8 @@ from planner_cases import split_parts
 from test_search import SCHEDULES, SPLIT
 
 from terapipe_ds.planner.search.bounds import searches
-from terapipe_ds.planner.search.cached_costs import cache_parts
 from terapipe_ds.planner.search.judge import Judge
-from terapipe_ds.planner.search.pipeline import Pipeline
+from terapipe_ds.planner.search.pipeline import Pipeline, cache_parts
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 

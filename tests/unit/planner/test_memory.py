@@ -209,7 +209,7 @@ def test_a_window_limits_what_the_store_keeps(windows: tuple[int | None, ...], l
         rates[mode] = store_rates(store.layers_of(0, 0), LENGTH)
         store.release(0, 0)
         measured[mode] = store.pool.peak_bytes
-    memory, largest = MemoryModel.measured([PartMemory(0, 0, **rates["train"])]), max(lengths)
+    memory, largest = MemoryModel((PartMemory(0, 0, **rates["train"]),)), max(lengths)
     predicted = {
         "train": memory.store_bytes(0, LENGTH) + memory.store_grad_bytes(0, LENGTH, largest),
         "eval": memory.evaluation_bytes(0, LENGTH, largest),
@@ -337,7 +337,7 @@ def test_peaks_worked_by_hand(
     schedule: str, stages: int, m: int, lengths: tuple[int, ...], part: PartMemory, peaks: tuple[int, ...]
 ) -> None:
     replay = Replay(build(schedule, stages, m, len(lengths)))
-    assert replay.peak_bytes(SlicePlan(lengths), MemoryModel.measured([part] * stages)) == peaks
+    assert replay.peak_bytes(SlicePlan(lengths), MemoryModel((part,) * stages)) == peaks
 
 
 RATES = st.integers(0, 50)
@@ -369,7 +369,7 @@ def test_the_closed_form_of_all_forwards_before_all_backwards(
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv", "chimera"])
 def test_each_stage_counts_its_process_once(schedule: str) -> None:
     order, plan = build(schedule, 2, 2, 2, chunks_per_stage=1 + (schedule != "seq1f1b")), SlicePlan((3, 2))
-    memory = MemoryModel.measured([PartMemory(7, 10, 100, 1000)] * 4)
+    memory = MemoryModel((PartMemory(7, 10, 100, 1000),) * 4)
     peaks = [Replay(order).peak_bytes(plan, dataclasses.replace(memory, process_bytes=more)) for more in (0, 500)]
     assert peaks[1] == tuple(peak + 500 for peak in peaks[0])
     assert dataclasses.replace(memory, process_bytes=500).only("context_and_nccl").process_bytes == 500

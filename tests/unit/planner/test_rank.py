@@ -179,7 +179,7 @@ def test_in_words() -> None:
 
 
 def test_a_plan_in_words() -> None:
-    memory = planner.MemoryModel.measured([planner.PartMemory(10**6, 1000.0)] * 4)
+    memory = planner.MemoryModel((planner.PartMemory(10**6, 1000.0),) * 4)
     planned = planner.plan_slices(UnitCosts(64), 64, 4, 1, 8, "seq1f1b", memory=memory, memory_limit_bytes=10**9)
     text = "\n".join(planner.describe(planned))
     assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text

@@ -156,7 +156,7 @@ def test_progress_is_told() -> None:
 
 
 def memory_of(num_stages: int) -> MemoryModel:
-    return MemoryModel.measured([PartMemory(1000, 10.0, 2, 4, 10, 5, 1)] * num_stages)
+    return MemoryModel((PartMemory(1000, 10.0, 2, 4, 10, 5, 1),) * num_stages)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -182,7 +182,7 @@ def test_a_limit_filters_plans(schedule: str) -> None:
 def test_nothing_fits(length: int) -> None:
     """The error has the least need, where it is, and advice that fits: here activations are the most."""
     parts = [PartMemory(1000, 1), PartMemory(1500, 100), PartMemory(1000, 1)]
-    memory = MemoryModel.measured(parts)
+    memory = MemoryModel(tuple(parts))
     message = r"no plan fits in .*'terapipe'.*on stage 1.*'seq1f1b'.*checkpoint"
     with pytest.raises(MemoryLimitError, match=message) as error:
         plan_slices(parts_of(3, 3), length, 3, 2, 1, "terapipe", memory=memory, memory_limit_bytes=1600)

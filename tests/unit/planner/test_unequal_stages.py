@@ -7,9 +7,10 @@ import pytest
 from planner_cases import KINDS, TableCosts, compositions, random_costs, unequal_time
 
 from terapipe_ds.planner import PlannerError, PlanResult, plan_slices
-from terapipe_ds.planner.search import cached_costs, problem
+from terapipe_ds.planner.search import pipeline as pipeline_module
+from terapipe_ds.planner.search import problem
 from terapipe_ds.planner.search.bounds import searches
-from terapipe_ds.planner.search.cached_costs import cache_parts
+from terapipe_ds.planner.search.pipeline import cache_parts
 from terapipe_ds.planner.slice_program.branch_and_bound import weigh
 
 
@@ -64,7 +65,7 @@ def test_against_brute_force() -> None:
 def test_every_bound_holds_for_every_plan(tables_fit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not only at their minimum: the bounds' proof is about each plan, and tight where stages are equal."""
     if not tables_fit:
-        monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
+        monkeypatch.setattr(pipeline_module, "MAX_TABLE_ELEMENTS", 0)
     rng = np.random.default_rng(1)
     largest = 0.0
     for _ in range(60):
@@ -85,7 +86,7 @@ def test_every_bound_holds_for_every_plan(tables_fit: bool, monkeypatch: pytest.
 @pytest.mark.usefixtures("climbing")
 def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the slowest stage is tabulated; time and bound stay right, and no pair is asked twice."""
-    monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
+    monkeypatch.setattr(pipeline_module, "MAX_TABLE_ELEMENTS", 0)
     rng = np.random.default_rng(3)
     for links in (False, True):
         light, heavy = (random_costs(rng, 30, 4, "measured", links) for _ in range(2))
@@ -102,7 +103,7 @@ def test_tables_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bad_time_of_a_stage_that_is_not_tabulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cached_costs, "MAX_TABLE_ELEMENTS", 0)
+    monkeypatch.setattr(pipeline_module, "MAX_TABLE_ELEMENTS", 0)
     light, heavy = (random_costs(np.random.default_rng(3), 32, 4, "measured") for _ in range(2))
     light.backward = lambda t, p: float("nan")
     with pytest.raises(PlannerError, match=r"backward_s\(tokens=\d+, prefix=\d+\) = nan: times are finite"):

@@ -218,7 +218,7 @@ def test_impossible_times_are_named(method: str, value: Any) -> None:
     good = constant(1.0, 1.0, send_s=0.0)
     bad = constant(1.0, 1.0, send_s=0.0)
     setattr(bad, method, lambda tokens, *prefix: value if tokens == 3 else 1.0)
-    with pytest.raises(SimulationError, match=f"part 1, {method} gives .* for 3 tokens after 5: give finite seconds"):
+    with pytest.raises(SimulationError, match=rf"part 1, {method}\(tokens=3.*\) = .*: times are finite seconds"):
         simulate(build("seq1f1b", 2, 1, 2), SlicePlan((5, 3)), [good, bad])
 
 

@@ -10,7 +10,7 @@ from terapipe_ds.costs.model_sizes import model_size
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryModel
 from terapipe_ds.planner.orders.find import find_order
-from terapipe_ds.planner.orders.holdings import live_bytes, live_slices, live_tokens
+from terapipe_ds.planner.orders.holdings import limited
 from terapipe_ds.planner.orders.priced_nodes import PricedNodes
 from terapipe_ds.schedule import ScheduleError, build, placement_for
 from tests.unit.planner.orders.test_find import Costs
@@ -30,7 +30,7 @@ def test_bytes_are_those_of_the_simulator(name: str, chunks: int) -> None:
     memory = MemoryModel(tuple(replace(part, store_bytes_per_token=0, store_grad_bytes_per_token=0) for part in parts))
     schedule = build(name, stages, len(PLANS), [plan.num_slices for plan in PLANS])
     nodes = PricedNodes(placement_for(name, stages, chunks), PLANS, Costs())
-    holdings = live_bytes(nodes, memory, 1e12)
+    holdings = limited(nodes, memory=memory, num_bytes=1e12)
     peaks = [holdings.peak(k, order) for k, order in enumerate(nodes.of_schedule(schedule))]
     senders = [part for (stage, _), part in placement_for(name, stages, chunks).items() if part > 0]
     stage_of = {part: stage for (stage, _), part in placement_for(name, stages, chunks).items()}
@@ -43,21 +43,21 @@ def test_bytes_are_those_of_the_simulator(name: str, chunks: int) -> None:
 def test_live_slices_are_those_of_the_schedule() -> None:
     schedule = build("zbv", 3, len(PLANS), [plan.num_slices for plan in PLANS])
     nodes = PricedNodes(schedule.placement, PLANS, Costs())
-    holdings = live_slices(nodes, (9, 9, 9))
+    holdings = limited(nodes, (9, 9, 9))
     assert tuple(holdings.peak(*each) for each in enumerate(nodes.of_schedule(schedule))) == schedule.peak_live_slices()
 
 
 def test_tokens_of_unsliced_1f1b_fill_the_first_stage() -> None:
     whole = [SlicePlan((LENGTH,))] * 6
     nodes = PricedNodes(placement_for("1f1b", 4, 1), whole, Costs())
-    holdings = live_tokens(nodes, 4)
+    holdings = limited(nodes, live_sequences=4)
     peaks = [holdings.peak(*each) for each in enumerate(nodes.of_schedule(build("1f1b", 4, 6, 1)))]
     assert (
         peaks == [4 * LENGTH, 3 * LENGTH, 2 * LENGTH, LENGTH]
         and holdings.fits(0, [0])
         and holdings.limits[0] > 4 * LENGTH
     )
-    halves = live_tokens(PricedNodes(placement_for("zbv", 4, 2), whole, Costs()), 4)
+    halves = limited(PricedNodes(placement_for("zbv", 4, 2), whole, Costs()), live_sequences=4)
     assert halves.gain[0] == LENGTH / 2, "a part of two on a stage"
 
 

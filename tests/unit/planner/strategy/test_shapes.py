@@ -249,7 +249,7 @@ def test_estimated_bytes_are_near_those_of_a_replay(shape: Shape, least: float, 
             owners_of(shape.schedule, candidate.grid.pipe, shape.chunks),
         )
         plan, recompute = SlicePlan.equal(length, slices), [again] * candidate.grid.pipe
-        _, peaks = priced.price(cut, shape.schedule, plan, shape.chunks, recompute)
+        peaks = priced.price(cut, shape, plan, recompute).peak_bytes
         parameters = layers._parameters(candidate.setting)
         of_stages = np.bincount(owners, [parameters[slice(*edges)].sum() for edges in itertools.pairwise(cut)])
         errors = priced._peaks_of(cut, owners, shape, slices, again) - peaks
@@ -265,5 +265,5 @@ def test_estimated_bytes_of_split_backwards_have_the_copies_of_their_w(slices: i
     priced = Priced(layers, cluster, length, Candidate(Grid(4, 1, 1), 1, 8, 0))
     [cut], owners = priced.equal_cuts(slices, 1), owners_of(shape.schedule, 4, 1)
     for again in layers.kinds:
-        _, peaks = priced.price(cut, shape.schedule, SlicePlan.equal(length, slices), 1, [again] * 4)
+        peaks = priced.price(cut, shape, SlicePlan.equal(length, slices), [again] * 4).peak_bytes
         assert priced._peaks_of(cut, owners, shape, slices, again) == pytest.approx(peaks, rel=2e-3), again

@@ -1,6 +1,5 @@
 """`terapipe verify`, and `terapipe_ds.run --verify` around an unmodified script."""
 
-import argparse
 import contextlib
 import functools
 import io
@@ -73,7 +72,7 @@ def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str,
         return attend(self, *tensors)
 
     with mock.patch.object(Call, "_attend", noted), contextlib.redirect_stdout(io.StringIO()) as printed:
-        verify.run(argparse.Namespace(config=str(ds_config), model=str(model), sequence_length=24))
+        verify.run(verify.VerifyOptions(config=str(ds_config), model=str(model), sequence_length=24))
     return modes, printed.getvalue()
 
 

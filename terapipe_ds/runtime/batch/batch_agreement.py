@@ -46,13 +46,15 @@ class MicroBatchShape:
     """Hold the shape of a micro-batch for every stage: its label rows (all dimensions but the sequence) and its tokens.
 
     `starts` says where documents start in its rows; None if each row is one document. The stage of the first part
-    determines it. `with_logits` says whether the caller on the stage of the loss wants the logits.
+    determines it. `with_logits` says whether the caller on the stage of the loss wants the logits, and `is_any_packed`
+    whether any pipeline has rows of several documents in this batch.
     """
 
     rows: int
     length: int
     starts: Starts | None = field(default=None, compare=False, repr=False)
     with_logits: bool = field(default=False, compare=False, repr=False)
+    is_any_packed: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
     def of(cls, labels: SliceableTensors) -> MicroBatchShape:
@@ -191,7 +193,10 @@ def agree_on_batch(
     if numbers[_PROBLEMS]:
         when_changed(bool(numbers[_PROBLEMS + 1]))
     # the inputs of stages without labels can be checked only now
-    shapes = _shapes(report, place, headers[place.pipeline_id])
+    is_any_packed = any(each.has_edges for each in headers)
+    shapes = tuple(
+        replace(shape, is_any_packed=is_any_packed) for shape in _shapes(report, place, headers[place.pipeline_id])
+    )
     if any(each.without_labels for each in headers):
         try:
             check(shapes)

@@ -147,14 +147,14 @@ class FirstBatchCheck:
 
     def _check_documents(self, micro_batches: Sequence[MicroBatchInFlight]) -> None:
         """Check the first rows of several documents. Other pipelines may have none in this batch, but may fail too."""
-        if self._are_documents_apart:
+        if self._are_documents_apart or not micro_batches[0].shape.is_any_packed:
             return
         packed = next((one for one in micro_batches if one.shape.starts is not None), None)
         may_cut = None if packed is None or packed.inputs is None else cuttable(packed.inputs)
         everyone = _gather((packed is not None, all_own(self._module), may_cut), self._groups.world)
         num_packed = sum(is_packed for is_packed, *_ in everyone)
-        self._are_documents_apart = num_packed > 0
-        if not num_packed or (self._config.verify is None and all(are_own for _, are_own, _ in everyone)):
+        self._are_documents_apart = True
+        if self._config.verify is None and all(are_own for _, are_own, _ in everyone):
             return
         begin_s, first = time.monotonic(), self._groups.ranks[self._layout.owner(0)] if len(everyone) > 1 else 0
         # a second time for layers that cannot run on a few tokens

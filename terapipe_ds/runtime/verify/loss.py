@@ -234,9 +234,9 @@ class LossCheck:
             if loss.requires_grad:
                 with push_slice(slicing.active(slice_id, "recompute")):
                     loss.backward()
-            for leaf in leaves:
-                terms = 0.0 if leaf.grad is None else leaf.grad.float() * leaf.detach().float()
-                size = max(size, float(torch.as_tensor(terms).nan_to_num(0.0, 0.0, 0.0).abs().sum()))
+            for leaf in (each for each in leaves if each.grad is not None):
+                terms = (leaf.grad.float() * leaf.detach().float()).nan_to_num(0.0, 0.0, 0.0)
+                size = max(size, float(terms.abs().sum()))
         slicing.store.reset()
         gradients = self.outputs.gradients(slicing, [leaves for leaves, _ in runs])
         values = torch.stack([loss.detach().double().reshape(()) for _, loss in runs])

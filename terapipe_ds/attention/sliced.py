@@ -19,7 +19,15 @@ from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import opaque
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
-from terapipe_ds.attention.call import Call, Options, check_inputs, gradient_of_sinks, prepare, without_autocast
+from terapipe_ds.attention.call import (
+    Call,
+    Options,
+    autocast,
+    check_inputs,
+    gradient_of_sinks,
+    prepare,
+    without_autocast,
+)
 
 
 def sliced_attention(
@@ -69,6 +77,7 @@ def sliced_attention(
     # the call that the ranks make together runs with the whole slice as the active one, so that it ends up below
     if active is not None and active.exchange is not None:
         # on each rank before the first message: a rank alone in a collective would hang
+        q, k, v = autocast(q, k, v)
         check_inputs(q, k, v, active, layer, dropout_p)
         options: Any = {"layer": layer, "scale": scale, "dropout_p": dropout_p, "window": window, "softcap": softcap}
         return active.exchange.attend(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)

@@ -1,4 +1,4 @@
-"""Compare attention in slices with fp64, values and gradients, by one call per slice and by calls on blocks."""
+"""Compare attention in slices with fp64, values and gradients, by each kernel that can run."""
 
 import contextlib
 import itertools

@@ -125,6 +125,13 @@ def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], k: tuple[int, ..
         sliced_attention(drawn(*q), drawn(*k), drawn(*k), "layer 0")
 
 
+def test_autocast_gives_mixed_inputs_one_dtype() -> None:
+    """Rotary angles in fp32 leave queries and keys in fp32 beside values in bf16."""
+    q, k, v = (drawn(1, 4, 2, 4).to(dtype) for dtype in (torch.float32, torch.float32, torch.bfloat16))
+    with push_slice(part()), torch.autocast("cpu", torch.bfloat16):
+        assert sliced_attention(q, k, v, "layer 0").dtype == torch.bfloat16
+
+
 def test_states_and_attention_of_their_own_are_refused() -> None:
     active, x = part(), drawn(1, 4, 2, 4)
     with push_slice(active):

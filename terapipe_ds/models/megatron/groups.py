@@ -64,7 +64,8 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
         config_has = f"TransformerConfig has pipeline_model_parallel_size={given_stages}, but the topology has {stages}"
         return f"{config_has} stages; give the same number, or 1 to leave stages to DeepSpeed"
     names = topology.get_axis_names()
-    if not any(names == [axis for axis in order if axis in names] for order in _ORDERS):
+    divided = [axis for axis in names if topology.get_dim(axis) > 1]  # the others change no order
+    if not any(divided == [axis for axis in order if axis in divided] for order in _ORDERS):
         return (
             f"DeepSpeed's topology (axes {names}) puts its ranks in another order than Megatron's (tp-cp-ep-dp-pp or "
             "tp-cp-ep-pp-dp, the fastest first). Build the topology with PipeModelDataParallelTopology, whose axes are "

@@ -217,7 +217,7 @@ class PlannedCases:
         Engines run whole stages, and each other cut for which some of `cases` need a plan (all cases can be built).
         """
         planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
-        if not ours and job.device == "cpu":
+        if not ours and job.device == "cpu" and job.work.stages > 1:
             ours = [Case("terapipe", CUTS["whole stages"][-1])]  # for the links, which replays of other systems need
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
             position.at(f"the costs of {cut}, which the plans of {case.label} need,")

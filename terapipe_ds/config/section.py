@@ -137,7 +137,7 @@ class TeraPipeConfig(StrictModel):
         if wrong:  # the other keys may exclude one another; wrong ones count as their defaults
             super().__init__(**{key: value for key, value in known.items() if key not in wrong})
         lines = [*problems.values(), *link_problems(self.links)]
-        if self.enabled and not wrong & {"schedule", "schedule_options", "chunks_per_stage"}:
+        if self.enabled and not wrong & {"schedule", "schedule_options", "chunks_per_stage", "slices"}:
             lines += [*schedule_problems(self), *compile_problems(self)]
             lines += () if "planner" in wrong else recompute_problems(self)
         if lines:

@@ -66,7 +66,13 @@ def ask(
     method, arguments = getattr(costs, name), (tokens,) if prefixes is None else (tokens, prefixes)
     answers: Any
     if getattr(costs, "vectorized", False):
-        answers = np.asarray(method(*map(np.asarray, arguments)))
+        try:
+            answers = np.asarray(method(*map(np.asarray, arguments)))
+        except ValueError as problem:  # such as that of `if tokens > 64`
+            raise error(
+                f"{whose}{name} of a vectorized costs object gave no array of one time per pair ({problem}): return "
+                "one, or remove the attribute `vectorized`"
+            ) from problem
         if answers.shape not in ((), (len(tokens),)):
             raise error(
                 f"{whose}{name} of a vectorized costs object gave shape {answers.shape} for {len(tokens)} pairs: "

@@ -74,6 +74,9 @@ def test_a_vectorized_object_may_return_one_number_for_all_and_no_other_shape() 
     costs.backward_s = lambda tokens, prefix: np.ones(2)  # type: ignore[method-assign]
     with pytest.raises(PlannerError, match="backward_s of a vectorized costs object gave shape .*: return one time"):
         tabulate(costs, 16, 8)
+    costs.backward_s = lambda tokens, prefix: 1.0 if tokens > 8 else 0.5  # type: ignore[method-assign]
+    with pytest.raises(PlannerError, match="gave no array of one time per pair .*ambiguous.*: return one, or remove"):
+        tabulate(costs, 16, 8)
 
 
 def test_bad_times_of_vectorized_costs_and_of_links() -> None:

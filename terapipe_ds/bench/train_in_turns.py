@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +41,13 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.runtime.agreement import from_rank_0
+from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
 from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SEARCH, to_csv
 
+_PINGS = 5
 _DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {
     "deepspeed": StockDriver,
     "terapipe": TeraPipeDriver,
@@ -63,7 +66,7 @@ def measure_systems(job: Job, folder: Path, position: Position) -> tuple[dict[st
     position.at()
     lengths = sorted({n for run in runs for plan in run.get("plans", ()) for n in plan.lengths})
     planned = turns.planned
-    measured = SliceMeasurements(planned.costs, planned.memory, planned.link_s(lengths))
+    measured = SliceMeasurements(planned.costs, planned.memory, measure_links(job, lengths))
     record: dict[str, Any] = {"runs": runs, "measured": measured}
     if job.device != "cpu":
         record["device"] = device_name(torch.device(job.device))
@@ -198,6 +201,39 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     run["events"].append(recorder.events)
 
 
+def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
+    """Return the seconds of a message by its tokens: half the median round trip between stages 0 and 1."""
+    if job.work.stages == 1:
+        return {}
+    config = gpt_config(job.work, job.gpt)
+    rank, seconds = torch_dist.get_rank(), {}
+    device = torch.device(job.device_of(rank))
+    staged = needs_staging(None, device)
+    for tokens in lengths:
+        message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
+        torch_dist.barrier()
+        trips = [_round_trip(rank, message, staged) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
+        seconds[tokens] = statistics.median(trips[1:]) / 2
+    torch_dist.barrier()
+    return seconds
+
+
+def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
+    """Time a message to the other rank and back; `staged`: by way of the host, as the engine's messages are then."""
+    get_accelerator().synchronize()
+    begin_s = time.perf_counter()
+    for sends in (True, False) if rank == 0 else (False, True):
+        if sends:
+            torch_dist.send(to_host(message) if staged else message, 1 - rank)
+        else:
+            buffer = host_buffer(tuple(message.shape), message.dtype, message.device) if staged else message
+            torch_dist.recv(buffer, 1 - rank)
+            if staged:
+                message.copy_(buffer)
+    get_accelerator().synchronize()  # NCCL's calls return when they are queued
+    return time.perf_counter() - begin_s
+
+
 @dataclass
 class PlannedCases:
     """Hold the measurements before the first turn, by the cut of the layers, and the plans from them.
@@ -217,8 +253,6 @@ class PlannedCases:
         Engines run whole stages, and each other cut for which some of `cases` need a plan (all cases can be built).
         """
         planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
-        if not ours and job.device == "cpu" and job.work.stages > 1:
-            ours = [Case("terapipe", CUTS["whole stages"][-1])]  # for the links, which replays of other systems need
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
             position.at(f"the costs of {cut}, which the plans of {case.label} need,")
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
@@ -241,11 +275,6 @@ class PlannedCases:
         if memory is None:
             raise ValueError("no memory of slices was measured: leave out the profiler in --config that prevents it")
         self.memory[cut], self.costs[cut] = memory, CostModel.from_profile(profile)
-
-    def link_s(self, lengths: Sequence[int]) -> dict[int, float]:
-        """Return the seconds of a message from stage 0 to stage 1, by its tokens; nothing for one stage alone."""
-        first = next((parts[0] for parts in self.costs.values()), None)
-        return {tokens: float(first.send_s(tokens)) for tokens in lengths} if first and hasattr(first, "send_s") else {}
 
     def plan(self, case: Case, accumulation: int) -> SlicePlan:
         """Return the planner's plan, the same on all ranks, or raise `ValueError` on all of them. A collective."""

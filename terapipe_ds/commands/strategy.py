@@ -281,7 +281,8 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
     offloaded += f", {best.host_memory_bytes / 2**30:,.0f} GiB on a node's host" if offloaded else ""
     slices = "1"
     if (count := len(best.slices)) > 1:  # 8 x 512 tokens, or 3: 768, 2 x 640 tokens
-        slices = f"{count}: " * (len(set(best.slices)) > 1) + f"{in_runs(best.slices)} tokens"
+        slices = f"{in_runs(best.slices)} tokens"
+        slices = f"{count}: {slices}" if len(set(best.slices)) > 1 else slices
     experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),

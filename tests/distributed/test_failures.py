@@ -221,8 +221,8 @@ def suffered(request: pytest.FixtureRequest) -> Suffered:
 
 
 ALIKE = {
-    "no data left": ("StopIteration", ""),
-    "data for half a batch": ("StopIteration", r"data end after 1 of the 2 micro-batches of a batch"),
+    "no data left": ("StopIteration", "^$"),
+    "data for half a batch": ("StopIteration", r"^the data end after 1 of the 2 micro-batches of a batch"),
     "no data in evaluation": ("BatchError", r"there is no data"),
     "no data left in evaluation": ("StopIteration", ""),
     "no data left on the first stage": ("BatchError", r"iterator of stage 0 is at its end.*the same micro-batches"),

@@ -267,7 +267,7 @@ def _from_stage(stage_id: int, value: T, place: PlaceInJob) -> T:
 
 
 class _Message(NamedTuple):
-    """Tell the other ranks what is wrong; the error of this rank is text, "" without one."""
+    """Tell the other ranks what is wrong; the error of this rank is text, "" without one, or at a usual end."""
 
     report: StageReport
     place: PlaceInJob
@@ -280,12 +280,13 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
     error, own = report.error, _Message(replace(report, error=None), replace(place, control=None, world=None))
     if error is not None:
         what = "refuses the batch" if isinstance(error, TeraPipeConfigError) else "failed to draw its data"
-        problem = f"stage {place.stage_id} {what}: {describe(error)}"
-        own = own._replace(problem=problem, is_at_end=isinstance(error, StopIteration))
+        is_at_end = isinstance(error, StopIteration)
+        problem = str(error) if is_at_end else f"stage {place.stage_id} {what}: {describe(error)}"
+        own = own._replace(problem=problem, is_at_end=is_at_end)
     messages = [own] if place.world is None else gather(own, place.world)
     if error is not None and not own.is_at_end:
         return error
-    failed = [message for message in messages if message.problem]
+    failed = [message for message in messages if message.problem or message.is_at_end]
     if not failed:
         return _disagreement(messages)
     # an end of the data is an error only if not all stages of a pipeline have reached it

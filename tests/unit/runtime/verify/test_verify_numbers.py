@@ -87,6 +87,29 @@ def test_a_router_that_decides_by_the_last_bit_is_healthy() -> None:
     assert len(findings(factor=1.2)) == 1
 
 
+BESIDE = {
+    "ids": torch.full((2, LENGTH, 1), 255.0, dtype=torch.bfloat16),  # with another last bit there is no such id
+    "float8": torch.ones(2, LENGTH, 1).to(torch.float8_e4m3fn),
+    "a mask": torch.full((2, LENGTH, 1), torch.finfo(torch.bfloat16).min, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_rounding_is_measured_with_the_numbers_beside_hidden_states_as_they_are(name: str) -> None:
+    class WithBeside(Scaled):
+        def forward(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+            x, side, beside = inputs
+            if name == "ids":
+                assert beside.long().amax() < 256
+            assert beside.to(x.dtype).isfinite().all()
+            return super().forward((x, side))
+
+    generator = torch.Generator().manual_seed(CANCELS[0][0])
+    hidden = (torch.randn(each, generator=generator).bfloat16() for each in ((2, LENGTH, WIDTH), CANCELS[0][1]))
+    tensors = *(each.requires_grad_() for each in hidden), BESIDE[name]
+    assert verify([WithBeside("").bfloat16()], tensors).findings == []
+
+
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------
 
 

@@ -34,7 +34,7 @@ def _disturb(patch: pytest.MonkeyPatch, how: str, is_disturbed: bool) -> None:
         patch.setattr(rounds, "time", slow)
     elif how == "noisy clock":  # every second measurement seems to take an hour
         jumps = itertools.accumulate(itertools.cycle([0.0, 0.0, 0.0, 3600.0]))
-        patch.setattr(slice_timer, "_now_s", lambda: time.perf_counter() + next(jumps))
+        patch.setattr(slice_timer, "time", SimpleNamespace(perf_counter=lambda: time.perf_counter() + next(jumps)))
     elif how == "own profiler":  # as where one rank alone is profiled: peaks cannot be told on it
         patch.setattr(MemoryPeak, "is_available", staticmethod(lambda: False))
 

@@ -18,7 +18,7 @@ from torch import nn
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
-from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, topology_of
+from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.strategy import Coordinate
 
 _IS_OF_RANK = re.compile(  # names of flags and times that a program may give each rank for itself
@@ -62,6 +62,7 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
     if strategy is None:
         return
     shown = f"terapipe.strategy = {config.strategy!r}"
+    refuse_other_world(strategy, shown)
     wanted, there = _ranks_of(topology_of(strategy)), _ranks_of(module.topology())
     if wanted != there:
         place, rank = next((place, rank) for place, rank in wanted.items() if there.get(place) != rank)

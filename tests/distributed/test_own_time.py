@@ -56,14 +56,6 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
     assert len(slices[2]) <= len(slices[1])
 
 
-def test_a_plan_that_stays_is_one_line_of_the_log() -> None:
-    changes = {"slices": [12, 11], "schedule": "auto"}
-    told = rank_pool(2).run(engines.with_few_rounds, job=job, settings={}, dtype="float64", **changes)
-    first, again = (line for line in told[0][1] if line.startswith("planned "))
-    assert "\n" in first and "\n" not in again
-    assert again.startswith("planned 23 tokens again with that time: slices and schedule stay, predicted ")
-
-
 def job_train() -> dict[str, float]:
     with engines.engine_of(engines.gpt_layers(), engines.unchecked(slices="auto", granularity_tokens=4)) as engine:
         return engines.differences(engines.train(engine, engines.batches(4)), engines.stock_run(4))

@@ -255,7 +255,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, active: ActiveSlice, layer: Ha
     if len(of_q) != 4 or of_q[2] != tokens:
         problem = (
             f"the active slice [{active.start}, {active.stop}) has {tokens} tokens"
-            f"{'' if active.exchange is None else ', those of this sequence rank'}, so q must be [B, H, {tokens}, D], "
+            f"{'' if active.exchange is None else ' on this sequence rank'}, so q must be [B, H, {tokens}, D], "
             f"got {_shapes(q, k, v)}; pass the slice's own tokens, and no others"
         )
     elif len(of_k) != 4 or len(of_v) != 4 or of_k[:3] != of_v[:3] or of_k != (of_q[0], of_k[1], tokens, of_q[3]):

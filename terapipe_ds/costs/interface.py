@@ -68,7 +68,7 @@ def ask(
     if getattr(costs, "vectorized", False):
         try:
             answers = np.asarray(method(*map(np.asarray, arguments)))
-        except ValueError as problem:  # such as that of `if tokens > 64`
+        except ValueError as problem:  # for example from `if tokens > 64`
             raise error(
                 f"{whose}{name} of a vectorized costs object gave no array of one time per pair ({problem}): return "
                 "one, or remove the attribute `vectorized`"

@@ -111,7 +111,7 @@ def _table(cost: Any, whose: str, rows: set[int], spans: Sequence[Span]) -> Seco
         if hasattr(cost, name) and row < SEND:
             tokens, prefixes = zip(*spans, strict=True)
             table[row] = ask(cost, name, tokens, prefixes, SimulationError, f"{whose}, ")
-        elif hasattr(cost, name):  # messages have no prefix, so those of equal slices are one
+        elif hasattr(cost, name):  # messages have no prefix: slices of one length send equal ones
             sizes = list(dict.fromkeys(tokens for tokens, _ in spans))
             seconds = dict(zip(sizes, ask(cost, name, sizes, None, SimulationError, f"{whose}, "), strict=True))
             table[row] = [seconds[tokens] for tokens, _ in spans]

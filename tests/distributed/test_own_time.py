@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from terapipe_ds.runtime.batch.in_flight import PartInFlight
+from terapipe_ds.runtime.planning import auto_planner
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
@@ -54,6 +55,26 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
     assert sum(line.startswith("planned ") for line in lines) == 2
     assert slices == others and slices[0] == slices[1] and slices[2] == slices[3]
     assert len(slices[2]) <= len(slices[1])
+
+
+def job_same_plan() -> list[str]:
+    """Return the reports of a planner that finds the same plan with the engine's own time."""
+    found: list[Any] = []
+    plan = auto_planner.best_without_moving
+
+    def same(*arguments: Any) -> Any:
+        found.append(found[0] if found else plan(*arguments))
+        return found[0]
+
+    with mock.patch.object(auto_planner, "best_without_moving", same):
+        _, lines, _ = job({}, "float64")
+    return [line for line in lines if line.startswith("planned ")]
+
+
+def test_a_plan_that_stays_is_one_line_of_the_log() -> None:
+    first, again = rank_pool(2).run(engines.with_few_rounds, job=job_same_plan)[0]
+    assert "\n" in first and "\n" not in again
+    assert again.startswith("planned 23 tokens again with that time: slices and schedule stay, predicted ")
 
 
 def job_train() -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Call kernels of FlashAttention on CUDA: those of flash-attn 2, 3 and 4, where they are installed, and torch's own.
+"""Call kernels of FlashAttention on CUDA: torch's own, and the installed ones of flash-attn 2, 3 and 4.
 
 Their masks are aligned bottom-right and they know grouped heads: one call does a slice. So they can replay attention
 dropout, whose random numbers a kernel draws anew in each call. With documents the packages take one call per row, for
@@ -227,7 +227,7 @@ def _named(lengths: _Lengths) -> dict[str, Any]:
 
 
 class _Part(NamedTuple):
-    """What one call computes: all rows, or the documents of one row, one after another.
+    """Describe one call: all rows, or the documents of one row side by side.
 
     Then q, k, v are [H, tokens, D] and have lengths, as the packages take them.
     """

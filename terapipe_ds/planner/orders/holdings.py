@@ -66,7 +66,7 @@ class Holdings:
     def keeps(self, schedule: Schedule, orders: Orders) -> bool:
         """Return whether a whole schedule keeps the limit; bytes count the messages that are in flight.
 
-        `peak` counts `OUTSTANDING_SENDS` messages, more or fewer than those of a schedule.
+        `peak` counts `OUTSTANDING_SENDS` messages, and a schedule may have more or fewer.
         """
         if self.memory is None:
             return self.fit(orders)
@@ -83,9 +83,9 @@ def limited(
     """Return the holdings under a limit of slices, tokens or bytes that a stage may hold at once.
 
     `live_slices` is one number, or one per stage: slices between F and the last of B and W, over all chunks.
-    `live_sequences` counts tokens, so that slices of any length compare, and those of a part by its share of the stage;
-    `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on its
-    fullest stage: one per stage. Raises ScheduleError where a limit is not one per stage.
+    `live_sequences` counts tokens, so that slices of any length compare; tokens of a part count by its share of the
+    stage. `num_bytes` goes with a `memory`. Without all of them, a stage may hold as many sequences as unsliced 1F1B on
+    its fullest stage: one per stage. Raises ScheduleError where a limit is not one per stage.
     """
     stages = nodes.num_stages
     if num_bytes is not None:

@@ -82,7 +82,7 @@ def problem_of_local_storage(engine: PipelineEngine) -> str | None:
     if not engine.use_node_local_storage():
         return None
     return (
-        "checkpoint.use_node_local_storage: DeepSpeed saves one model state per machine there, and the load of a "
-        "pipeline wants that of every stage, so that such a checkpoint is in pieces. Remove the key, and save to a "
+        "checkpoint.use_node_local_storage: DeepSpeed saves one model state per machine there, and a pipeline needs "
+        "the states of all stages to load, so that no machine has a whole checkpoint. Remove the key, and save to a "
         "folder that all machines share"
     )

@@ -449,19 +449,19 @@ def nudged(inputs: Activations, seed: int) -> Activations:
     """Return copies of the inputs in which the last bit of two thirds of the hidden numbers is changed.
 
     Slices round otherwise than the whole, so that a router may send a token to another expert, and a ReLU may close.
-    Changed inputs have the same effect, and show how much of a difference it explains. Numbers without gradients beside
-    hidden states stay: they may be ids or probabilities, of which the layer takes no others. Float8 stays as well.
+    Changed inputs have the same effect, and show how much of a difference it explains. All numbers stay between the
+    least and the largest one, because a layer may accept no others. Float8 stays as it is, and so do numbers without
+    gradients beside hidden states: they may be ids.
     """
     has_hidden = any(each.requires_grad for each in inputs.tensors)
 
     def nudge(tensor: Tensor) -> Tensor:
         is_hidden = tensor.requires_grad or not has_hidden
-        if not (is_hidden and tensor.is_floating_point() and tensor.dtype.itemsize > 1):
+        if not (is_hidden and tensor.is_floating_point() and tensor.dtype.itemsize > 1 and tensor.numel()):
             return tensor
         generator = torch.Generator(tensor.device).manual_seed(seed)
         signs = torch.randint(-1, 2, tensor.shape, generator=generator, device=tensor.device)
         changed = (tensor.detach() * (1 + torch.finfo(tensor.dtype).eps * signs)).to(tensor.dtype)
-        changed = torch.where(changed.isfinite(), changed, tensor.detach())  # the smallest number of a mask stays
-        return changed.requires_grad_(tensor.requires_grad)
+        return changed.clamp(*tensor.detach().aminmax()).requires_grad_(tensor.requires_grad)
 
     return inputs.changed(nudge)

@@ -115,7 +115,7 @@ def test_a_rank_knows_where_its_tokens_start() -> None:
         (
             (1, 4, 4, 4),
             (1, 4, 4, 4),
-            r"\[0, 2\) has 2 tokens, those of this sequence rank, so q must be \[B, H, 2, D\]",
+            r"\[0, 2\) has 2 tokens on this sequence rank, so q must be \[B, H, 2, D\]",
         ),
         ((1, 4, 2, 4), (1, 3, 2, 4), "query heads must be a multiple of the key heads"),
     ],

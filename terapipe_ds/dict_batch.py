@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from terapipe_ds.attention.documents import Starts, have_edges, starts_at
+from terapipe_ds.attention.document_edges import Starts, have_edges, starts_at
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import show_key, show_value
 

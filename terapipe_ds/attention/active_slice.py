@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from terapipe_ds.attention.documents import Documents, Reach, are_position_ids, have_edges, starts_of
+from terapipe_ds.attention.document_edges import Documents, are_position_ids, have_edges, starts_of
+from terapipe_ds.attention.reach import Reach
 
 MODES = ("train", "eval", "recompute", "weight", "probe")
 

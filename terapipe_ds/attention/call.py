@@ -18,7 +18,7 @@ from torch import Tensor
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, active_slice
 from terapipe_ds.attention.backends import Backend, choose_backend
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries
-from terapipe_ds.attention.documents import Reach, Span
+from terapipe_ds.attention.reach import Reach, Span
 from terapipe_ds.attention.slice_store import SliceEntry
 
 _NOTHING = nullcontext()

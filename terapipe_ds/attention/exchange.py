@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.attention.active_slice import ActiveSlice, active_slice, push_slice
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sinks, prepare
-from terapipe_ds.attention.documents import to_device
+from terapipe_ds.attention.document_edges import to_device
 
 
 # The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.

@@ -25,7 +25,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.attention.active_slice import SliceStoreError as SliceStoreError  # who uses the store catches it
 from terapipe_ds.attention.buffers import BufferPool, TensorPair, TokenBuffer, layout_of
 from terapipe_ds.attention.carry.states import CarriedStates
-from terapipe_ds.attention.documents import Reach
+from terapipe_ds.attention.reach import Reach
 
 
 class LayerBytes(NamedTuple):

@@ -66,7 +66,7 @@ def verify_model(job: OfflineJob, plan: SlicePlan, section: TeraPipeConfig, raw:
     from deepspeed.accelerator import get_accelerator
 
     from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-    from terapipe_ds.runtime.batch.loss import weights_of
+    from terapipe_ds.runtime.batch.loss_weights import weights_of
     from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention, set_recompute
     from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
     from terapipe_ds.runtime.layers.untouched import untouched

@@ -1,7 +1,7 @@
 """Validate the `terapipe` section of a DeepSpeed config.
 
 It is plain pydantic, strict: DeepSpeed's own base class for config sections imports torch and drops the value "auto".
-DeepSpeed ignores sections that it does not know, so this module refuses misspelt keys.
+Misspelt keys are refused by `unknown_keys`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,14 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
 from terapipe_ds.config.conflicts import conflicting_keys, problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
+from terapipe_ds.config.unknown_keys import (
+    Path,
+    models_of,
+    problems_of,
+    refuse_misspelt_section,
+    take_known,
+    unknown_key,
+)
 from terapipe_ds.config.values import (
     SECTION,
     TIMEOUT_FORM,
@@ -30,7 +38,6 @@ from terapipe_ds.config.values import (
     LengthsOfEach,
     LinksConfig,
     NonEmpty,
-    Path,
     PlannerConfig,
     Positive,
     Recompute,
@@ -39,13 +46,8 @@ from terapipe_ds.config.values import (
     TeraPipeConfigError,
     Timeout,
     lists_to_tuples,
-    models_of,
-    problems_of,
-    refuse_misspelt_section,
     shown_value,
-    take_known,
     tuples_to_lists,
-    unknown_key,
 )
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import PlanError, SlicePlan

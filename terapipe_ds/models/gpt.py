@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice, sliced_attention
-from terapipe_ds.attention.documents import Starts, are_position_ids, to_device
+from terapipe_ds.attention.document_edges import Starts, are_position_ids, to_device
 from terapipe_ds.costs import model_sizes
 from terapipe_ds.files.strict_json import STRICT, describe_error
 from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidden, head_of, tied_logits

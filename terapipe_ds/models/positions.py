@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 
 
 def first_position() -> int:

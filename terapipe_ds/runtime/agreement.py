@@ -3,7 +3,8 @@
 `gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
 `group`. None stands for all ranks. If their backend works on devices, the functions then make a group on the CPU for
 the one call, since DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no
-rank waits for one that has left. `batch.batch_agreement` compares configs again with each batch.
+rank waits for one that has left. `require_equal_configs` compares configs at the start, `batch.batch_agreement` again
+with each batch.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backe
 from terapipe_ds.attention.backends import available_backends
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.flash_attn import CudaFlash
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from tests.gpu_checks.checks import Check, Settings, at_most, equal, not_run
 
 MOST_OVER_UNSLICED = 2.0

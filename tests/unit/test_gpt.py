@@ -14,7 +14,7 @@ from deepspeed.pipe import TiedLayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.costs.model_sizes import MODEL_SIZES, ModelSize, ModelSizeError
 from terapipe_ds.models import gpt
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from terapipe_ds.attention.documents import Span
+from terapipe_ds.attention.reach import Span
 
 Tensor = torch.Tensor
 AddGrads = Callable[..., None]  # SliceEntry.add_grads(offset, dk, dv, again=False, rows=None)

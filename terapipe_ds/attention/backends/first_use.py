@@ -18,7 +18,7 @@ from torch.utils import _python_dispatch
 
 from terapipe_ds.attention.backends.base import Attended, Backend, Need, Queries, Tensor, expand_heads, sum_groups
 from terapipe_ds.attention.backends.reference import Reference
-from terapipe_ds.attention.documents import Span
+from terapipe_ds.attention.reach import Span
 from terapipe_ds.messages import logger
 
 Forward = Callable[[Queries], Attended]

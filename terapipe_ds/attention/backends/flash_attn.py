@@ -18,7 +18,7 @@ from terapipe_ds import compat
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.blocks import as_wide
 from terapipe_ds.attention.backends.first_use import widest_head, wrong_kernel
-from terapipe_ds.attention.documents import to_device
+from terapipe_ds.attention.document_edges import to_device
 
 _aten = torch.ops.aten
 _Lengths = tuple[Any, ...] | None

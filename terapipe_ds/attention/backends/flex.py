@@ -21,7 +21,7 @@ from torch.nn.attention import flex_attention as flex
 
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
 from terapipe_ds.attention.backends.flash_attn import cuda_capability
-from terapipe_ds.attention.documents import to_device
+from terapipe_ds.attention.document_edges import to_device
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 SpanKey = tuple[int, int, int, int, int]

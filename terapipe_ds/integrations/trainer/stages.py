@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import nested_detach
 from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import read_strategy
-from terapipe_ds.config.values import refuse_misspelt_section
+from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.compat.tied_groups import index_tied_modules
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict

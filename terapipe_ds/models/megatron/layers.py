@@ -34,7 +34,7 @@ from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as torch_dist
 import xxhash
 
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from terapipe_ds.attention.documents import Starts, are_position_ids, have_edges, starts_of
+from terapipe_ds.attention.document_edges import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, ReadBatch, read_dict
 from terapipe_ds.messages import logger

@@ -14,7 +14,7 @@ from terapipe_ds.attention import ActiveSlice
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
-from terapipe_ds.runtime.batch.loss import (
+from terapipe_ds.runtime.batch.loss_weights import (
     LossKindError,
     exact_zero,
     require_graph,

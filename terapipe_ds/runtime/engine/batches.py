@@ -13,13 +13,13 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.attention import GuardCapturedNames, guard_plain_attention
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import SliceLossError, counts_of, weights_of
+from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
 from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
@@ -270,7 +270,7 @@ class OpenBatch:
         stage, batch = self._stage, self.current
         # sends are complete, no weight gradient is left, and no slice is live
         stage.links.close_batch()
-        stage.weights.assert_done()
+        stage.weight_gradients.assert_done()
         for part in self._parts:
             part.close_batch()
         if batch.training:
@@ -290,12 +290,12 @@ class OpenBatch:
     def _set(self, batch: BatchInFlight | None) -> None:
         self._batch = batch
         if batch is None:
-            self._stage.weights.open_batch()
+            self._stage.weight_gradients.open_batch()
         else:
             groups = batch.weight_groups(self._stage.sequence.size)
-            if not self._stage.weights.joins_unsplit(self._stage.deepspeed.checkpoints):
+            if not self._stage.weight_gradients.joins_unsplit(self._stage.deepspeed.checkpoints):
                 groups = [group for group in groups if group <= batch.split]
-            self._stage.weights.open_batch(batch.split, groups)
+            self._stage.weight_gradients.open_batch(batch.split, groups)
         self._stage.results.begin(batch)
         if self._stage.offload is not None:
             self._stage.offload.open_batch(batch)

@@ -12,21 +12,21 @@ DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in thi
    schedule lowers its order for this stage to actions: computations, messages, and at the end the sums of tied and
    replicated gradients and the optimizer's step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
-   The last part weighs the loss of each slice by its share of the labels (`batch_results`). Gradients of linear layers
-   are products of their own, outside of autograd (`weight_gradients`).
+   The last part weighs the loss of each slice by its share of the labels (`batch.loss_weights`). Gradients of linear
+   layers are products of their own, outside of autograd (`weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
 
 An error on which the ranks agree (`agreement`) is raised on all of them; training can go on with the next batch. After
 any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
 (`failures.watchdog`).
 
-Eight more files show a batch from its data to the step. You need the others for details, checks and options.
+Nine more files show a batch from its data to the step. You need the others for details, checks and options.
 
 - `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
 - `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
 - `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
 - `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
-- `runtime/engine/batch_results.py`: the weights and sums of the losses of slices.
+- `runtime/batch/loss_weights.py`, `runtime/engine/batch_results.py`: weights and sums of the losses of slices.
 - `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. The autograd
   node of attention (`attention.sliced`) calls it.
 - `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
@@ -47,7 +47,7 @@ from deepspeed.runtime.utils import clip_grad_norm_
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
-from terapipe_ds.runtime.batch.loss import SliceLossError
+from terapipe_ds.runtime.batch.loss_weights import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage, give_back
@@ -98,7 +98,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
     It offers everything that DeepSpeed's `PipelineEngine` offers, with the same arguments and results: `train_batch`,
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest. `ModelEndsEngine` changes
-    where DeepSpeed finds losses and how it sums them over ranks, but never the course of a batch.
+    where DeepSpeed finds losses, how it sums them over ranks, and saves a loss module; never the course of a batch.
     """
 
     reads_terapipe_section = True  # `compat.unread_section` reads it
@@ -263,7 +263,7 @@ class TeraPipeEngine(ModelEndsEngine):
             if busy := self._stage.watchdog.busy:
                 raise RuntimeError(f"destroy() was called while the engine is {busy}: call it after the batch")
             self._stage.watchdog.close()
-            self._stage.weights.close()
+            self._stage.weight_gradients.close()
             give_back(self)
         super().destroy()
         if "_groups" in vars(self):
@@ -285,7 +285,7 @@ class TeraPipeEngine(ModelEndsEngine):
     @property
     def weight_gradients(self) -> WeightGradients:
         """Return the weight gradients that layers compute themselves."""
-        return self._stage.weights
+        return self._stage.weight_gradients
 
     @property
     def closing_s(self) -> float:
@@ -382,19 +382,23 @@ class TeraPipeEngine(ModelEndsEngine):
 
     def _reduce_tied_grads(self, action: Action) -> None:
         if self._outside is not None:
-            with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
-                self._stage.links.close_batch()  # a caller may go on after the error
-                # with copies every sum has all gradients
-                has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
-                problem = None if has_copies else problem_of_tied_gradients(*tied)
-                problem = problem or (None if self._written is None else self._written.problem(has_copies))
-                problem = problem or self._outside.problem(Gradients(self.optimizer).is_there)
-                refuse_in_batch(problem, self._groups.world)
-                refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
+            self._refuse_changes_in_batch(self._outside)
             self._written = self._outside = None
         self._batch_end.before_sums()
         # DeepSpeed's own sum fails for weights that are frozen, or passes over gradients
         sum_gradients(self.module, self.optimizer)
+
+    def _refuse_changes_in_batch(self, outside: OutsideLayers) -> None:
+        """Raise on every rank if layers have changed values that do not train right, or a loss has no value."""
+        with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
+            self._stage.links.close_batch()  # a caller may go on after the error
+            # with copies every sum has all gradients
+            has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
+            problem = None if has_copies else problem_of_tied_gradients(*tied)
+            problem = problem or (None if self._written is None else self._written.problem(has_copies))
+            problem = problem or outside.problem(Gradients(self.optimizer).is_there)
+            refuse_in_batch(problem, self._groups.world)
+            refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 
     def _optimizer_step(self, action: Action) -> None:
         self._batch_end.before_step()

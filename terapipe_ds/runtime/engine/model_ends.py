@@ -1,4 +1,4 @@
-"""Let DeepSpeed find the ends of the model and sum over sequence ranks.
+"""Let DeepSpeed find the ends of the model, sum over sequence ranks, and save a loss module.
 
 DeepSpeed asks its first and last stage, but the ends may be on others. It does not know ranks that divide the tokens of
 each slice.

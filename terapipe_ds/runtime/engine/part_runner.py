@@ -26,7 +26,7 @@ from deepspeed.runtime.pipe.engine import (
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
@@ -71,7 +71,7 @@ class Stage:
     links: StageLinks
     store: SliceStore
     watchdog: Watchdog
-    weights: WeightGradients
+    weight_gradients: WeightGradients
     results: BatchResults
     tracer: ActionTracer
     own_time: OwnTime
@@ -103,7 +103,7 @@ class DeepSpeedCalls:
         """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
         activate(self._engine.module, chunk_id)
         autocast = partial(autocast_if_enabled, self._engine)
-        return LossOfHidden.of(self._engine.module, stage.weights, autocast, stage.own_time.layers)
+        return LossOfHidden.of(self._engine.module, stage.weight_gradients, autocast, stage.own_time.layers)
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
         """Run the layers of the active part, and return their outputs."""
@@ -299,8 +299,8 @@ class PartRunner:
         if not self.place.is_last:
             _, gradients = self._received(action, PIPE_RECV_GRAD_TIMER)
         # layers keep the factors of weight gradients: for W, or for one product with other slices
-        is_split = stage.weights.splits(key)
-        with push_slice(self._active(action, "recompute")) as active, stage.weights.deferred(key):
+        is_split = stage.weight_gradients.splits(key)
+        with push_slice(self._active(action, "recompute")) as active, stage.weight_gradients.deferred(key):
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
                 if not active.wants_logits:  # the backward has computed the loss
@@ -314,13 +314,13 @@ class PartRunner:
         if not self._sends_gradients and not self.place.is_first:
             stage.links.hand_on(action, self._input_gradients(action))
         if not is_split:
-            self._weights_of(action)
+            self._compute_weights(action)
         slices.finish(action)
 
-    def _weights_of(self, action: Action) -> int:
+    def _compute_weights(self, action: Action) -> int:
         """Compute the weight gradients that wait for this B or W, if any; return how many its slice had."""
         stage, key = self._stage, self._open().key(action)
-        is_due = stage.weights.is_due(key)
+        is_due = stage.weight_gradients.is_due(key)
         stage.own_time.layers_begin()
         # nobody waits for weight gradients, but the stage before waits for this slice's
         if is_due and self._sends_gradients and action.kind is Kind.BACKWARD:
@@ -329,7 +329,7 @@ class PartRunner:
         # most often the products wait for other slices, or there are none
         has_work = is_due or stage.finite is not None
         with push_slice(self._active(action, "weight")) if has_work else _NOTHING:
-            count = stage.weights.compute(key, stage.deepspeed.weight_backward)
+            count = stage.weight_gradients.compute(key, stage.deepspeed.weight_backward)
             if stage.finite is not None:
                 stage.finite.look_at_parameters()
         stage.own_time.layers_end()
@@ -342,7 +342,7 @@ class PartRunner:
         self._begin(action)
         # the factors that B kept: the inputs, and the gradients of the outputs
         self._num_weights += 1
-        self._num_products += self._weights_of(action)
+        self._num_products += self._compute_weights(action)
         slices.finish(action)
 
     def send_activation(self, action: Action) -> None:

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.losses import Head, find_head
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.batch.loss import exact_zero
+from terapipe_ds.runtime.batch.loss_weights import exact_zero
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -20,7 +20,7 @@ from terapipe_ds.plan import JOINED_ROWS
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_tuple
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
-from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.loss_weights import weighted_loss
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients, keeps_attention
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients

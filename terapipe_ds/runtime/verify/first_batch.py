@@ -24,7 +24,7 @@ from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import LossKindError, SliceLossError, slice_counts, weights_of
+from terapipe_ds.runtime.batch.loss_weights import LossKindError, SliceLossError, slice_counts, weights_of
 from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are

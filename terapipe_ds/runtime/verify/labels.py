@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import slice_counts, weights_of
+from terapipe_ds.runtime.batch.loss_weights import slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, num_rows
 from terapipe_ds.runtime.verify.loss import LossCheck

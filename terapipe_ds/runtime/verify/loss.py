@@ -17,7 +17,7 @@ from terapipe_ds.attention import ActiveSlice, active_slice, guard_plain_attenti
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
-from terapipe_ds.runtime.batch.loss import slice_counts, weighted_loss, weights_of
+from terapipe_ds.runtime.batch.loss_weights import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained

@@ -19,7 +19,7 @@ from terapipe_ds.attention import ActiveSlice, PlainAttentionError, guard_plain_
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import LossKindError, weighted_loss
+from terapipe_ds.runtime.batch.loss_weights import LossKindError, weighted_loss
 from terapipe_ds.runtime.failures.trials import TrialFailure
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.compare import Difference, first_sentence

@@ -15,7 +15,7 @@ import torch.distributed as torch_dist
 from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, SliceStore
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.batch.cut_tensors import Tensors

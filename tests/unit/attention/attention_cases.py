@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, set_backend, sliced_attention
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from tests.small_models.mixers import attention_by_hand
 
 Tensor = torch.Tensor

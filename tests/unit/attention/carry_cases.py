@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import SliceStore, push_slice
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 
 Layer = Callable[[Tensor], Tensor]
 

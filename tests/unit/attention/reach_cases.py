@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import ActiveSlice, SliceStore, push_slice, sliced_attention
 from terapipe_ds.attention.backends.fused import CpuFlash
 from terapipe_ds.attention.backends.reference import Reference
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from tests.small_models.mixers import attention_by_hand
 
 Tensor = torch.Tensor

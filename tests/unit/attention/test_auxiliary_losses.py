@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from terapipe_ds.attention import SliceStore, push_slice
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from tests.small_models.experts import ExpertsLayer, plain_experts
 
 ROWS, LENGTH, WIDTH = 2, 11, 6

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import SliceStore, SliceStoreError, carry, push_slice
 from terapipe_ds.attention.carry.states import CarriedEntry, CarriedStates
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from tests.small_models.mixers import MIXERS, Ahead, AheadLoss
 
 EXACT = 1e-10

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 
 LENGTHS = (3, 1, 4)
 

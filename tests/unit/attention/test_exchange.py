@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice, sliced_attention
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.attention.exchange import SequenceRanks, to_heads, to_tokens
 from terapipe_ds.models.positions import first_position
 

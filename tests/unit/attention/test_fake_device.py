@@ -26,7 +26,7 @@ from terapipe_ds.attention.call import Options, prepare
 from terapipe_ds.models import positions
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.loss_weights import weighted_loss
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
 LENGTHS = (300, 699, 1)

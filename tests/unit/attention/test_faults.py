@@ -14,7 +14,8 @@ from terapipe_ds.attention.backends import fused, reference
 from terapipe_ds.attention.backends.base import Queries
 from terapipe_ds.attention.backends.blocks import BlockKernel
 from terapipe_ds.attention.buffers import TokenBuffer
-from terapipe_ds.attention.documents import Documents, Reach
+from terapipe_ds.attention.document_edges import Documents
+from terapipe_ds.attention.reach import Reach
 from terapipe_ds.attention.slice_store import SliceEntry
 
 WINDOW = Case((9, 10, 1, 12), window=6)

@@ -12,7 +12,8 @@ from terapipe_ds.attention import ActiveSlice, SliceStore, carry, opaque, push_s
 from terapipe_ds.attention.backends import flex
 from terapipe_ds.attention.backends.base import Queries
 from terapipe_ds.attention.backends.flash_attn import _parts
-from terapipe_ds.attention.documents import Documents, Span
+from terapipe_ds.attention.document_edges import Documents
+from terapipe_ds.attention.reach import Span
 from terapipe_ds.models.gpt import GPTConfig, PositionEmbedding
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, UncutLabels
 

@@ -23,7 +23,7 @@ from terapipe_ds.attention import (
 from terapipe_ds.attention.backends import reference
 from terapipe_ds.attention.backends.blocks import Block
 from terapipe_ds.attention.backends.fused import CpuFlash
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 
 BOUND, FP32_BOUND = 1e-10, 1e-5
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -23,7 +23,7 @@ from terapipe_ds.attention import (
     plain_attention_guard,
     push_slice,
 )
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 
 PART = ActiveSlice(4, 8, 12)
 X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has

@@ -15,7 +15,7 @@ from reach_cases import Case, cases, error, formula, run_formula, run_in_slices
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
 from terapipe_ds.attention.buffers import BufferPool
-from terapipe_ds.attention.documents import Documents
+from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.attention.slice_store import SliceEntry
 
 BYTES_PER_TOKEN = 2 * 2 * (8 + 8) * 8  # of keys and values in fp64: B * H_kv * (D + D_v)

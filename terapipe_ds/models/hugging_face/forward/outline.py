@@ -130,8 +130,8 @@ class Outline:
         self.layers_name, layers = _decoder_layers(model, self.config.num_hidden_layers)
         self.layers = list(layers)
         self.dtypes: dict[torch.dtype, torch.dtype] = {}  # that weights have, by those that they were made with
-        self._places_of = [StandIn(layer, self.dtypes) for layer in self.layers]
-        _put(model, self.layers_name, nn.ModuleList(self._places_of))
+        self._layer_stand_ins = [StandIn(layer, self.dtypes) for layer in self.layers]
+        _put(model, self.layers_name, nn.ModuleList(self._layer_stand_ins))
         # decoder layers are stand-ins by now, so the remaining modules with weights run before or after them
         self._others = {name: StandIn(module, self.dtypes) for name, module in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)
@@ -272,7 +272,7 @@ class Outline:
         self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
     ) -> Tensor:
         # for this run alone, and restored after it: a closure holds the activations of a slice
-        stand_ins = list(zip(self._places_of, runs, strict=True))
+        stand_ins = list(zip(self._layer_stand_ins, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
             stand_in.let(run)

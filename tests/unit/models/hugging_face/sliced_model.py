@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face.create import model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline

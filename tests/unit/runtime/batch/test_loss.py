@@ -15,7 +15,7 @@ from torch import Tensor
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import (
+from terapipe_ds.runtime.batch.loss_weights import (
     LossKindError,
     SliceLossError,
     exact_zero,

@@ -14,7 +14,7 @@ from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import MicroBatchInFlight
-from terapipe_ds.runtime.batch.loss import weighted_loss
+from terapipe_ds.runtime.batch.loss_weights import weighted_loss
 from terapipe_ds.runtime.engine.batch_results import BatchResults, accumulated, joined, sum_of_slices
 from terapipe_ds.runtime.engine.deepspeed_faults import count_nothing_as_zero
 from terapipe_ds.runtime.verify.tokens import Slicing

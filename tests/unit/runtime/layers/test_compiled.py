@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, opaque, push_slice, sliced_attention
-from terapipe_ds.attention.documents import Documents, Starts
+from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.attention.opaque import running
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig
 from terapipe_ds.runtime.layers import compiled

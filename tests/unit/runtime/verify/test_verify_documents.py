@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.documents import Starts
+from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape

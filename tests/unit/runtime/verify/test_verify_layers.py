@@ -15,7 +15,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
-from terapipe_ds.runtime.batch.loss import weights_of
+from terapipe_ds.runtime.batch.loss_weights import weights_of
 from terapipe_ds.runtime.layers.activation_checkpointing import checkpoint_with_gradients
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched

@@ -121,6 +121,14 @@ def test_a_layer_of_the_package_that_somebody_changed(change: str) -> None:
     assert not are_own(own)
 
 
+def test_a_hook_of_all_modules_runs_in_layers_of_the_package_too() -> None:
+    own = own_layers()
+    added = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+    assert not are_own(own)
+    added.remove()
+    assert are_own(own)
+
+
 def test_what_measures_or_is_of_torch_changes_nothing() -> None:
     own = own_layers()
     hook = lambda *arguments: None  # noqa: E731

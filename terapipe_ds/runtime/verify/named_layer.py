@@ -148,7 +148,7 @@ def _is_as_built(module: nn.Module) -> bool:
     """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
     # functions in attributes are activations, for example
     own = vars(module)
-    functions = [value for value in own.values() if callable(value)]
+    functions = [value for value in own.values() if callable(value)] + [getattr(type(module), "forward", module)]
     hooks = [hook for name in HOOKS_OF_MODULES for hook in own.get(name, {}).values()]
     hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
     is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))

@@ -86,13 +86,14 @@ CONFLICTS = (
 
 # sections that give "auto" a meaning, or may have it as a name
 _OWN_AUTO = ("terapipe", "pipeline", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet")
+_OWN_AUTO_KEY = ("data_types", "keep_in_fp32_modules")  # DeepSpeed's default
 
 
 def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the keys whose value "auto" waits for transformers' Trainer to fill it in."""
     for key, value in ds_config.items():
         inner = (*path, str(key))
-        if value == "auto":
+        if value == "auto" and inner != _OWN_AUTO_KEY:
             yield ".".join(inner)
         elif isinstance(value, Mapping) and inner[0] not in _OWN_AUTO:
             yield from unfilled_in(value, inner)

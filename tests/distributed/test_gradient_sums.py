@@ -196,6 +196,26 @@ def test_measured_slices_add_to_the_sums_and_leave_them_zero() -> None:
     assert in_measurement[0] and not in_measurement[-1] and in_measurement == sorted(in_measurement, reverse=True)
 
 
+def _gradients_after(leftover: float | None, slices: int | None) -> dict[str, Tensor]:
+    """Return the gradients of a batch before which a program has left gradients; `slices` None: the stock engine's."""
+    kept: list[dict[str, Tensor]] = []
+    terapipe = None if slices is None else engines.unchecked(slices=slices)
+    with engines.started(module_of("gpt"), terapipe, **BF16) as engine:
+        for parameter in engine.module.parameters() if leftover is not None else ():
+            parameter.grad = torch.full_like(parameter, leftover)
+        engines.record_gradients(engine, kept.append)
+        engine.train_batch(iter(engines.batches(1)[0]))
+    return kept[0]
+
+
+def _changed_by_leftovers() -> list[bool]:
+    return [engines.error_of(_gradients_after(9.0, each), _gradients_after(None, each)) > 0 for each in (None, 3)]
+
+
+def test_gradients_that_a_program_leaves_between_batches_are_dropped_as_by_the_stock_engine() -> None:
+    assert rank_pool(1).run(_changed_by_leftovers) == [[False, False]]
+
+
 # -- how exact the sums are ------------------------------------------------------------------------------------
 
 SEEDS = 20

@@ -153,6 +153,9 @@ class GradientSums:
             self._sum(place).view_as(stand_in).add_(stand_in.grad)
             stand_in.grad = None
 
+    def begin(self) -> None:
+        """Begin the sums of a training batch."""
+
     def _sum(self, place: _Place) -> Tensor:
         raise NotImplementedError
 
@@ -180,6 +183,10 @@ class _SumsOfBf16(GradientSums):
             # DeepSpeed clears gradients when a backward reaches the outputs of the layers. `collect` leaves none
             # behind, so it would clear only those that parameters of the loss have just got.
             optimizer.backward_prologue = lambda: None
+
+    def begin(self) -> None:
+        # a program may have run layers backwards since the last batch; DeepSpeed drops that too
+        self._optimizer.clear_lp_grads(set_to_none=True)
 
     def _sum(self, place: _Place) -> Tensor:
         group, number = place

@@ -172,6 +172,11 @@ def _outside(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
 HOOKS_OF_MODULES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
+def hooks_of_all_modules() -> list[Any]:
+    """Return the hooks that torch calls for every module of the process."""
+    return [hook for name in HOOKS_OF_MODULES for hook in getattr(nn.modules.module, f"_global{name}", {}).values()]
+
+
 class ModelChanges:
     """Detect what a program changes in the layers of a stage between batches, because checks hold for what they saw.
 
@@ -199,8 +204,7 @@ class ModelChanges:
         return self._last.count(True)
 
     def _all(self) -> Iterator[Any]:
-        for name in HOOKS_OF_MODULES:
-            yield from map(_code_of, getattr(nn.modules.module, f"_global{name}", {}).values())
+        yield from map(_code_of, hooks_of_all_modules())
         stack: list[nn.Module | None] = [self._module]  # `modules()` takes several times as long, in each step
         known = set[nn.Module]()
         while stack:

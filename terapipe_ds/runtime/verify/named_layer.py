@@ -19,7 +19,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import (
     kept_calls,
 )
 from terapipe_ds.runtime.layers.finite import layer_title
-from terapipe_ds.runtime.layers.sliceable import HOOKS_OF_MODULES
+from terapipe_ds.runtime.layers.sliceable import HOOKS_OF_MODULES, hooks_of_all_modules
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part
 
@@ -124,7 +124,7 @@ _WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
 def all_own(module: Any) -> bool:
     """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
     functions = [function for _ in each_part(module) for function in module.forward_funcs]
-    if _has_own_forward(module):
+    if _has_own_forward(module) or any(map(_is_foreign, hooks_of_all_modules())):
         return False
     return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
 
@@ -133,7 +133,7 @@ def _has_own_forward(module: Any) -> bool:
     """Return whether the user's code runs around the layers: a forward of the `PipelineModule`, or a hook of it."""
     hooks = [hook for name in HOOKS_OF_MODULES for hook in vars(module).get(name, {}).values()]
     forwards = [kind.forward for kind in (module, *type(module).__mro__) if "forward" in vars(kind)]
-    return any(_root(each) not in (*_BUILDING_BLOCKS, "deepspeed") for each in (*hooks, *forwards))
+    return any(map(_is_foreign, (*hooks, *forwards)))
 
 
 def _is_own(layer: Any) -> bool:
@@ -148,11 +148,15 @@ def _is_as_built(module: nn.Module) -> bool:
     """Return whether `module` runs no foreign code: as forward, hook, parametrization or function in an attribute."""
     # functions in attributes are activations, for example
     own = vars(module)
-    functions = [value for value in own.values() if callable(value)]
+    functions = [value for value in own.values() if callable(value)] + [getattr(type(module), "forward", module)]
     hooks = [hook for name in HOOKS_OF_MODULES for hook in own.get(name, {}).values()]
     hooks += [hook for each in module.parameters(recurse=False) for hook in (each._backward_hooks or {}).values()]
     is_built = all(_root(each) in _BUILDING_BLOCKS for each in (module, *functions))
     return is_built and all(_root(hook) in _WATCHERS for hook in hooks) and not is_parametrized(module)
+
+
+def _is_foreign(thing: Any) -> bool:
+    return _root(thing) not in (*_BUILDING_BLOCKS, "deepspeed")
 
 
 def _root(thing: Any) -> str:

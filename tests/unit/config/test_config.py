@@ -565,6 +565,7 @@ def test_layers_are_chosen_under_a_measured_limit_and_on_one_part_per_stage(
 
 def test_what_trainer_would_fill_in_is_named() -> None:
     filled = {"pipeline": {"stages": "auto"}, "tensorboard": {"job_name": "auto"}, "bf16": {"enabled": True}}
+    filled["data_types"] = {"keep_in_fp32_modules": "auto"}  # DeepSpeed's own default
     TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled})
     TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": False}, "train_batch_size": "auto"})
     unfilled = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto", "betas": ["auto", 0.9]}}}

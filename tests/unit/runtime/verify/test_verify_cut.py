@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -119,6 +120,19 @@ def test_a_layer_of_the_package_that_somebody_changed(change: str) -> None:
     own = own_layers()
     CHANGES[change](own[1])
     assert not are_own(own)
+
+
+def test_a_hook_of_all_modules_runs_in_layers_of_the_package_too() -> None:
+    own = own_layers()
+    added = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
+    assert not are_own(own)
+    added.remove()
+    assert are_own(own)
+
+
+def test_a_class_with_a_replaced_forward_is_no_longer_the_package_s() -> None:
+    with mock.patch.object(gpt.FeedForward, "forward", lambda layer, x: x.cumsum(1)):
+        assert not are_own(own_layers())
 
 
 def test_what_measures_or_is_of_torch_changes_nothing() -> None:

@@ -152,6 +152,7 @@ def _in_setting(name: str, folder: str) -> tuple[int, float]:
     import torch.distributed as torch_dist
 
     stages, slices, settings, keys = SETTINGS[name]
+    count = 4 if keys else 1  # micro-batches; many would hide the optimizer's bytes
     # beside a CPU every recomputed layer of a slice keeps 5 KB of random state
     work = replace(SMALL, stages=stages, micro_batch=16 if keys else 2)
     section = {"enabled": True, "schedule": "terapipe", "slices": "auto", "planner": {"cache_dir": folder}} | keys
@@ -165,10 +166,10 @@ def _in_setting(name: str, folder: str) -> tuple[int, float]:
             torch_dist.barrier()
             model = replace(in_place_model(Path(folder)), offloads="offload_activations" in keys)
             plan = SlicePlan.equal(work.sequence_length, slices)
-            engine.set_train_batch_size(work.micro_batch * 4 * 2 // stages)
+            engine.set_train_batch_size(work.micro_batch * count * 2 // stages)
             engine.use_slice_plan(plan)
             peak = measure_peak(engine, data)[0] - host_bytes(engine, engine.zero_cpu_offload())
-            predicted = Replay.of(build("terapipe", stages, 4, slices)).peak_bytes(plan, model)
+            predicted = Replay.of(build("terapipe", stages, count, slices)).peak_bytes(plan, model)
             return engine.stage_id, predicted[engine.stage_id] / peak
         finally:
             engine.destroy()

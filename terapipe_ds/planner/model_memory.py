@@ -189,6 +189,7 @@ class Setup:
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
         waiting = share * self._kept_for_weights(is_last, layers)
+        joins = item < 4 and not (again or self.offload_optimizer)  # `WeightGradients.joins_unsplit`
         fresh, fresh_of_whole = (self._fresh_gradient_bytes(is_first, is_last, layers, w) for w in (False, True))
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
@@ -203,7 +204,7 @@ class Setup:
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=waiting,
-            joined_bytes_per_token=0 if self.activation_checkpointing or ITEMSIZE[self.dtype] >= 4 else waiting,
+            joined_bytes_per_token=waiting if joins else 0,
             joined_tokens=JOINED_ROWS / share,
             working_copied_bytes_per_token=share * self._largest_factors(is_last, layers),
             working_factor_bytes_per_token=share * self._factors_of_layer if again and layers else 0,

@@ -4,16 +4,23 @@ import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec
+from torch import Tensor, nn
 
+from studies.levers import host_bytes
 from studies.memory import counted_model, in_place_model, measure_peak
 from studies.options import batches
-from terapipe_ds.bench.ranks import Workload, build_engine
+from terapipe_ds.bench.ranks import USUAL_SETTINGS, Workload, build_engine
+from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
+from tests.distributed.engines import few_rounds
 from tests.distributed.harness import RankPool
 
 WORK = Workload(stages=2, accumulation=1, sequence_length=512, micro_batch=2, hidden=64, layers=4, heads=4)
@@ -106,3 +113,70 @@ def test_a_wrong_number_of_live_slices_is_noticed(measured: Any) -> None:
     peaks, models = measured
     assert not _fits(_errors(peaks, models["counted"], count=1))
     assert not _fits(_errors(peaks, models["counted"], wrong="gpipe"))
+
+
+SMALL = replace(WORK, sequence_length=256)
+BUCKET = 300_000  # numbers that ZeRO-1 reduces at once; a usual bucket is much larger than the model
+ZERO: dict[str, Any] = {"stage": 1, "reduce_bucket_size": BUCKET}
+ON_HOST = {"zero_force_ds_cpu_optimizer": False, "zero_optimization": ZERO | {"offload_optimizer": {"device": "cpu"}}}
+BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+AWAY = {"offload_activations": True, "recompute": "full"}
+SETTINGS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "sums in bf16, states divided": (1, 4, BF16, {}),
+    "fp32 copies, a bucket": (1, 4, {"zero_optimization": ZERO}, {}),
+    "states on the host": (1, 4, BF16 | ON_HOST, {}),
+    "gradients that wait": (1, 4, BF16 | {"zero_optimization": ZERO, "data_types": {"grad_accum_dtype": "fp32"}}, {}),
+    "activations on the host": (2, 8, {}, AWAY),
+}
+"""Stages, slices, DeepSpeed's settings and keys of the section, for two ranks."""
+
+
+class Scale(nn.Module):
+    """Multiply by the mean of a large weight, whose gradient autograd makes, like those of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(400_000, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight.mean()
+
+
+def _with_scales(config: gpt.GPTConfig, make: Any = gpt.gpt_layers) -> list[Any]:
+    embedding, *others = make(config)
+    return [embedding, *(LayerSpec(Scale) for _ in range(4)), *others]
+
+
+def _in_setting(name: str, folder: str) -> tuple[int, float]:
+    """Return the stage, and the predicted peak over the measured one."""
+    import torch.distributed as torch_dist
+
+    stages, slices, settings, keys = SETTINGS[name]
+    count = 4 if keys else 1  # micro-batches; many would hide the optimizer's bytes
+    # beside a CPU every recomputed layer of a slice keeps 5 KB of random state
+    work = replace(SMALL, stages=stages, micro_batch=16 if keys else 2)
+    section = {"enabled": True, "schedule": "terapipe", "slices": "auto", "planner": {"cache_dir": folder}} | keys
+    ds_config = USUAL_SETTINGS | {"zero_allow_untested_optimizer": True} | settings
+    dtype = {"dtype": "bfloat16" if "bf16" in settings else "float32"}
+    make = _with_scales if name == "gradients that wait" else gpt.gpt_layers
+    with mock.patch.object(gpt, "gpt_layers", make), few_rounds():
+        engine, data = build_engine(section, work, ds_config=ds_config, gpt=dtype), batches(work)
+        try:
+            engine.train_batch(data)
+            torch_dist.barrier()
+            model = replace(in_place_model(Path(folder)), offloads="offload_activations" in keys)
+            plan = SlicePlan.equal(work.sequence_length, slices)
+            engine.set_train_batch_size(work.micro_batch * count * 2 // stages)
+            engine.use_slice_plan(plan)
+            peak = measure_peak(engine, data)[0] - host_bytes(engine, engine.zero_cpu_offload())
+            predicted = Replay.of(build("terapipe", stages, count, slices)).peak_bytes(plan, model)
+            return engine.stage_id, predicted[engine.stage_id] / peak
+        finally:
+            engine.destroy()
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_measured_models_know_the_optimizer_and_the_host(name: str, tmp_path: Path) -> None:
+    with contextlib.closing(RankPool(2)) as pool:
+        ratios = [ratio for _, ratio in pool.run(_in_setting, name=name, folder=str(tmp_path))]
+    assert all(0.95 <= ratio <= 1.07 for ratio in ratios), ratios

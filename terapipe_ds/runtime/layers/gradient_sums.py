@@ -67,6 +67,7 @@ class GradientSums:
         self._parameters, self._has_hooks = parameters, has_hooks
         self._places = {id(parameter): place for parameter, place in parameters}
         self._lent: dict[int, _Place] = {}  # of stand-ins for parameters, while slices are measured
+        self.taken_bytes = 0  # of gradients that `take` dropped; in training all of a backward wait for its end
 
     @staticmethod
     def of(optimizer: Any) -> GradientSums | None:
@@ -151,6 +152,7 @@ class GradientSums:
         place = self._lent.get(id(stand_in))
         if place is not None and stand_in.grad is not None:
             self._sum(place).view_as(stand_in).add_(stand_in.grad)
+            self.taken_bytes += stand_in.grad.nbytes
             stand_in.grad = None
 
     def begin(self) -> None:

@@ -131,9 +131,10 @@ class WeightGradients:
 
         Tensors that wait for a joint product take almost as much memory as the activations that slices save. This pays
         if gradients are narrower than the sums to which they are added, because additions then cost most. Layers that
-        run a second time in B (`checkpoints`) would keep many times the bytes of a slice.
+        run a second time in B (`checkpoints`) would keep many times the bytes of a slice. Where an optimizer without
+        sums watches each gradient, autograd makes it.
         """
-        return self._is_narrow and not checkpoints
+        return self._is_narrow and not checkpoints and not (self.is_watched and self.sums is None)
 
     def splits(self, key: Key) -> bool:
         """Return whether the slice has a W of its own in this batch."""

@@ -292,22 +292,29 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
         rate = max(0.0, rate - of_store["store_bytes_per_token"])
     fixed, per_token, per_prefix = _line(small.working, late.working, whole.working, smallest, length)
     # messages ahead and one on its way; if the last stage has most bytes, one of its next two computations is a B
-    links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * timer.received_bytes(tokens)
-    links += (1 + RECEIVE_AHEAD) * sum(t.num_bytes for t in specs[tokens].tensors)
+    received, sent = timer.received_bytes(tokens), sum(t.num_bytes for t in specs[tokens].tensors)
+    links = (2 if timer.is_last else 1 + RECEIVE_AHEAD) * received + (1 + RECEIVE_AHEAD) * sent
     packing = Packing.of(wire_format, specs[tokens].tensors)
     links += 0 if packing is None else OUTSTANDING_SENDS * packing.num_bytes
     parameters = parameters_of_part(engine.module)
-    # half precision is assumed to accumulate in fp32
-    gradients = sum(p.numel() * max(4, p.element_size()) for p in parameters if p.requires_grad)
+    trained = [p for p in parameters if p.requires_grad]
+    # parameters wider than the dtype that the config has for sums keep their own
+    sum_itemsize = engine.get_data_types()[1].itemsize
+    gradients = sum(p.numel() * max(sum_itemsize, p.element_size()) for p in trained)
     drops = not (engine.zero_optimization() or engine.bfloat16_enabled())  # DeepSpeedEngine.zero_grad with each step
+    # ZeRO-1's bucket, and if its states are on the host a buffer for a gradient that is cast to the dtype of its sum
+    bucket = int(engine.zero_reduce_bucket_size()) if getattr(engine.optimizer, "contiguous_gradients", False) else 0
+    largest = max((p.numel() for p in trained), default=0) if engine.zero_cpu_offload() else 0
+    buffers = (bucket + largest) * sum_itemsize + largest * engine.get_data_types()[0].itemsize
     waiting, copied = (kept / tokens for kept in timer.weight_bytes(tokens))
     return PartMemory(
         static_bytes=_state_bytes(engine, parameters) + (0 if drops else gradients),
         slice_bytes_per_token=rate,
         # in the first backward the gradients of a layer come before all that it kept is gone
-        working_bytes=fixed + gradients // max(1, len(engine.module.forward_funcs)),
+        working_bytes=fixed + (gradients // max(1, len(engine.module.forward_funcs)) if drops else buffers),
         working_bytes_per_token=per_token + links / tokens,
         working_bytes_per_prefix_token=per_prefix,
+        staying_bytes_per_token=(received + sent) / tokens,
         working_sent_bytes_per_token=timer.received_bytes(length) / length,
         gradient_bytes=gradients if drops else 0,
         whole_bytes_per_token=max(0.0, whole.kept / length - rate),
@@ -349,11 +356,12 @@ def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tupl
 def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter]) -> int:
     """Count parameters, and the optimizer's states, which need not exist yet."""
     here = sum(p.numel() * p.element_size() for p in parameters)
-    if engine.optimizer is None:
+    if engine.optimizer is None or engine.zero_cpu_offload():
         return here
     name = str(engine.optimizer_name() or "adam").lower()
     states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
-    ranks = engine.seq_dp_world_size if engine.zero_optimization() else 1
+    is_zero = engine.zero_optimization()  # which has fp32 copies of wide parameters too
     trained = [p for p in parameters if p.requires_grad]
-    master = 4 * sum(p.numel() for p in trained if p.element_size() < 4)
-    return here + (sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master) // ranks
+    master = 4 * sum(p.numel() for p in trained if is_zero or p.element_size() < 4)
+    total = sum(p.numel() * max(4, p.element_size()) * states for p in trained) + master
+    return here + total // (engine.seq_dp_world_size if is_zero or engine.bfloat16_enabled() else 1)

@@ -134,6 +134,7 @@ class Profiles:
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
+            "gradients": [str(engine.get_data_types()[1]), engine.zero_cpu_offload(), engine.zero_reduce_bucket_size()],
             "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured

@@ -262,10 +262,14 @@ class SliceTimer:
         # the slice keeps the bytes that are left after F
         with MemoryPeak() as forward:
             _, live = self.forward(tokens, prefix)
+        sums = self.weights.sums
+        before = 0 if sums is None else sums.taken_bytes
         with MemoryPeak() as backward:
             self.backward(live)
+        waiting = 0 if sums is None else sums.taken_bytes - before
         kept = max(0, forward.left_bytes)
-        return SliceBytes(kept + self.received_bytes(tokens), max(0, forward.grown_bytes - kept, backward.grown_bytes))
+        working = max(0, forward.grown_bytes - kept, backward.grown_bytes + waiting)
+        return SliceBytes(kept + self.received_bytes(tokens), working)
 
     def received_bytes(self, tokens: int) -> int:
         """Return the bytes of the message that the part before sends for such a slice; 0 on the first part."""

@@ -35,7 +35,11 @@ def check_learned_positions(stop: int, table_size: int, error: type[ValueError])
 
 def longest_run(inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> int:
     """Return the tokens of the longest row, or of the longest document: how many positions a batch needs."""
-    length = (inputs if torch.is_tensor(inputs) else inputs[0]).shape[1]
+    return longest_document((inputs if torch.is_tensor(inputs) else inputs[0]).shape[1], starts)
+
+
+def longest_document(length: int, starts: Starts | None) -> int:
+    """Return the same for rows of a length."""
     return max((b - a for row in starts or () for a, b in itertools.pairwise((*row, length))), default=length)
 
 

@@ -47,6 +47,13 @@ def test_other_schedules(family: str, options: dict[str, Any]) -> None:
     assert not engines.violations(errors)
 
 
+def test_the_way_of_attention_is_no_state_outside_the_layers() -> None:
+    """The outline notes it in the config, which the module holds as well, and two stages compute the loss."""
+    section = engines.section(slices=[7, 3, 6], schedule="chimera-seq")
+    errors = [error for error, _ in rank_pool(2).run(train_family, family="gpt_neo", terapipe=section)]
+    assert not engines.violations(errors)
+
+
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("family", known("mistral", "falcon", "bamba"))

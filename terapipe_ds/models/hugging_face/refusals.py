@@ -21,8 +21,6 @@ from terapipe_ds.messages import closest
 T = TypeVar("T")
 SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of its weights
 
-# Rotary embeddings whose angles depend on the length of the computed sequence: a slice would get different angles.
-_LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Fields of a config that give another result in slices or stages than on the whole sequence.
 _NOT_OF_SLICES = {
     "output_router_logits": "it asks for a loss over the routers of all stages. Set it to False",
@@ -148,22 +146,19 @@ def check_config(config: Any) -> None:
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "
             f"{compat.TESTED_VERSIONS['transformers']} has one for all"
         )
-    # a slice must have the same angles as the sequence
-    kinds = sorted({_kind_of(rope) for rope in _ropes(config.get_text_config())})
-    refused = [kind for kind in kinds if kind in _LENGTH_DEPENDENT]
-    if refused:
-        raise ModelRefusedError(
-            f"rope_type {refused[0]!r} computes other angles for short inputs than for long ones, "
-            "so that those of a slice are not those of the sequence; fixed ones are 'linear', 'llama3' and 'yarn'"
-        )
 
 
 def end_of_scaled_angles(config: Any) -> int | None:
-    """Return for how many positions the rotary angles are scaled; None if none are: plain ones go on."""
+    """Return for how many positions the rotary angles are scaled; None if none are: plain ones go on.
+
+    Angles of kind "dynamic" are the same for all lengths up to there, and then others for each length.
+    """
     most, ends = getattr(config, "max_position_embeddings", None), []
     for rope in _ropes(config):
         kind, factor = _kind_of(rope), rope.get("factor")
-        if kind in ("linear", "yarn", "llama3") and factor and most:
+        if kind in ("dynamic", "longrope") and most:
+            ends.append(most)
+        elif kind in ("linear", "yarn", "llama3") and factor and most:
             original = most if kind == "linear" else rope.get("original_max_position_embeddings") or most
             ends.append(max(most, int(original * factor)))
     return min(ends, default=None)

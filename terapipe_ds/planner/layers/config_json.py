@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from terapipe_ds.planner.errors import PlannerError
 _KEYS = {
     "num_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
-    "num_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads"),
+    "num_heads": ("num_attention_heads", "n_head", "n_heads", "attention_heads", "num_heads"),
     "ffn_size": ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
     "max_sequence_length": ("max_position_embeddings", "n_positions", "max_seq_len"),
@@ -27,9 +28,12 @@ _KEYS = {
 
 _NOT_GATED = {
     "gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2", "mpt", "codegen",
-    "gpt_neo", "nemotron", "xglm", "biogpt", "persimmon",
+    "gpt_neo", "nemotron", "xglm", "biogpt", "persimmon", "apertus", "apertus1p5_text", "arcee", "gpt_neox_japanese",
+    "nanochat",
 }  # fmt: skip
-_WITHOUT_BIAS = {"mpt", "nemotron", "falcon"}
+_WITHOUT_BIAS = {
+    "mpt", "nemotron", "falcon", "apertus", "apertus1p5_text", "arcee", "gpt_neox_japanese", "nanochat",
+}  # fmt: skip
 _LEARNED = {"gpt2", "opt", "gpt_bigcode", "gpt_neo", "biogpt"}
 _TIED = {
     *_LEARNED, "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "mpt", "starcoder2", "cohere", "cohere2", "smollm3",
@@ -44,7 +48,7 @@ _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or abse
 _MAX_LAYERS = 10_000  # the planner goes over every layer
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _NO_ATTENTION = (
-    "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear",
+    "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear", "lfm2",
 )  # fmt: skip
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -84,10 +88,12 @@ def size_of_config(path: str) -> ModelSize:
     if numbers["num_layers"] > _MAX_LAYERS:
         raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
+    # Falcon 7B says 71, and its class reads none of them
+    numbers["num_kv_heads"] = 1 if _has_one_key_head(family, config) else numbers["num_kv_heads"]
     # a key that a config leaves out has the default of transformers' classes
     usual = {
         "ffn_size": 4 * hidden,
-        "num_kv_heads": 1 if _has_one_key_head(family, config) else heads,
+        "num_kv_heads": heads,
         "head_dim": max(1, hidden // heads),
         "max_sequence_length": 2048,
     }
@@ -110,7 +116,7 @@ def size_of_config(path: str) -> ModelSize:
 
 def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Experts | None:
     """Return the experts of a family with experts, and set `numbers["ffn_size"]` to the width of one expert."""
-    keys = [key for key in ("num_local_experts", "num_experts", "n_routed_experts") if config.get(key)]
+    keys = [key for key in config if re.search(r"(num|routed|local)_experts$", key) and config[key]]
     if not keys:
         return None
     if family not in _EXPERTS:

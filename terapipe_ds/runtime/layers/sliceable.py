@@ -124,9 +124,10 @@ class OutsideLayers:
     def __init__(self, module: Any, has_copies: bool, is_whole: bool, trainer: Iterable[object]) -> None:
         self._module, self._has_copies, self._sees_parts = module, has_copies, has_copies or not is_whole
         self._buffers = {name: each.detach().clone() for name, each in _outside(module.named_buffers())}
-        layers = (each for name, each in module.named_modules() if name and layer_of_parameter(name) is not None)
+        layers = [each for name, each in module.named_modules() if name and layer_of_parameter(name) is not None]
+        shared = (part for each in layers for part in getattr(each, "shared_by_copies", ()))  # of the layers as well
         stock = (each for name, each in vars(module).items() if name in OF_DEEPSPEED)
-        self._state = KeptState({"": module} if has_copies else {}, apart=(*trainer, *layers, *stock))
+        self._state = KeptState({"": module} if has_copies else {}, apart=(*trainer, *layers, *shared, *stock))
         self._before = self._values()
 
     def _values(self) -> dict[str, Any]:

@@ -524,10 +524,10 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     inputs, weight = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
     leaf, is_transposed, add = ctx.leaf
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # not -1, for a width of 0
     inputs_grad = (rows @ (weight.t() if is_transposed else weight)).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
-    flat = inputs.reshape(-1, inputs.shape[-1])
+    flat = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
     weight_grad = add(leaf, flat, rows) if is_transposed else add(leaf, rows, flat)
     return inputs_grad, weight_grad, bias_grad, None, None
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from terapipe_ds import compat
 from terapipe_ds.attention import active_slice
@@ -27,6 +28,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.models.hugging_face.forward.attention import NAME
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
+from terapipe_ds.models.positions import longest_document
 
 Run = Callable[..., Any]
 Form = Callable[[Tensor], Any]
@@ -152,6 +154,9 @@ class Outline:
         self.embedding = self._name_of(model.get_input_embeddings())
         self.before, self.after, self.head = self._find_pieces()
         self.num_positions = self._find_num_positions()
+        for module in model.modules():
+            if "longrope" in str(getattr(module, "rope_type", "")):
+                module.forward = functools.partial(_angles_of_whole, module.forward)
 
     def _name_of(self, stand_in: nn.Module | None) -> str:
         name = next((name for name, other in self._others.items() if other is stand_in), None)
@@ -415,6 +420,15 @@ class _Trial:
             what = f"{type(x).__name__} {list(getattr(x, 'shape', []))}"
             raise _OtherFormError(f"{name or 'a decoder layer'} gets {what} and no hidden states of 2 x 3 tokens")
         self.calls.append(name)
+
+
+def _angles_of_whole(angles_of: Run, x: Tensor, position_ids: Tensor, *others: Any, **named: Any) -> Any:
+    """Return the cosines and sines of a slice, chosen by the longest row or document of the micro-batch."""
+    if (active := active_slice()) is None:
+        return angles_of(x, position_ids, *others, **named)
+    starts = None if active.documents is None else active.documents.starts
+    last = longest_document(active.sequence_length, starts) - 1  # the model looks for the highest position that it gets
+    return tree_map(lambda each: each[:, :-1], angles_of(x, F.pad(position_ids, (0, 1), value=last), *others, **named))
 
 
 def _are_alike(one: Any, other: Any) -> bool:

@@ -30,7 +30,7 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # transformers sets on a whole model under names with an underscore, except for functions.
 _BOOKKEEPING = """
     _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
-    hf_device_map model_tags name_or_path peft_config vocab_size warnings_issued
+    hf_device_map long_inv_freq model_tags name_or_path peft_config vocab_size warnings_issued
 """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody reads.

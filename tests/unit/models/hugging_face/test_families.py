@@ -72,15 +72,9 @@ def test_a_family_that_cannot_be_sliced_is_refused_with_the_reason(family: str) 
         ways_of(pipeline)
 
 
-def rope(kind: str) -> dict[str, Any]:
-    return {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
-
-
 @pytest.mark.parametrize(
     ("family", "field", "value", "named"),
     [
-        ("llama", "rope_parameters", rope("dynamic"), "rope_type 'dynamic'"),  # angles that depend on the length
-        ("llama", "rope_parameters", rope("longrope"), "rope_type 'longrope'"),
         ("opt", "layerdrop", 0.1, "layerdrop"),
         ("mixtral", "output_router_logits", True, "output_router_logits"),
         ("bamba", "z_loss_coefficient", 0.01, "z_loss_coefficient is 0.01"),

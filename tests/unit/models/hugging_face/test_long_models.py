@@ -1,6 +1,7 @@
 """Long models and long sequences: work per layer that does not grow with their number, and the end of positions."""
 
 import collections
+import itertools
 import sys
 from typing import Any
 
@@ -9,13 +10,19 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
+from terapipe_ds.models.hugging_face.create import model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline, StandIn
 from terapipe_ds.models.hugging_face.layers import DecoderLayer
-from tests.hugging_face_families import CONFIGS, VOCAB_SIZE, config_of
-from tests.unit.models.hugging_face.sliced_model import Pipeline, drawn_batch, ways_of, whole_model
+from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
+from tests.hugging_face_families import CONFIGS, IS_4, VOCAB_SIZE, config_of
+from tests.unit.models.hugging_face.sliced_model import Pipeline, drawn_batch, errors, in_fp64, ways_of, whole_model
+
+FACTORS = {"short_factor": [1.0, 1.2, 1.5, 2.0], "long_factor": [1.0, 3.0, 5.0, 9.0]}
 
 
 def calls_of(num_layers: int, num_slices: int = 4) -> collections.Counter[str]:
@@ -103,6 +110,46 @@ def test_positions_end_where_the_model_itself_fails(family: str) -> None:
         assert found is None or found > 64, "angles that are scaled for more"
 
 
+@pytest.mark.parametrize("original", [8, 32])
+@pytest.mark.parametrize("family", ["llama", "phi3", "phimoe", "deepseek_v2"])
+def test_angles_chosen_by_the_length_are_those_of_the_whole_row(family: str, original: int) -> None:
+    """Slices of 3, 5, 2 and 6 tokens are short, and their row may be long."""
+    config, scales = config_of(family), {"short_mscale": 1.1, "long_mscale": 1.3}
+    width = 2 if family == "deepseek_v2" else 4  # whose angles are complex numbers
+    factors = {key: values[:width] for key, values in FACTORS.items()}
+    config.original_max_position_embeddings = original
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors, **scales
+    }  # fmt: skip
+    if IS_4:
+        config.rope_scaling = config.rope_parameters
+    with in_fp64():
+        assert max(errors(config)) <= 1e-10
+    model = AutoModelForCausalLM.from_config(config)
+    model(drawn_batch(VOCAB_SIZE, 16)["input_ids"])  # which keeps the angles of long rows
+    changes_of(model, model_without_weights(config, model.dtype), None)
+
+
+def test_the_longest_document_chooses_the_angles_of_packed_rows() -> None:
+    config = config_of("llama")
+    config.rope_parameters = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, **FACTORS
+    }  # fmt: skip
+    if IS_4:
+        config.rope_scaling = config.rope_parameters
+    pipeline, tokens = Pipeline(config), drawn_batch(VOCAB_SIZE, 16)["input_ids"]
+    losses = [pipeline.loss(tokens, tokens, (3, 5, 2, 6), starts) for starts in (((0, 5, 10), (0, 8)), ((0, 7), (0,)))]
+    whole = whole_model(config, pipeline.parameters)
+    for loss, rows in zip(losses, ([(0, 5, 10, 16), (0, 8, 16)], [(0, 7, 16), (0, 16)]), strict=True):
+        places = torch.stack([torch.cat([torch.arange(b - a) for a, b in itertools.pairwise(row)]) for row in rows])
+        mask = torch.full((2, 1, 16, 16), float("-inf"), dtype=torch.float64)
+        for row, edges in enumerate(rows):
+            for start, stop in itertools.pairwise(edges):
+                mask[row, 0, start:stop, start:stop] = mask[row, 0, start:stop, start:stop].triu(1)
+        logits = whole(tokens, position_ids=places, attention_mask=mask, use_cache=False).logits
+        assert loss == pytest.approx(float(cross_entropy(logits.flatten(0, 1), tokens.flatten())), rel=1e-10)
+
+
 @pytest.mark.parametrize(
     ("rope", "end"),
     [
@@ -110,6 +157,8 @@ def test_positions_end_where_the_model_itself_fails(family: str) -> None:
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 128),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
         ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 64),  # then other angles for each length
+        ({"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4, **FACTORS}, 64),
     ],
 )
 def test_scaled_angles_end(rope: dict[str, Any], end: int | None) -> None:

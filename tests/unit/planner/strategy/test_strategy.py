@@ -227,14 +227,27 @@ _HF = {
 }  # fmt: skip
 _OLD = {"n_layer": 2, "n_embd": 256, "n_head": 8, "vocab_size": 1000, "n_positions": 1024}
 _FAMILIES: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "gpt_neox", "phi", "cohere", "granite"), _HF),
+    **dict.fromkeys(("llama", "mistral", "gpt_neox", "phi", "cohere", "granite", "apertus", "arcee"), _HF),
     **dict.fromkeys(
         ("gemma", "gemma2", "starcoder2", "qwen2", "nemotron"), _HF | {"num_key_value_heads": 4, "head_dim": 32}
     ),
     **dict.fromkeys(("gpt2", "gpt_bigcode"), _OLD),
     **dict.fromkeys(("gptj", "codegen"), _OLD | {"rotary_dim": 16}),
     "bloom": {"n_layer": 2, "hidden_size": 256, "n_head": 8, "vocab_size": 1000},
-    "falcon": {"num_hidden_layers": 2, "hidden_size": 256, "num_attention_heads": 8, "vocab_size": 1000},
+    "falcon": {
+        "num_hidden_layers": 2,
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "vocab_size": 1000,
+        "num_kv_heads": 8,  # which its class does not read
+    },
+    "gpt_neo": {
+        "num_layers": 2,
+        "hidden_size": 256,
+        "num_heads": 8,
+        "vocab_size": 1000,
+        "attention_types": [[["global", "local"], 1]],
+    },
     "mpt": {"n_layers": 2, "d_model": 256, "n_heads": 8, "vocab_size": 1000},
     "opt": {"ffn_dim": 512, "word_embed_proj_dim": 256, **_HF},
 }
@@ -259,6 +272,8 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
         ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
+        ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
+        ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
     ],
     ids=str,
 )

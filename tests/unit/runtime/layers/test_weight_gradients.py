@@ -62,17 +62,18 @@ def backward(model: nn.Module, inputs: Tensor, slices: tuple[tuple[int, int], ..
     return gradients
 
 
-def example(bias: bool = True) -> tuple[nn.Module, nn.Module, Tensor]:
+def example(bias: bool = True, width: int = 6) -> tuple[nn.Module, nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6, bias=bias), nn.Tanh(), nn.Linear(6, 5, bias=bias)).double()
+    model = nn.Sequential(nn.Linear(4, width, bias=bias), nn.Tanh(), nn.Linear(width, 5, bias=bias)).double()
     ours = copy.deepcopy(model)
     accumulate_in_products(ours, None)
     return model, ours, torch.randn(2, 10, 4, dtype=torch.float64)
 
 
+@pytest.mark.parametrize("width", [6, 0])  # shared experts of which there are none
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_same_gradients_as_autograd_s(bias: bool, products: list[bool]) -> None:
-    model, ours, inputs = example(bias)
+def test_the_same_gradients_as_autograd_s(bias: bool, width: int, products: list[bool]) -> None:
+    model, ours, inputs = example(bias, width)
     for mine, theirs in zip(backward(ours, inputs), backward(model, inputs), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-13, atol=1e-13)
     assert_same(ours, model)

@@ -68,7 +68,8 @@ def refused_on_all_ranks() -> Iterator[None]:
             raise
     problems = gathered(problem)
     if any(problems):
-        raise ModelRefusedError(next(filter(None, problems))) from own
+        rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
+        raise ModelRefusedError(text if len({*problems}) == 1 else f"on rank {rank}: {text}") from own
 
 
 def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | None:

@@ -205,6 +205,7 @@ def _on_all_ranks(saving: Path) -> Iterator[None]:
         with contextlib.suppress(OSError):  # the first error is reported
             if torch_dist.get_rank() == 0:
                 finish_saving(saving.parent)
+        gathered(None)  # all ranks leave together
         raise SavingError(f"the model was not saved: {'; '.join(lines)}")
 
 

@@ -291,7 +291,8 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
         return _disagreement(messages)
     # an end of the data is an error only if not all stages of a pipeline have reached it
     ended = {(message.place.pipeline_id, message.place.stage_id) for message in failed if message.is_at_end}
-    texts = [message.problem for message in failed if not message.is_at_end] + [
+    problems = {rank: one.problem for rank, one in enumerate(messages) if one.problem and not one.is_at_end}
+    texts = ([by_text(problems)] if problems else []) + [
         f"the data iterator of stage {at.stage_id} is at its end, but not that of the others. {_SAME_DATA}"
         for at in (message.place for message in failed if message.is_at_end)
         if not ended.issuperset((at.pipeline_id, stage_id) for stage_id in at.drawing)

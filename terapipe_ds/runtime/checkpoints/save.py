@@ -184,7 +184,7 @@ def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> Check
         raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
     paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), engine.global_rank == 0
     _on_each_rank(world, paths.prepare if leads else None)
-    with _removed_after_an_error(paths, leads):
+    with _removed_after_an_error(paths, world, leads):
         require_shared(paths.saving, world)
     return paths
 
@@ -200,7 +200,7 @@ def write(
             stack.enter_context(replaced(engine, name, writer.keeping(getattr(engine, name))))
         stack.enter_context(replaced(engine, "checkpoint_engine", writer))
         saved = save(paths.tag_of(paths.saving), False)
-    with _removed_after_an_error(paths, engine.global_rank == 0):
+    with _removed_after_an_error(paths, world, engine.global_rank == 0):
         files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
     return saved, files
 
@@ -220,20 +220,21 @@ def publish(engine: PipelineEngine, world: Any, paths: CheckpointPaths, manifest
             write_text(paths.folder / LATEST, paths.tag, durable=True)
 
     leads = engine.global_rank == 0
-    with _removed_after_an_error(paths, leads):
+    with _removed_after_an_error(paths, world, leads):
         _on_each_rank(world, complete if leads else None)
     # From here on the saved files stay even after an error: a load finds them under the other name
     _on_each_rank(world, give_names if leads else None)
 
 
 @contextmanager
-def _removed_after_an_error(paths: CheckpointPaths, leads: bool) -> Iterator[None]:
-    """Remove the saved files when a rank fails, to make room on a disk that may be full."""
+def _removed_after_an_error(paths: CheckpointPaths, world: Any, leads: bool) -> Iterator[None]:
+    """Remove the saved files when a rank fails, to make room on a disk that may be full. All ranks leave together."""
     try:
         yield
     except CheckpointError:
         if leads:  # the others leave, too: an error here would hide theirs
             shutil.rmtree(paths.saving, ignore_errors=True)
+        gather(None, world)
         raise
 
 

@@ -210,12 +210,17 @@ class WatchStore:
 
     def wait_until_read(self, wait_s: float) -> None:
         """Publish that this rank has read why the job ends, and wait until all ranks with signs of life have, too."""
-        self._ask(lambda store: store.add("read", 1))
-        deadline, readers = time.monotonic() + wait_s, self._world_size - len(self._silent)
+        self.have_come("read", self._world_size - len(self._silent), wait_s)
+
+    def have_come(self, name: str, num_ranks: int, wait_s: float) -> bool:
+        """Publish that this rank has come to a place, and return whether so many ranks are there within `wait_s`."""
+        self._ask(lambda store: store.add(name, 1))
+        deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not self._is_gone:
-            if (self._ask(lambda store: store.add("read", 0)) or 0) >= readers:
-                return
+            if (self._ask(lambda store: store.add(name, 0)) or 0) >= num_ranks:
+                return True
             time.sleep(_LOOK_S)
+        return False
 
     # -- all ranks ---------------------------------------------------------------------------------------------------
 

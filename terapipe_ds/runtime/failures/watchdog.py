@@ -20,6 +20,7 @@ import atexit
 import math
 import os
 import re
+import sys
 import threading
 import time
 import traceback
@@ -37,6 +38,7 @@ from terapipe_ds.runtime.failures.report import CLOSED, DRAWING, OUTSIDE, Doing,
 from terapipe_ds.runtime.failures.store import Failure, WatchStore, make_store
 
 LINGER_S = 2.0  # time for it to print its traceback: launchers end it soon after the others
+AGREE_S = 10.0  # time for all ranks to raise from a long call
 ANSWER_S = 3.0  # after this time a rank without a sign of life counts as gone
 HURRIED_ANSWER_S = 1.0  # the same if the launcher is about to end this rank, too
 LONG_CALL = 6  # limit for a call outside a batch, in stall timeouts (half an hour by default)
@@ -45,6 +47,7 @@ _SLOW = 0.25  # of the stall timeout: a longer action is published with its stac
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
+_AGREED = "_terapipe_agreed"  # attribute of an error that every rank raises
 _GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\]")  # it begins with its place in gloo
 
 
@@ -81,6 +84,7 @@ class Watchdog:
         self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
+        self._long_calls = 0  # made until now, as many on all ranks
         self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
         # One rank alone waits for no other: no thread, no store, no timer
         if store is None and self._world_size > 1:
@@ -92,7 +96,7 @@ class Watchdog:
             self._sigterm = Sigterm(self._words.hurry)
             self._thread = threading.Thread(target=self._watch, name="terapipe-watchdog", daemon=True)
             self._thread.start()
-            atexit.register(self.close)  # a thread inside the store's client must not meet the end of the interpreter
+            atexit.register(self._at_exit)  # a thread inside the store's client must not meet the interpreter's end
 
     # -- called by the engine, in the main thread ----------------------------------------------------------------
 
@@ -118,8 +122,8 @@ class Watchdog:
     def long_call(self, what: str) -> AbstractContextManager[None]:
         """Watch a call outside a batch in which ranks wait for one another, for `LONG_CALL` times `stall_timeout_s`.
 
-        The caller handles its errors, except a connection that another rank's end has cut, and anything that is no
-        `Exception` (Ctrl-C): ranks agree only on exceptions.
+        All ranks raise an `Exception` on which they have agreed, and may go on. Any other error ends the job: one that
+        not all ranks raise soon, and anything that is no `Exception` (Ctrl-C).
         """
         self.claim(f"{what}()", moves=False)
         return self._watched(Doing(what, is_long=True))
@@ -132,10 +136,12 @@ class Watchdog:
     def _watched(self, doing: Doing) -> Iterator[None]:
         if self._thread is not None:  # of several engines this one can tell what the rank is doing
             self._sigterm.take()
-        self._record.enter(doing)
+        self._long_calls += doing.is_long
         try:
+            self._record.enter(doing)
             yield
-        except RaisedEverywhere:
+        except RaisedEverywhere as agreed:
+            vars(agreed.error)[_AGREED] = True
             raise
         except BaseException as error:
             if isinstance(error, MemoryError):  # the frames that it holds may hold all memory, and a report needs some
@@ -145,8 +151,10 @@ class Watchdog:
             if aborted is not None:
                 self._fail(aborted)
                 raise aborted from error
-            # Ranks agree on exceptions of long calls by themselves
-            if not doing.is_long or not isinstance(error, Exception):
+            # Ranks agree on most exceptions of long calls; after another one they wait in the call that this rank left
+            if doing.is_long and isinstance(error, Exception) and self._is_on_all_ranks():
+                vars(error)[_AGREED] = True
+            else:
                 self._fail(error)
             raise
         finally:
@@ -166,7 +174,7 @@ class Watchdog:
         self._sigterm.remove()  # only the main thread can do this, perhaps in a second call
         if self._stop.is_set():
             return
-        atexit.unregister(self.close)
+        atexit.unregister(self._at_exit)
         self._stop.set()
         self._sigterm.wake()
         if self._thread is not threading.current_thread():
@@ -178,7 +186,21 @@ class Watchdog:
             self._words.close()
             self._sigterm.close()
 
+    def _at_exit(self) -> None:
+        """Publish an exception that ends the program outside the engine's calls, such as the user's own, and close."""
+        error = getattr(sys, "last_value", None)
+        is_told = self._others.failure is not None or hasattr(error, _AGREED)
+        if isinstance(error, BaseException) and not is_told and not self._stop.is_set() and self._pid == os.getpid():
+            self._fail(error)
+        self.close()
+
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
+
+    def _is_on_all_ranks(self) -> bool:
+        """Return whether all ranks raise from the present long call, soon after one another."""
+        wait_s = min(AGREE_S, self._stall_timeout_s)
+        name = f"raised/{self._long_calls}"
+        return self._thread is None or self._others.have_come(name, self._world_size, wait_s)
 
     def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:
         """Return `error` as the consequence of another rank's end; None if it is this rank's own."""
@@ -221,7 +243,7 @@ class Watchdog:
         if self._thread is None:  # alone: the caller may go on
             return
         text = str(error) if isinstance(error, PipelineAborted) else describe(error)
-        action = self._record.doing.action or "no action"
+        action = self._record.doing.action or "work outside the engine"
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
         if self._words.are_mine():
             self._words.tell(self._others, said, Failure(self._rank, self._record.stage_id, action, text))

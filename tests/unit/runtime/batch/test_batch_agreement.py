@@ -96,8 +96,8 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("own", "what"),
         [
-            (KeyError("tokens"), "stage 0 failed to draw its data: KeyError: 'tokens'"),
-            (TeraPipeConfigError("CUDA"), "stage 0 refuses the batch: TeraPipeConfigError: CUDA"),
+            (KeyError("tokens"), "ranks [0]: stage 0 failed to draw its data: KeyError: 'tokens'"),
+            (TeraPipeConfigError("CUDA"), "ranks [0]: stage 0 refuses the batch: TeraPipeConfigError: CUDA"),
         ],
     )
     def test_what_one_stage_could_not_draw(self, own: Exception, what: str, monkeypatch: pytest.MonkeyPatch) -> None:

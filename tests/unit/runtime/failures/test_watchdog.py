@@ -20,6 +20,7 @@ from torch import distributed
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils.distributed import get_free_port
 
+from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.failures import last_words, process_end
 from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.last_words import PipelineAborted
@@ -136,6 +137,16 @@ class TestFailures:
             fail(failing, Unprintable())
             job.wait_for_end()
         assert "rank 0 (stage 0) failed at F0.1: Unprintable: (its str() raises LookupError)\n" in job.said()
+
+    def test_an_error_as_the_batch_begins_is_published_and_leaves_no_batch_open(self, job: Job) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        enter = failing._record.enter
+        job.patch(failing._record, "enter", lambda doing: (enter(doing), {}["gone"]))
+        with waiting.batch():
+            with pytest.raises(KeyError), failing.batch():
+                pass
+            job.wait_for_end()
+        assert "rank 0 (stage 0) failed at the start of a batch" in job.said() and failing.busy == ""
 
     def test_the_failing_rank_raises_after_the_others_have_read_why(self, job: Job) -> None:
         job.patch(last_words, "ACKNOWLEDGE_S", DEADLINE_S)
@@ -330,11 +341,41 @@ class TestStalls:
             until(lambda: len(job.exits) == 2)
         assert 1.0 < time.monotonic() - end < module.LONG_CALL * 1.0
 
-    def test_an_error_in_a_long_call_is_the_callers(self, job: Job) -> None:
+    def test_an_error_of_all_ranks_in_a_long_call_is_the_callers(self, job: Job) -> None:
         saving = job.rank(0)
+        job.server.add("raised/1", 1)  # the other rank
         with pytest.raises(OSError, match="no space"), saving.long_call("save_checkpoint"):
             raise OSError("no space")
         assert not job.server.check(["abort"])
+
+    def test_an_error_of_one_rank_in_a_long_call_ends_the_others(self, job: Job) -> None:
+        job.patch(module, "AGREE_S", 0.3)
+        failing, waiting = job.rank(0), job.rank(1)
+        with waiting.long_call("save_checkpoint"):
+            with pytest.raises(OSError, match="no space"), failing.long_call("save_checkpoint"):
+                raise OSError("no space")
+            job.wait_for_end()
+        assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at save_checkpoint: OSError: no space" in job.said()
+
+    def test_an_error_outside_the_engine_is_published_when_it_ends_the_program(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        failing, waiting = job.rank(0), job.rank(1)
+        monkeypatch.setattr(sys, "last_value", KeyError("the user's own"), raising=False)
+        with waiting.batch():
+            failing._at_exit()
+            job.wait_for_end()
+        assert 'rank 0 (stage 0) failed at work outside the engine: KeyError: "the user\'s own"' in job.said()
+
+    def test_an_error_on_all_ranks_is_not_published_again_at_the_end(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watchdog, error = job.rank(0), ValueError("on all")
+        with pytest.raises(RaisedEverywhere), watchdog.batch():
+            raise RaisedEverywhere(error)
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        watchdog._at_exit()
+        assert not job.server.check(["abort"]) and not job.said()
 
     def test_no_batch_no_stall(self, job: Job) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)

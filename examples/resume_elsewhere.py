@@ -3,9 +3,9 @@
     python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt2-xl --device h200
 
 What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for
-the devices that are left. The sequences of a step stay as many as they were, so that a program whose data follow from
-`engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where the layout is
-still that of the checkpoint, nothing is converted.
+the devices that are left. The sequences of a step stay as many and as long as they were, so that a program whose data
+follow from `engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where
+the layout is still that of the checkpoint, nothing is converted.
 
 Written are `ds.json`, the configuration of the checkpoint with the new strategy; `strategy.json`, which it names; and,
 beside the checkpoint, a universal one. Parameters, moments and steps of the optimizer move, if it was saved with
@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.runtime.checkpoints.choose import choose_checkpoint
-from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import CheckpointError, Manifest
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -46,6 +46,7 @@ class Saved:
         folder: where its files are; of a save that was killed late, under another name than its tag.
         grid: the degrees by axis, as in `Strategy.grid`.
         batch: the sequences of a step, of all replicas together.
+        tokens: of the longest sequence that the job has run.
     """
 
     tag: str
@@ -53,6 +54,7 @@ class Saved:
     config: dict[str, Any]
     grid: dict[str, int]
     batch: int
+    tokens: int
 
     @classmethod
     def last(cls, save_dir: Path) -> Saved:
@@ -66,6 +68,8 @@ class Saved:
         if chosen.note is not None:
             print(f"note: {chosen.note}")
         folder = save_dir / chosen.read_as
+        manifest = Manifest.read(folder)  # None: DeepSpeed's own engine has saved it
+        plans = manifest.training.get("plans", {}) if manifest is not None else {}
         states = read_states(folder / "mp_rank_00_model_states.pt")
         config, degrees, replicas = (
             states["ds_config"],
@@ -83,6 +87,7 @@ class Saved:
             config=config,
             grid={"pipe": degrees["pp_degree"], "data": replicas, "model": degrees["tp_degree"]},
             batch=config.get(SIZES[0]) or config[SIZES[1]] * config.get(SIZES[2], 1) * replicas,
+            tokens=max(map(int, plans), default=0),
         )
 
 
@@ -95,6 +100,8 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     offloaded = (saved.config["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
     command = [sys.executable, "-m", "terapipe_ds", "strategy", "--config", str(question)]
     command += ["--offload-optimizer", "no" if offloaded == "none" else "yes"]
+    if saved.tokens and not any(option.startswith("--sequence-length") for option in options):
+        command += ["--sequence-length", str(saved.tokens)]
     if subprocess.run([*command, "--strategy-out", str(answer), *options], check=False).returncode != 0:
         end_with("terapipe strategy has found none, for the reason above")
     question.unlink()

@@ -68,7 +68,8 @@ def main() -> None:
         whole.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step + 1}  loss in slices {sliced:.6f}  whole {whole.item():.6f}")
+        if deepspeed.comm.get_rank() == 0:
+            print(f"step {step + 1}  loss in slices {sliced:.6f}  whole {whole.item():.6f}")
         assert abs(sliced - whole.item()) < 1e-5
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter, plain.get_parameter(name), rtol=1e-4, atol=1e-6)

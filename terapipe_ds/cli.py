@@ -40,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words[:1] == ["plan"] and any(word.partition("=")[0] == "--devices" for word in words):
         print("terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs", file=sys.stderr)
         words[0] = "strategy"
+    if words[:1] == ["convert"] and "--megatron-args" in words[:-1]:
+        at = words.index("--megatron-args")  # argparse takes a value like "--bf16" for an option
+        words[at : at + 2] = [f"{words[at]}={words[at + 1]}"]
     parser = _parser([name for name in COMMANDS if name in words[:1]] or COMMANDS)
     _complete(parser)
     if not words:

@@ -107,6 +107,8 @@ LOST = {
     "--no-gradient-accumulation-fusion": "the engine adds weight gradients to the optimizer's sums itself",
     "--use-mcore-models": "always so",
     "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
+    "--recompute-activations": "give --recompute-granularity selective",
+    "--tp-comm-overlap": "not available in slices: docs/megatron.md",
     "--fp8-format": "set fp8 and fp8_recipe (mxfp8 or blockwise) of TransformerConfig: docs/megatron.md",
     "--fp8-amax-history-len": "these layers have no delayed scaling: see --fp8-format",
     "--fp8-amax-compute-algo": "these layers have no delayed scaling: see --fp8-format",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from terapipe_ds.files.bounded import read_bytes
@@ -21,7 +21,11 @@ _SPELLINGS = {"float32": "fp32", "float": "fp32", "float16": "fp16", "half": "fp
 
 _Positive = Annotated[float, Field(gt=0)]
 _Fraction = Annotated[float, Field(gt=0, le=1)]
-_Count = Annotated[int, Field(ge=1)]
+_Count = Annotated[
+    int,
+    Field(ge=1),
+    BeforeValidator(lambda count: int(count) if isinstance(count, float) and count % 1 == 0 else count),
+]  # 80e9 is a number of bytes, too
 
 
 class DeviceError(ValueError):

@@ -77,6 +77,27 @@ def test_a_plan_that_stays_is_one_line_of_the_log() -> None:
     assert again.startswith("planned 23 tokens again with that time: slices and schedule stay, predicted ")
 
 
+def job_lengths() -> list[str]:
+    """Return the log of a step whose micro-batches have two lengths."""
+    mixed = [*engines.batches(1, 1, length=31)[0], *engines.batches(1, 1)[0]]
+    terapipe = engines.unchecked(slices="auto", granularity_tokens=4)
+    with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), terapipe) as engine:
+        engines.train(engine, [mixed])
+    return lines
+
+
+def test_one_line_of_the_log_does_for_each_shorter_length() -> None:
+    lines = rank_pool(2).run(engines.with_few_rounds, job=job_lengths)[0]
+    longest, shorter = (line for line in lines if line.startswith("planned "))
+    assert longest.startswith("planned 31 tokens for 2 stages") and "\n" in longest
+    assert shorter.startswith("planned 23 tokens: seq1f1b, slices [") and "\n" not in shorter
+    (runs,) = (line for line in lines if line.startswith("training runs"))
+    assert runs.endswith(
+        "no prediction without measured costs"
+        ' ("slices": "auto" or "schedule": "auto" measures them) and sequences of one length in a step'
+    )
+
+
 def job_train() -> dict[str, float]:
     with engines.engine_of(engines.gpt_layers(), engines.unchecked(slices="auto", granularity_tokens=4)) as engine:
         return engines.differences(engines.train(engine, engines.batches(4)), engines.stock_run(4))

@@ -73,7 +73,7 @@ def look_again(folder: str) -> tuple[str, dict[str, int], dict[str, bool]]:
 def resume_elsewhere(folder: str, plan: tuple[str, ...]) -> str:
     """Run the script in rank 0; return what it prints."""
     command = ["resume_elsewhere.py", "--save-dir", "saved", "--out", "elsewhere", "--"]
-    options = ["--model", "tiny", "--device", "cpu-core", "--sequence-length", "64", *plan]
+    options = ["--model", "tiny", "--device", "cpu-core", *plan]  # as long sequences as the checkpoint had
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]),

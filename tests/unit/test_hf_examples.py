@@ -250,6 +250,13 @@ def test_a_folder_of_adapters_is_gone_on_with(
     with pytest.raises(SystemExit, match="2"):
         finetune_hf.parse_arguments(["--model", str(tmp_path), "--lora", "4"])
     assert "has adapters, and the run goes on with these: leave out --lora" in capsys.readouterr().err
+    assert [finetune_hf.parse_arguments(words).out for words in ([], ["--lora=4"])] == [
+        "out/finetune_hf", "out/finetune_hf_lora"
+    ]  # fmt: skip
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(SystemExit, match="2"):
+        finetune_hf.parse_arguments(["--lora", "4", "--out", str(tmp_path)])
+    assert "has a whole model: transformers would put the adapters onto it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

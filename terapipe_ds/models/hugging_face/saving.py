@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
 from terapipe_ds.models.hugging_face.refusals import gathered
@@ -130,7 +131,11 @@ def _save(module: HuggingFaceModule, folder: Path, merge: bool) -> None:
     with _on_all_ranks(saving):
         if torch_dist.get_rank() == 0:
             if adapters is not None and not merge:
-                adapters.save(trained, module.config.name_or_path or None, saving)
+                base = module.config.name_or_path or None
+                adapters.save(trained, base, saving)
+                if (folder / "config.json").exists() and folder.resolve() != Path(base or "").resolve():
+                    what = "transformers puts the adapters onto it, not onto the one that they were trained with"
+                    logger.warning("%s has a whole model: %s; save them in another folder", folder, what)
             _publish(saving)
 
 

@@ -43,6 +43,7 @@ class AutoPlanner:
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._stage, self._note, self.profiles = stage, note, Profiles(stage, wires, note)
         self._engine, self._groups, self._config = stage.engine, stage.groups, stage.config
+        self._longest = 0  # of the lengths that the log has reported
 
     def longest(self, lengths: Iterable[int]) -> int:
         """Return the longest of the lengths of all pipelines; 0 if none has any. A collective."""
@@ -72,7 +73,8 @@ class AutoPlanner:
     ) -> Choice:
         """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective.
 
-        The log names the plan and the alternatives, or says in a line that the choice `before` is still the best.
+        The log names the plan and the alternatives. One line does for a length below an earlier one, since batches
+        may bring hundreds of lengths, and for a choice `before` that is still the best.
         """
         if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
@@ -81,9 +83,12 @@ class AutoPlanner:
         profile = self.profiles.get(length, drawn, shapes)
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
+        expected = "" if choice.predicted is None else f"predicted {choice.predicted.predicted_s:.4g} s"
         if choice == before and choice.predicted is not None:
-            expected = f"{choice.predicted.predicted_s:.4g} s"
-            log = f"planned {length} tokens again with that time: slices and schedule stay, predicted {expected}"
+            log = f"planned {length} tokens again with that time: slices and schedule stay, {expected}"
+        elif length < self._longest:
+            log = f"planned {length} tokens: {choice.schedule}, slices {choice.described()['slices']}, {expected}"
+        self._longest = max(self._longest, length)
         if self._engine.global_rank == 0:
             logger.info("%s", log)
         return choice

@@ -139,3 +139,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     captured = capsys.readouterr()
     assert captured.out == "" and "--rampup-batch-size: call engine.set_train_batch_size" in captured.err
     assert main(["convert", "--megatron-args", "--nonsense 1"]) == 2
+    capsys.readouterr()
+    assert main(["convert", "--megatron-args", "--bf16"]) == 2  # one word, which argparse takes for an option
+    assert "--lr is missing" in capsys.readouterr().err

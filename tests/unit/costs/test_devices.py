@@ -92,6 +92,15 @@ def test_bad_cards(tmp_path: Path, field: str, value: Any, message: str) -> None
         device_card(str(path))
 
 
+def test_a_number_of_bytes_may_have_an_exponent(tmp_path: Path) -> None:
+    card, path = json.loads(FILE.read_text())["devices"][1], tmp_path / "card.json"
+    path.write_text(json.dumps(card | {"memory_bytes": 80e9}))
+    assert device_card(str(path)).memory_bytes == 80_000_000_000
+    path.write_text(json.dumps(card | {"memory_bytes": 80.5}))
+    with pytest.raises(DeviceError, match="memory_bytes = 80.5: expected a valid integer"):
+        device_card(str(path))
+
+
 def test_a_card_of_ones_own_is_checked_as_well() -> None:
     with pytest.raises(ValueError, match="kernel_floor_s"):
         dataclasses.replace(device_card("h100"), kernel_floor_s=0.0)

@@ -152,7 +152,10 @@ class Adapters:
         config = copy.deepcopy(self.config)
         config.inference_mode = True
         config.base_model_name_or_path = base
-        config.save_pretrained(folder)
+        # by these names peft's AutoPeftModel classes find the model's class if the config says no task
+        kind = type(self._outline.model)
+        named = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+        config.save_pretrained(folder, auto_mapping_dict=None if config.task_type else named)
 
 
 def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], model: PreTrainedModel) -> PeftModel:

@@ -241,8 +241,8 @@ class OpenBatch:
         stage = self._stage
         # each collaborator drops the previous batch and gets this one
         stage.deepspeed.open_batch()  # `_set` reads from it whether layers are checkpointed
-        if batch.training and stage.weights.sums is not None:
-            stage.weights.sums.begin()
+        if batch.training and stage.weight_gradients.sums is not None:
+            stage.weight_gradients.sums.begin()
         self._set(batch)
         stage.links.open_batch(batch)
         stage.tracer.begin(step if batch.training else None)

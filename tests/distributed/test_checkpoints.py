@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Shard
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.checkpoint_states import as_older_versions, convert, states_of
@@ -198,6 +200,22 @@ def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loade
         assert error[0] == "TeraPipeConfigError"
         assert re.search(text, error[1])
         assert distance == 0.0
+
+
+def job_without_room(folder: str) -> tuple[str, str]:
+    """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
+    with Chain((), "fp32").engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), "fp32").engine("interleaved") as engine, contextlib.ExitStack() as stack:
+        if engine.global_rank == 1:
+            stack.enter_context(mock.patch.object(Shard, "take", side_effect=RuntimeError("no room for the states")))
+        return engines.raised_by(lambda: engine.load_checkpoint(folder))
+
+
+def test_every_rank_raises_what_one_cannot_move(tmp_path: Path) -> None:
+    for error in rank_pool(2).run(job_without_room, folder=str(tmp_path)):
+        assert error == ("RuntimeError", "no room for the states")
 
 
 def job_scale(saver: str, loader: str, folder: str) -> list[float]:

@@ -152,16 +152,22 @@ class OptimizerStates:
         """
         assert self.form is not None
         # Without partitions all replicas hold the same states, and each replica moves its own
-        grid, is_cut, contents, problem = self.engine.grid, self.form.num_partitions > 1, {}, None
+        grid, is_cut, contents = self.engine.grid, self.form.num_partitions > 1, dict[Piece, Content]()
         here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
         # A stage without parameters in a group has a number there, whose states begin anew
         named = (name for groups in itertools.chain(before, after) for name in itertools.chain(*groups))
         numbers = {name: (1,) for name in named if name.startswith(NOTHING_TRAINED)}
         sources, targets = (shards_of(self.form, orders, {**self.shapes, **numbers}) for orders in (before, after))
-        try:
-            contents = sources[here].take(state)
-        except _UNLIKE as error:
-            problem = f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
+
+        def problem_of_taking() -> str | None:
+            try:
+                contents.update(sources[here].take(state))
+            except _UNLIKE as error:
+                return f"the optimizer states are not of this model: {type(error).__name__}: {error}. {_MODULE_ONLY}"
+            return None
+
+        # any other error is raised on every rank, too: one that left would miss the exchange below
+        problem = everywhere(problem_of_taking, self.world)
         refuse_everywhere(problem, self.world)
 
         def rank_of(holder: Holder) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import traceback
@@ -62,8 +63,9 @@ class LastWords:
         self.remark(f"ends: {text}{more}\n{_WHAT_NOW}")
         self._said.set()
         # Then launchers and files, which must not prevent the end
-        with suppress(Exception):  # the end matters more
-            get_error_handler().record_exception(PipelineAborted(text + more))  # `torchrun` reads it there
+        if not os.path.exists(os.environ.get("TORCHELASTIC_ERROR_FILE", "")):  # else it has the program's own error
+            with suppress(Exception):  # the end matters more
+                get_error_handler().record_exception(PipelineAborted(text + more))  # `torchrun` reads it there
         if self._trace_dir is not None:
             with suppress(Exception):
                 self._record.full().save(Path(self._trace_dir))

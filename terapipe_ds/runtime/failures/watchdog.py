@@ -188,11 +188,13 @@ class Watchdog:
 
     def _at_exit(self) -> None:
         """Publish an exception that ends the program outside the engine's calls, such as the user's own, and close."""
-        error = getattr(sys, "last_value", None)
-        is_told = self._others.failure is not None or hasattr(error, _AGREED)
-        if isinstance(error, BaseException) and not is_told and not self._stop.is_set() and self._pid == os.getpid():
-            self._fail(error)
-        self.close()
+        try:
+            error = getattr(sys, "last_value", None)
+            is_told = self._stop.is_set() or self._pid != os.getpid() or self._others.failure is not None
+            if isinstance(error, BaseException) and not is_told and _ends_program_of_this_rank(error):
+                self._fail(error)
+        finally:  # even after Ctrl-C
+            self.close()
 
     # -- a failure of this rank, in the main thread -----------------------------------------------------------------
 
@@ -381,3 +383,14 @@ class Watchdog:
 def is_lost_connection(error: RuntimeError) -> bool:
     """Return whether the error says that a connected process is gone."""
     return isinstance(error, torch_dist.DistError) or _GLOO_ERROR.search(text_of(error)) is not None
+
+
+def _ends_program_of_this_rank(error: BaseException) -> bool:
+    """Return whether an error that Python has printed has left the main program, and is not one of all ranks."""
+    # a console, a test runner and code in C print errors that they have caught further in
+    if error.__traceback__ is None or error.__traceback__.tb_frame.f_back is not None:
+        return False
+    chain: BaseException | None = error
+    while chain is not None and _AGREED not in getattr(chain, "__dict__", ()):
+        chain = chain.__cause__ or chain.__context__
+    return chain is None

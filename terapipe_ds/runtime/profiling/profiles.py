@@ -135,6 +135,7 @@ class Profiles:
             "optimizer": [type(engine.optimizer).__qualname__, engine.optimizer_name()],
             "zero_stage": engine.zero_optimization_stage(),
             "gradients": [str(engine.get_data_types()[1]), engine.zero_cpu_offload(), engine.zero_reduce_bucket_size()],
+            "contiguous_gradients": engine.zero_contiguous_gradients(),
             "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured

@@ -1,5 +1,7 @@
 """The watch-dog: who ends, with what text, and who is left alone. Several of them in one process, over a real store."""
 
+import code
+import inspect
 import os
 import re
 import signal
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -361,8 +364,8 @@ class TestStalls:
         self, job: Job, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         failing, waiting = job.rank(0), job.rank(1)
-        monkeypatch.setattr(sys, "last_value", KeyError("the user's own"), raising=False)
         with waiting.batch():
+            monkeypatch.setattr(sys, "last_value", _uncaught(KeyError("the user's own")), raising=False)
             failing._at_exit()
             job.wait_for_end()
         assert 'rank 0 (stage 0) failed at work outside the engine: KeyError: "the user\'s own"' in job.said()
@@ -373,9 +376,21 @@ class TestStalls:
         watchdog, error = job.rank(0), ValueError("on all")
         with pytest.raises(RaisedEverywhere), watchdog.batch():
             raise RaisedEverywhere(error)
-        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        wrapped = _uncaught(RuntimeError("the user's own of it"))
+        wrapped.__cause__ = error
+        for one in (_uncaught(error), wrapped):
+            monkeypatch.setattr(sys, "last_value", one, raising=False)
+            assert not module._ends_program_of_this_rank(one)
         watchdog._at_exit()
         assert not job.server.check(["abort"]) and not job.said()
+
+    def test_an_error_that_a_console_or_code_in_c_has_caught_is_not_published_at_the_end(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        code.InteractiveInterpreter().runcode(compile("1 / 0", "<console>", "exec"))
+        assert isinstance(sys.last_value, ZeroDivisionError)
+        job.rank(0)._at_exit()
+        assert not job.server.check(["abort"]) and "terapipe_ds" not in job.said()
 
     def test_no_batch_no_stall(self, job: Job) -> None:
         watchdog = job.rank(0, stall_timeout_s=1e-6)
@@ -384,6 +399,15 @@ class TestStalls:
         job.patch(watchdog._others, "beat", lambda **ended: (rounds.append(None), beat(**ended)))
         until(lambda: len(rounds) > 1)
         assert job.exits == []
+
+
+def _uncaught(error: Exception) -> Exception:
+    """Return `error` as it leaves the main program: its traceback begins in the outermost frame."""
+    outermost = inspect.currentframe()
+    while outermost is not None and outermost.f_back is not None:
+        outermost = outermost.f_back
+    assert outermost is not None
+    return error.with_traceback(types.TracebackType(None, outermost, 0, 1))
 
 
 class TestSigterm:

@@ -85,19 +85,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=int, default=150, help="optimizer steps")
     run.add_argument("--eval-every", type=int, default=0, help="steps; 0: before and after the training only")
-    run.add_argument("--out", metavar="FOLDER", help="of the result; default: out/finetune_hf, or ..._lora of adapters")
+    run.add_argument("--out", metavar="FOLDER", help="of the result; default: out/finetune_hf or out/finetune_hf_lora")
     run.add_argument("--prompt", help="what the text at the end is to answer; default: a prompt of the training data")
     run.add_argument("--new-tokens", type=int, default=48, help="to generate at the end at most; 0: nothing")
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step and evaluation")
     args = parser.parse_args(arguments)
     if args.steps < 1 or args.eval_every < 0:
-        parser.error("--steps is 1 or more, and --eval-every 0 or more")
+        parser.error(f"give --steps 1 or more (now {args.steps}), and --eval-every 0 or more (now {args.eval_every})")
     goes_on = args.model is not None and Path(args.model, "adapter_config.json").exists()
     if goes_on and args.lora is not None:
         parser.error(f"--model {args.model} has adapters, and the run goes on with these: leave out --lora")
     has_adapters = goes_on or args.lora is not None
     args.out = args.out or f"out/finetune_hf{'_lora' * has_adapters}"
-    if has_adapters and Path(args.out, "config.json").exists():
+    is_base = args.model is not None and Path(args.out).resolve() == Path(args.model).resolve()
+    if has_adapters and not is_base and Path(args.out, "config.json").exists():
         parser.error(
             f"--out {args.out} has a whole model: transformers would put the adapters onto it; give another one"
         )

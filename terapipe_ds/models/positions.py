@@ -39,7 +39,7 @@ def longest_run(inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> i
 
 
 def longest_document(length: int, starts: Starts | None) -> int:
-    """Return the same for rows of a length."""
+    """Return the tokens of the longest document of rows of `length` tokens."""
     return max((b - a for row in starts or () for a, b in itertools.pairwise((*row, length))), default=length)
 
 

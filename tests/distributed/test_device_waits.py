@@ -348,7 +348,7 @@ def test_a_batch_is_refused_on_every_rank(words: str, ranks: list[int], evaluate
     for rank, (name, said) in enumerate(refusals):
         assert words in said
         assert name == ("TeraPipeConfigError" if rank in ranks else "BatchError")
-        assert rank in ranks or said.startswith("stage 1 refuses the batch: TeraPipeConfigError: ")
+        assert rank in ranks or said.startswith("ranks [1]: stage 1 refuses the batch: TeraPipeConfigError: ")
 
 
 def job_refused_engine(words: str, ranks: list[int]) -> str:

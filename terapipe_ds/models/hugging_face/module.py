@@ -186,7 +186,7 @@ class HuggingFaceModule(PipelineModule):
             raise ModelRefusedError(
                 f"a {'sequence' if starts is None else 'document'} of {longest} tokens, and {name} has positions for "
                 f"{most}: give shorter ones, or a model whose config has more (max_position_embeddings, or the factor "
-                "of its rotary angles)"
+                "of rotary angles that are neither 'dynamic' nor 'longrope')"
             )
 
     def forward(self, forward_input: Any) -> Any:

@@ -133,7 +133,8 @@ def _save(module: HuggingFaceModule, folder: Path, merge: bool) -> None:
             if adapters is not None and not merge:
                 base = module.config.name_or_path or None
                 adapters.save(trained, base, saving)
-                if (folder / "config.json").exists() and folder.resolve() != Path(base or "").resolve():
+                is_base = base is not None and folder.resolve() == Path(base).resolve()
+                if (folder / "config.json").exists() and not is_base:
                     what = "transformers puts the adapters onto it, not onto the one that they were trained with"
                     logger.warning("%s has a whole model: %s; save them in another folder", folder, what)
             _publish(saving)

@@ -29,7 +29,7 @@ _KEYS = {
 _NOT_GATED = {
     "gpt2", "opt", "bloom", "gpt_neox", "gptj", "falcon", "gpt_bigcode", "phi", "starcoder2", "mpt", "codegen",
     "gpt_neo", "nemotron", "xglm", "biogpt", "persimmon", "apertus", "apertus1p5_text", "arcee", "gpt_neox_japanese",
-    "nanochat",
+    "nanochat", "jais2",
 }  # fmt: skip
 _WITHOUT_BIAS = {
     "mpt", "nemotron", "falcon", "apertus", "apertus1p5_text", "arcee", "gpt_neox_japanese", "nanochat",
@@ -88,7 +88,7 @@ def size_of_config(path: str) -> ModelSize:
     if numbers["num_layers"] > _MAX_LAYERS:
         raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
-    # Falcon 7B says 71, and its class reads none of them
+    # Falcon 7B's config says 71 key heads, which its class does not read
     numbers["num_kv_heads"] = 1 if _has_one_key_head(family, config) else numbers["num_kv_heads"]
     # a key that a config leaves out has the default of transformers' classes
     usual = {

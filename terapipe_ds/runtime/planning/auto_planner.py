@@ -43,7 +43,7 @@ class AutoPlanner:
     def __init__(self, stage: StageToPlan, wires: Wires, note: Callable[[str], None]) -> None:
         self._stage, self._note, self.profiles = stage, note, Profiles(stage, wires, note)
         self._engine, self._groups, self._config = stage.engine, stage.groups, stage.config
-        self._longest = 0  # of the lengths that the log has reported
+        self._longest: dict[tuple[int, bool], int] = {}  # length that the log has reported, in training and not
 
     def longest(self, lengths: Iterable[int]) -> int:
         """Return the longest of the lengths of all pipelines; 0 if none has any. A collective."""
@@ -83,12 +83,13 @@ class AutoPlanner:
         profile = self.profiles.get(length, drawn, shapes)
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
-        expected = "" if choice.predicted is None else f"predicted {choice.predicted.predicted_s:.4g} s"
-        if choice == before and choice.predicted is not None:
-            log = f"planned {length} tokens again with that time: slices and schedule stay, {expected}"
-        elif length < self._longest:
-            log = f"planned {length} tokens: {choice.schedule}, slices {choice.described()['slices']}, {expected}"
-        self._longest = max(self._longest, length)
+        kind = self._engine.micro_batches, self._engine.module.training
+        self._longest[kind] = max(self._longest.get(kind, 0), length)
+        if choice.predicted is not None and (choice == before or length < self._longest[kind]):
+            again = "" if before is None else " again with that time"
+            stays = f"{choice.schedule}, slices {choice.described()['slices']}"
+            stays = "slices and schedule stay" if choice == before else stays
+            log = f"planned {length} tokens{again}: {stays}, predicted {choice.predicted.predicted_s:.4g} s"
         if self._engine.global_rank == 0:
             logger.info("%s", log)
         return choice

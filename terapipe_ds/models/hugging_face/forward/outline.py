@@ -156,6 +156,11 @@ class Outline:
         self.num_positions = self._find_num_positions()
         for module in model.modules():
             if "longrope" in str(getattr(module, "rope_type", "")):
+                if "position_ids" not in inspect.signature(module.forward).parameters:
+                    raise ModelRefusedError(
+                        f"transformers {transformers.__version__} gives the length of a slice to its 'longrope' "
+                        f"angles; {compat.TESTED_VERSIONS['transformers']} gives positions"
+                    )
                 module.forward = functools.partial(_angles_of_whole, module.forward)
 
     def _name_of(self, stand_in: nn.Module | None) -> str:
@@ -310,7 +315,8 @@ class Outline:
                 module.device = inputs.device
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != inputs.device and not buffer.is_meta:
-                    module._buffers[name] = buffer.to(inputs.device)
+                    with torch.inference_mode(False):  # models change some buffers in training
+                        module._buffers[name] = buffer.to(inputs.device)
 
     # -- what runs when ----------------------------------------------------------------------------------------------
 

@@ -213,7 +213,7 @@ class WatchStore:
         self.have_come("read", self._world_size - len(self._silent), wait_s)
 
     def have_come(self, name: str, num_ranks: int, wait_s: float) -> bool:
-        """Publish that this rank has come to a place, and return whether so many ranks are there within `wait_s`."""
+        """Publish that this rank has come to a place, and return whether `num_ranks` ranks come within `wait_s`."""
         self._ask(lambda store: store.add(name, 1))
         deadline = time.monotonic() + wait_s
         while time.monotonic() < deadline and not self._is_gone:

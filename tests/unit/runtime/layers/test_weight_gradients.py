@@ -70,7 +70,7 @@ def example(bias: bool = True, width: int = 6) -> tuple[nn.Module, nn.Module, Te
     return model, ours, torch.randn(2, 10, 4, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("width", [6, 0])  # shared experts of which there are none
+@pytest.mark.parametrize("width", [6, 0])  # 0: no shared experts
 @pytest.mark.parametrize("bias", [True, False])
 def test_the_same_gradients_as_autograd_s(bias: bool, width: int, products: list[bool]) -> None:
     model, ours, inputs = example(bias, width)

@@ -4,8 +4,8 @@
 
 What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for
 the devices that are left. The sequences of a step stay as many and as long as they were, so that a program whose data
-follow from `engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: where
-the layout is still that of the checkpoint, nothing is converted.
+follow from `engine.global_steps` goes on with the same sequences in the same steps. Run this before each start: it
+converts nothing if the layout has not changed since the checkpoint.
 
 Written are `ds.json`, the configuration of the checkpoint with the new strategy; `strategy.json`, which it names; and,
 beside the checkpoint, a universal one. Parameters, moments and steps of the optimizer move, if it was saved with

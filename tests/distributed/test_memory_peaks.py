@@ -132,7 +132,7 @@ SETTINGS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
 
 
 class Scale(nn.Module):
-    """Multiply by the mean of a large weight, whose gradient autograd makes, like those of experts."""
+    """Multiply by the mean of a large weight. As for experts, autograd makes its gradient."""
 
     def __init__(self) -> None:
         super().__init__()

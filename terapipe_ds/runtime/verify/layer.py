@@ -450,8 +450,8 @@ def nudged(inputs: Activations, seed: int) -> Activations:
 
     Slices round otherwise than the whole, so that a router may send a token to another expert, and a ReLU may close.
     Changed inputs have the same effect, and show how much of a difference it explains. All numbers stay between the
-    least and the largest one, because a layer may accept no others. Float8 stays as it is, and so do numbers without
-    gradients beside hidden states: they may be ids.
+    least and the largest one: a layer may refuse numbers beyond. Float8 does not change. Nor do numbers without
+    gradients beside hidden states, which may be ids.
     """
     has_hidden = any(each.requires_grad for each in inputs.tensors)
 

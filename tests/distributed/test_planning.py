@@ -18,7 +18,7 @@ from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import choose_plan
+from terapipe_ds.runtime.planning import auto_planner, choose_plan
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -323,6 +323,7 @@ def _too_short() -> tuple[str, str]:
     with engine_of(gpt_layers(), unchecked(slices="auto", granularity_tokens=24)) as engine:
         refusal = step_error(engine)
         train(engine, batches(1, length=24))  # nobody was left waiting
+        assert refusal == step_error(engine), "the plan for 24 tokens does not serve 23"
     return refusal
 
 
@@ -353,6 +354,35 @@ def test_what_is_new_is_measured_once_and_what_is_set_by_hand_never() -> None:
     for _, calls, plans in results:
         assert calls == [31, 31], "what was measured for 31 tokens serves 17 as well, but not other rows"
         assert plans[0] == (12, 11) and [sum(plan) for plan in plans] == [LENGTH, 31, 17]
+
+
+def _lengths_of_as_many_granules(section: dict[str, Any]) -> tuple[dict[str, float], list[int], list[list[int]]]:
+    """Train lengths of six granules (24 to 21) and of five (20 to 17). Return errors, planned lengths, starts."""
+    lengths = [24, 21, 22, 17, 19, 20, 23, 18]
+    micro_batches = [batches(1, 1, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
+    data = [[*first, *second] for first, second in zip(micro_batches[::2], micro_batches[1::2], strict=True)]
+    planned, plan = [], auto_planner.best_without_moving
+
+    def noted(stage: Any, cuts: Any, length: int, *rest: Any) -> Any:
+        planned.append(length)
+        result, lines = plan(stage, cuts, length, *rest)
+        even = SlicePlan.equal(length, 3, 4)  # models as small as these are fastest unsliced
+        return dataclasses.replace(result, plans=(even,) * len(result.plans)), lines
+
+    stays = mock.patch.object(auto_planner.AutoPlanner, "misjudged", return_value=[])
+    with mock.patch.object(auto_planner, "best_without_moving", noted), stays, engine_of(gpt_layers(), section) as ours:
+        errors = differences(train(ours, data), run_training(gpt_layers, None, data, stages=1))
+        starts = [list(ours.slice_plan(length).starts) for length in sorted(lengths)]  # type: ignore[attr-defined]
+    return errors, planned, starts
+
+
+@pytest.mark.parametrize("more", [{}, {"slices": 3, "schedule": "auto"}], ids=["slices", "schedule"])
+def test_lengths_of_as_many_granules_share_one_search(more: dict[str, Any]) -> None:
+    results = on_ranks(2, _lengths_of_as_many_granules, section=_auto() | more)
+    assert violations([errors for errors, *_ in results], EXACT) == {}
+    assert [planned for _, planned, _ in results] == [[24, 20], []], "rank 0 plans"
+    for _, _, starts in results:
+        assert starts == [[0, 8, 16]] * 8
 
 
 def _replicas_with_other_lengths() -> list[int]:

@@ -50,6 +50,11 @@ class AutoPlanner:
         # the stages of a pipeline know the same lengths
         return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
 
+    def rounded(self, length: int) -> int:
+        """Return the length of all granules of a sequence, the last one whole; listed slices fit one length alone."""
+        granule = self._config.granularity_for(length)
+        return length if self._config.listed_slices or granule > length else -(-length // granule) * granule
+
     def misjudged(self, choices: Mapping[ChoiceKey, Choice]) -> list[ChoiceKey]:
         """Return the choices to make again, once the engine's own time is known. A collective.
 
@@ -71,16 +76,18 @@ class AutoPlanner:
         shapes: Sequence[MicroBatchShape],
         before: Choice | None = None,
     ) -> Choice:
-        """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective.
+        """Measure costs that are not known yet, and plan sequences of `length` tokens or more. A collective.
 
-        The log names the plan and the alternatives. One line does for a length below an earlier one, since batches
-        may bring hundreds of lengths, and for a choice `before` that is still the best.
+        The plan is for the length of all their granules, as far as costs are known, so that it serves the lengths
+        between. The log names the plan and the alternatives. One line does for a length below an earlier one, since
+        batches may bring hundreds of lengths, and for a choice `before` that is still the best.
         """
         if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
         ask(lambda: self._config.check_granularity(length))
         profile = self.profiles.get(length, drawn, shapes)
+        length = min(self.rounded(length), max(length, profile.key.sequence_length))
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
         kind = self._engine.micro_batches, self._engine.module.training

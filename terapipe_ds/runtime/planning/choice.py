@@ -52,6 +52,13 @@ class Choice:
         """Return whether sequences are cut at all."""
         return any(plan.num_slices > 1 for plan in self.plans)
 
+    def of_length(self, length: int) -> Choice:
+        """Return the choice for `length` tokens, as many granules as here: the last slice ends with the sequence."""
+        if length == self.sequence_length:
+            return self
+        cut = (plan.lengths[:-1] for plan in self.plans)
+        return replace(self, plans=tuple(SlicePlan((*first, length - sum(first))) for first in cut))
+
     def joined(self, fewest_tokens: int) -> Choice:
         """Return the choice without slices of fewer tokens (see `SlicePlan.joined`)."""
         plans = tuple(plan.joined(fewest_tokens) for plan in self.plans)

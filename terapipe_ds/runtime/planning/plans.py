@@ -39,6 +39,7 @@ class Plans:
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
+        self._planned: dict[ChoiceKey, Choice] = {}  # one for all lengths of as many granules
         self._choices: dict[ChoiceKey, Choice] = {}
         self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
@@ -166,14 +167,20 @@ class Plans:
     ) -> None:
         """Plan each length that has no choice yet, the longest first. A collective over all ranks.
 
-        All ranks measure slices, rank 0 searches, and every rank gets its choice.
+        All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths of as many granules share
+        one search: batches may bring thousands of lengths.
         """
         # plan again if slices are so short that the engine's own time counts
-        before = {key: self._choices.pop(key) for key in planner.misjudged(self._choices)}
+        before = {key: self._planned.pop(key) for key in planner.misjudged(self._planned)}
+        if before:
+            self._choices.clear()
         lengths = {shape.length for shape in shapes}
         while length := planner.longest(one for one in lengths if self._known(one) is None):
-            key = self._key(length)
-            self._choices[key] = planner.choose(length, drawn, shapes, before.get(key)).joined(self._shortest)
+            key = self._key(planner.rounded(length))
+            planned = self._planned.get(key)
+            if planned is None or planned.sequence_length < length:
+                planned = self._planned[key] = planner.choose(length, drawn, shapes, before.get(key))
+            self._choices[self._key(length)] = planned.of_length(length).joined(self._shortest)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 

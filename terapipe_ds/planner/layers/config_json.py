@@ -47,8 +47,9 @@ _EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "
 _ONE_KEY_HEAD = {"falcon", "gpt_bigcode"}  # where `multi_query` is true or absent
 _MAX_LAYERS = 10_000  # the planner goes over every layer
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
-_NO_ATTENTION = (
+_OTHER_LAYERS = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear", "lfm2",
+    "cpmant", "hrm_text", "moshi", "openai-gpt", "phi4_multimodal", "xlnet",
 )  # fmt: skip
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -150,15 +151,15 @@ def _needed(path: str, config: Mapping[str, Any], name: str) -> int:
 
 
 def _check_kind(path: str, family: str, document: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise PlannerError for encoders, and for layers that are not all attention and MLP."""
+    """Raise PlannerError for encoders, and for layers that are not all attention and a usual MLP."""
     architectures = _listed(path, document, "architectures", str)
     is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
-    if document.get("is_encoder_decoder") or is_other:
+    if document.get("is_encoder_decoder") or config.get("type_vocab_size") or is_other:
         what = ", ".join(architectures) or family
         raise PlannerError(f"{path}: {what} is no decoder model; give the config.json of a causal language model")
     kinds = {str(kind) for kind in _listed(path, config, "layer_types", str)}
-    if family.startswith(_NO_ATTENTION) or not kinds <= _KINDS:
-        raise PlannerError(f"{path}: layers of {family} are not all attention and MLP; give a measured profile")
+    if family.startswith(_OTHER_LAYERS) or not kinds <= _KINDS or config.get("hidden_size_per_layer_input"):
+        raise PlannerError(f"{path}: layers of {family} are not all attention and a usual MLP; give a measured profile")
 
 
 def _has_one_key_head(family: str, config: Mapping[str, Any]) -> bool:

@@ -211,7 +211,7 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
         ({"n_head": None}, "lacks num_attention_heads"),
         ({"n_head": "12"}, "n_head = '12': give an integer"),
         ({"n_inner": [3072] * 12}, "n_inner = .*: give an integer, or a measured profile if layers differ"),
-        ({"layer_types": ["full_attention", "conv"] * 6}, "not all attention and MLP; give a measured profile"),
+        ({"layer_types": ["full_attention", "conv"] * 6}, "not all attention and a usual MLP; give a measured profile"),
         ({"num_experts": 8}, "experts"),
     ):
         path.write_text(json.dumps(gpt2 | change))
@@ -272,6 +272,9 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
         ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
         ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
+        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 8}, "gemma4_text are not all"),
+        ({"model_type": "moshi"}, "layers of moshi are not all attention"),
+        ({"model_type": "bert", "type_vocab_size": 2}, "bert is no decoder model"),
         ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
         ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
     ],

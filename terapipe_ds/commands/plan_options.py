@@ -67,7 +67,9 @@ class PlanOptions(CostOptions):
     )
     zero_stage: int = _batch("default 0", "{0,1}", 0, ge=0, le=1)
     schedule_options: ScheduleDetails = details_option("search")
-    granularity: int | None = _search("cut at multiples of N tokens (default: 64, at most the sequence)", "N", ge=1)
+    granularity: int | None = _search(
+        "cut at multiples of N tokens (default: 64, more from 16,384 tokens on: at most 256 granules)", "N", ge=1
+    )
     max_slices: int | None = _search("at most so many slices", "S", ge=1)
     order: OrderFile | None = _output("write the order as CSV, for the key terapipe.schedule", "FILE")
 
@@ -89,10 +91,11 @@ class PlanOptions(CostOptions):
 
     @property
     def granule(self) -> int:
-        """Return the tokens at whose multiples slices end; the default is at most the sequence."""
+        """Return the tokens at whose multiples slices end; the default depends on the sequence."""
         from terapipe_ds.config import TeraPipeConfig
+        from terapipe_ds.plan import coarsened
         from terapipe_ds.planner import granularity_for
 
         default = TeraPipeConfig.model_fields["granularity_tokens"].default
         granule = granularity_for(self.granularity or default, self.tensor_parallel, self.sequence_parallel)
-        return granule if self.granularity else min(granule, self.sequence_length)
+        return granule if self.granularity else coarsened(granule, self.sequence_length)

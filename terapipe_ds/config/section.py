@@ -50,7 +50,7 @@ from terapipe_ds.config.values import (
     tuples_to_lists,
 )
 from terapipe_ds.messages import show_value
-from terapipe_ds.plan import PlanError, SlicePlan
+from terapipe_ds.plan import PlanError, SlicePlan, coarsened
 from terapipe_ds.schedule import SCHEDULE_NAMES
 from terapipe_ds.strategy import Strategy
 
@@ -283,6 +283,12 @@ class TeraPipeConfig(StrictModel):
         while -(-sequence_length // granularity) < fewest and granularity % (2 * self._multiple) == 0:
             granularity //= 2
         return min(granularity, sequence_length)
+
+    def searched_granularity(self, sequence_length: int) -> int:
+        """Return the granularity for a search of slices: a default grows with the sequence."""
+        granularity = self.granularity_for(sequence_length)
+        is_given = self.slices != "auto" or "granularity_tokens" in self.model_fields_set
+        return granularity if is_given else coarsened(granularity, sequence_length)
 
     def with_multiple(self, multiple: int) -> TeraPipeConfig:
         """Return the config for layers whose slices must be multiples of `multiple` tokens; listed slices stay."""

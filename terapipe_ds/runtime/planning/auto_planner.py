@@ -52,7 +52,7 @@ class AutoPlanner:
 
     def rounded(self, length: int) -> int:
         """Return the length of all granules of a sequence, the last one whole; listed slices fit one length alone."""
-        granule = self._config.granularity_for(length)
+        granule = self._config.searched_granularity(length)
         return length if self._config.listed_slices or granule > length else -(-length // granule) * granule
 
     def misjudged(self, choices: Mapping[ChoiceKey, Choice]) -> list[ChoiceKey]:

@@ -76,7 +76,7 @@ def best_with_recompute(
         parts,
         length,
         stage.engine.micro_batches,
-        config.granularity_for(length),
+        config.searched_granularity(length),
         config.schedule,
         limit_bytes,
         plan=None if config.slices == "auto" else config.plan_for(length),
@@ -123,7 +123,7 @@ def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes
     costs, shape = cuts.cut(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices != "auto":
         return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
-    shape_and_name = *shape, config.granularity_for(length), config.schedule
+    shape_and_name = *shape, config.searched_granularity(length), config.schedule
     return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
 
@@ -178,5 +178,5 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
     }
     shape = stage.layout.num_stages, num_micro_batches
     if config.slices == "auto":
-        return rank_schedules(cuts.cut, length, *shape, config.granularity_for(length), **options)
+        return rank_schedules(cuts.cut, length, *shape, config.searched_granularity(length), **options)
     return rank_schedules(cuts.cut, length, *shape, plan=config.plans_for(length, num_micro_batches), **options)

@@ -457,6 +457,23 @@ def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tup
     assert given.granularity_for(9) == math.lcm(8, multiple)
 
 
+@pytest.mark.parametrize(
+    ("section", "length", "granule"),
+    [
+        ({}, 40, 40),
+        ({}, 16384, 64),
+        ({}, 16385, 128),
+        ({}, 1_048_576, 4096),
+        ({"granularity_tokens": 64}, 1_048_576, 64),
+        ({"slices": 8}, 1_048_576, 64),
+    ],
+)
+def test_a_search_has_at_most_256_granules_unless_the_config_says_so(
+    section: dict[str, Any], length: int, granule: int
+) -> None:
+    assert read(section).searched_granularity(length) == granule
+
+
 def test_plan_for_a_list() -> None:
     config = read({"slices": [512, 384, 128], "granularity_tokens": 4096})  # granularity is for numbers
     assert config.plan_for(1024) == SlicePlan((512, 384, 128))

@@ -1,4 +1,4 @@
-"""Exchange values, results and errors between ranks: the few functions that everything uses.
+"""Exchange values, results, errors and configs between ranks: the few functions that everything uses.
 
 `gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
 `group`. None stands for all ranks. If their backend works on devices, the functions then make a group on the CPU for

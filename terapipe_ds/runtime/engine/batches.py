@@ -115,17 +115,18 @@ class IncomingBatches:
         self._source.also_agree_on("torch.autocast", autocast)
         wants_logits = bool(engine.eval_return_logits or not engine._compute_loss)
         drawn, shapes = self._source.draw(num_micro_batches, training, engine._compute_loss, wants_logits)
-        # every stage computes the same slices and the same schedule
-        how, plans = self._plans.for_batch(drawn, shapes)
-        schedule = self._plans.schedule(how.schedule, training, tuple(plan.num_slices for plan in plans))
+        # every stage computes the same slices and the same schedule, which are kept for batches of these lengths
+        choice, plans = self._plans.for_batch(drawn, shapes)
+        schedule = self._plans.schedule(choice.schedule, training, tuple(plan.num_slices for plan in plans))
         scales = self._scales(drawn)
         of_each = zip(drawn, shapes, plans, scales, strict=True)
         micro_batches = [self._in_flight(*each) for each in of_each]
         # the prediction holds for a step that runs as planned
-        is_planned = training and len(shapes) == engine.micro_batches and schedule.name == how.schedule
-        is_planned = is_planned and {shape.length for shape in shapes} == {how.sequence_length}
-        predicted = how.predicted if is_planned else None
+        is_planned = training and len(shapes) == engine.micro_batches and schedule.name == choice.schedule
+        is_planned = is_planned and {shape.length for shape in shapes} == {choice.sequence_length}
+        predicted = choice.predicted if is_planned else None
         batch = BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        # this returns at once unless the batch shows something that was not checked yet
         self._first_batch.run(batch, engine._compute_loss, self._verify_only)
         return batch
 

@@ -14,23 +14,28 @@ DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in thi
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
    The last part weighs the loss of each slice by its share of the labels (`batch.loss_weights`). Gradients of linear
    layers are products of their own, outside of autograd (`weight_gradients`).
-3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks (`model_ends`).
+3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks, and every rank gets the mean
+   (`model_ends`).
 
 An error on which the ranks agree (`agreement`) is raised on all of them; training can go on with the next batch. After
 any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
 (`failures.watchdog`).
 
-Nine more files show a batch from its data to the step. You need the others for details, checks and options.
+Seven more files show a batch from its data to the step and its loss.
 
-- `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
 - `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
 - `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
 - `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
+- `runtime/links/stage_links.py`: messages between stages.
 - `runtime/batch/loss_weights.py`, `runtime/engine/batch_results.py`: weights and sums of the losses of slices.
+- `runtime/engine/model_ends.py`: the loss that `train_batch` returns.
+
+Three show how slices become possible. You need the others for checks and options.
+
+- `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
 - `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. The autograd
   node of attention (`attention.sliced`) calls it.
 - `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
-- `runtime/links/stage_links.py`: messages between stages.
 """
 
 from __future__ import annotations
@@ -98,7 +103,8 @@ class TeraPipeEngine(ModelEndsEngine):
 
     It offers everything that DeepSpeed's `PipelineEngine` offers, with the same arguments and results: `train_batch`,
     `eval_batch`, `save_checkpoint`, `load_checkpoint`, `set_train_batch_size` and the rest. `ModelEndsEngine` changes
-    where DeepSpeed finds losses, how it sums them over ranks, and saves a loss module; never the course of a batch.
+    where DeepSpeed finds losses and divides them by the micro-batches, how it sums losses and gradients over ranks, and
+    saves a loss module; never the course of a batch.
     """
 
     reads_terapipe_section = True  # `compat.unread_section` reads it
@@ -153,7 +159,10 @@ class TeraPipeEngine(ModelEndsEngine):
     # -- methods for users ------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> torch.Tensor:
-        """Run one optimizer step, each micro-batch in slices. Errors in the data are raised on every stage."""
+        """Run one optimizer step, each micro-batch in slices. Return the mean loss, on every rank.
+
+        Errors in the data are raised on every stage.
+        """
         if not torch.is_grad_enabled():  # refused as in DeepSpeed, but before the batch: a caller may go on
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         self._checkpoints.refuse_half_loaded()

@@ -1,4 +1,4 @@
-"""Plan slices from measured costs, on all ranks alike: rank 0 plans, and every rank gets the result or the error."""
+"""Measure costs and plan from them: rank 0 decides (`choose_plan`), and every rank gets its choice or its error."""
 
 from __future__ import annotations
 

@@ -46,11 +46,7 @@ def test_the_embedding_gets_its_gradient() -> None:
     assert found is not None and expected is not None
     assert torch.equal(found, expected)
     assert reentrant.call_count == 1, "the second range is checkpointed as it was asked for"
-
-
-def test_without_it_the_embedding_is_cut_off() -> None:
-    """Why this exists. When it fails, DeepSpeed is mended."""
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    with pytest.raises(RuntimeError, match="does not require grad"):  # else DeepSpeed is mended
         run(ds_checkpointing.checkpoint)
 
 
@@ -131,10 +127,16 @@ def attend(x: Tensor, name: str = "layer") -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(8,), (5, 3)])
-@pytest.mark.parametrize("function", [ds_checkpointing.checkpoint, lambda *args: NON_REENTRANT(*args)])
-def test_gradients_with_kept_attention(function: Any, lengths: tuple[int, ...]) -> None:
-    """Those of a function without reentry as well, which nobody can tell by looking at it."""
-    found, expected = kept_gradients(function, attend, lengths)
+@pytest.mark.parametrize(
+    ("function", "layer"),
+    [
+        (ds_checkpointing.checkpoint, attend),
+        (lambda *args: NON_REENTRANT(*args), attend),  # which nobody can tell by looking at it
+        (ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x)),  # whose second run finds nothing kept
+    ],
+)
+def test_gradients_with_kept_attention(function: Any, layer: Any, lengths: tuple[int, ...]) -> None:
+    found, expected = kept_gradients(function, layer, lengths)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -177,12 +179,6 @@ def test_layers_that_keep_nothing_are_told_once_per_engine(caplog: pytest.LogCap
     set_recompute(module, config.model_copy(update={"recompute": (1,)}), {})
     warn_if_none_is_kept(module, 0)
     assert "stage 0" not in caplog.text
-
-
-def test_a_layer_may_checkpoint_itself_beside() -> None:
-    """Its own second run comes when nothing is kept any more, and has to save the same tensors as the first one."""
-    found, expected = kept_gradients(ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x))
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_verification_keeps_attention_as_training_does() -> None:

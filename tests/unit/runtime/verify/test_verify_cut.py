@@ -104,35 +104,32 @@ def test_whose_layers_they_are() -> None:
     assert not are_own(own, nn.CrossEntropyLoss()) and not are_own(own, lambda outputs, labels: outputs.mean())
 
 
+def summed(layer: Any, x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda layer: layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - 1),
     "hook of torch": lambda layer: nn.utils.spectral_norm(layer.feed_forward.down),
+    "hook of all modules": lambda _: nn.modules.module.register_module_full_backward_hook(lambda *arguments: None),
     "parametrization": lambda layer: nn.utils.parametrizations.spectral_norm(layer.feed_forward.down),
-    "forward": lambda layer: setattr(layer, "forward", lambda x: x.cumsum(1)),
+    "forward": lambda layer: setattr(layer, "forward", partial(summed, layer)),
     "activation": lambda layer: setattr(
         layer.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)
     ),
+    "forward of the class": lambda _: mock.patch.object(gpt.FeedForward, "forward", summed).start(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_of_the_package_that_somebody_changed(change: str) -> None:
     own = own_layers()
-    CHANGES[change](own[1])
-    assert not are_own(own)
-
-
-def test_a_hook_of_all_modules_runs_in_layers_of_the_package_too() -> None:
-    own = own_layers()
-    added = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
-    assert not are_own(own)
-    added.remove()
-    assert are_own(own)
-
-
-def test_a_class_with_a_replaced_forward_is_no_longer_the_package_s() -> None:
-    with mock.patch.object(gpt.FeedForward, "forward", lambda layer, x: x.cumsum(1)):
-        assert not are_own(own_layers())
+    added = CHANGES[change](own[1])
+    is_seen = not are_own(own)
+    if change == "hook of all modules":
+        added.remove()
+    mock.patch.stopall()
+    assert is_seen and are_own(own_layers())
 
 
 def test_what_measures_or_is_of_torch_changes_nothing() -> None:

@@ -97,9 +97,9 @@ class Source:
                     parts = [(each, is_told or is_block) for each, _ in parts]
                 case ast.Call(func=func, keywords=keywords) if _name(func) not in inside:
                     is_mild = any(keyword.arg == "ignore_errors" for keyword in keywords)
-                    text, name = ast.unparse(func), _name(func)
-                    name = text if text.startswith(("os.", "torch.", "torch_dist.")) and name != "open" else name
-                    name = _name(func) if _name(func) in FILE_CALLS else name
+                    name, owner = _name(func), _name(getattr(func, "value", None))
+                    if owner in ("os", "torch", "torch_dist") and name not in FILE_CALLS:
+                        name = f"{owner}.{name}"
                     yield node.lineno, name, self._called(key, func), is_told or is_mild
             for each, told in parts:
                 yield from walk(each, told)

@@ -31,13 +31,12 @@ def rank(
     backward: tuple[float, float] = (1.0, 1.0),
     send: float = 1.0,
     messages: Any = NO_MESSAGES,
-    static_bytes: int = 1,
 ) -> PartMeasured:
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
     link_times = LinkTimes(links, dict(messages))
-    return PartMeasured(stage_id, replica_id, samples, PartMemory(static_bytes, 1.0), link_times)
+    return PartMeasured(stage_id, replica_id, samples, PartMemory(1, 1.0), link_times)
 
 
 def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:

@@ -62,15 +62,12 @@ class TestValues:
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("error", "kind", "text"),
-        [
-            (ValueError("no plan"), ValueError, "no plan"),
-            (KeyError("layer"), KeyError, "'layer'"),
-            (WithoutItsArgs(stage=3), RuntimeError, "rank 0: WithoutItsArgs: stage 3"),
-            (TypeError(lambda: 0), RuntimeError, "rank 0: TypeError: <function"),
-        ],
-    )
+    @pytest.mark.parametrize(("error", "kind", "text"), [
+        (ValueError("no plan"), ValueError, "no plan"),
+        (KeyError("layer"), KeyError, "'layer'"),
+        (WithoutItsArgs(stage=3), RuntimeError, "rank 0: WithoutItsArgs: stage 3"),
+        (TypeError(lambda: 0), RuntimeError, "rank 0: TypeError: <function"),
+    ])  # fmt: skip
     def test_any_error_of_rank_0_is_raised_everywhere(
         self, error: Exception, kind: type[Exception], text: str, ranks: Ranks
     ) -> None:

@@ -152,19 +152,16 @@ TOLD_TO_ALL = """def told(folder, world):
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "wrong"),
-    [
-        (TOLD_TO_ALL, []),
-        ("def look(folder): return gather(folder.is_dir())", ["look, line 2: is_dir"]),
-        (TOLD_TO_ALL.replace("except OSError:", "except KeyError:"), ["told, line 7: stat"]),
-        (TOLD_TO_ALL.replace("everyone = []", "raise"), ["told, line 7: stat"]),
-        ("def f(x):\n    g(x)\n    gather(x)\ndef g(x): os.replace(x, x)", ["f, line 3: g"]),
-        ("class A:\n    def f(s, x): h(s.here(x))\n    def here(s, x): return open(x)\n"
-         "def h(x): torch_dist.barrier()", ["A.f, line 3: here"]),
-        ("def f(x):\n    def read(): return x.read_text()\n    return gather_results(read)", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "wrong"), [
+    (TOLD_TO_ALL, []),
+    ("def look(folder): return gather(folder.is_dir())", ["look, line 2: is_dir"]),
+    (TOLD_TO_ALL.replace("except OSError:", "except KeyError:"), ["told, line 7: stat"]),
+    (TOLD_TO_ALL.replace("everyone = []", "raise"), ["told, line 7: stat"]),
+    ("def f(x):\n    g(x)\n    gather(x)\ndef g(x): os.replace(x, x)", ["f, line 3: g"]),
+    ("class A:\n    def f(s, x): h(s.here(x))\n    def here(s, x): return open(x)\n"
+     "def h(x): torch_dist.barrier()", ["A.f, line 3: here"]),
+    ("def f(x):\n    def read(): return x.read_text()\n    return gather_results(read)", []),
+])  # fmt: skip
 def test_it_sees_what_is_wrong(body: str, wrong: list[str], tmp_path: Path) -> None:
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime" / "agreement.py").write_text((PACKAGE / "runtime" / "agreement.py").read_text())

@@ -36,20 +36,17 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     terapipe_ds.unregister()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "verifies", "script", "rest"),
-    [
-        (["train.py", "--steps", "3", "data.txt"], False, "train.py", ["--steps", "3", "data.txt"]),
-        (["--local-rank=1", "train.py"], False, "train.py", ["--local-rank=1"]),
-        (["--local_rank", "1", "train.py", "-x"], False, "train.py", ["--local_rank", "1", "-x"]),
-        (["train.py", "--local_rank=1"], False, "train.py", ["--local_rank=1"]),
-        (["--local_rank=1", "x.py", "--", "--local_rank=2"], False, "x.py", ["--local_rank=1", "--", "--local_rank=2"]),
-        (["--verify", "train.py", "-x"], True, "train.py", ["-x"]),
-        (["--local_rank=1", "--verify", "train.py"], True, "train.py", ["--local_rank=1"]),
-        (["--local_rank", "1", "--verify", "train.py"], True, "train.py", ["--local_rank", "1"]),
-        (["--local_rank=1", "train.py", "--verify"], False, "train.py", ["--local_rank=1", "--verify"]),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "verifies", "script", "rest"), [
+    (["train.py", "--steps", "3", "data.txt"], False, "train.py", ["--steps", "3", "data.txt"]),
+    (["--local-rank=1", "train.py"], False, "train.py", ["--local-rank=1"]),
+    (["--local_rank", "1", "train.py", "-x"], False, "train.py", ["--local_rank", "1", "-x"]),
+    (["train.py", "--local_rank=1"], False, "train.py", ["--local_rank=1"]),
+    (["--local_rank=1", "x.py", "--", "--local_rank=2"], False, "x.py", ["--local_rank=1", "--", "--local_rank=2"]),
+    (["--verify", "train.py", "-x"], True, "train.py", ["-x"]),
+    (["--local_rank=1", "--verify", "train.py"], True, "train.py", ["--local_rank=1"]),
+    (["--local_rank", "1", "--verify", "train.py"], True, "train.py", ["--local_rank", "1"]),
+    (["--local_rank=1", "train.py", "--verify"], False, "train.py", ["--local_rank=1", "--verify"]),
+])  # fmt: skip
 def test_split_arguments(arguments: list[str], verifies: bool, script: str, rest: list[str]) -> None:
     assert split_arguments(arguments) == (verifies, script, rest)
 

@@ -93,13 +93,10 @@ def test_every_stage_learns_where_documents_start(
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("own", "what"),
-        [
-            (KeyError("tokens"), "ranks [0]: stage 0 failed to draw its data: KeyError: 'tokens'"),
-            (TeraPipeConfigError("CUDA"), "ranks [0]: stage 0 refuses the batch: TeraPipeConfigError: CUDA"),
-        ],
-    )
+    @pytest.mark.parametrize(("own", "what"), [
+        (KeyError("tokens"), "ranks [0]: stage 0 failed to draw its data: KeyError: 'tokens'"),
+        (TeraPipeConfigError("CUDA"), "ranks [0]: stage 0 refuses the batch: TeraPipeConfigError: CUDA"),
+    ])  # fmt: skip
     def test_what_one_stage_could_not_draw(self, own: Exception, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         for in_job in (None, places(1, pipelines=3)):
             reports = [report(error=own), last(), last()] if in_job else [report(error=own), report(), last()]

@@ -35,19 +35,16 @@ def test_any_change_shows(values: list[int], data: st.DataObject) -> None:
     assert (checksum([torch.tensor(swapped)]) == before) == (swapped == values)
 
 
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (TOKENS, TOKENS.reshape(3, 8)), (TOKENS, TOKENS.int()), (TOKENS, TOKENS.double()), ([TOKENS], [TOKENS, TOKENS]),
-        ([TOKENS], [TOKENS[:1], TOKENS[1:]]), ([TOKENS], []), (3, 4), (None, 0),
-        ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
-        (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)),
-        (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16()), (torch.ones(()).half(), torch.empty(0).half()),
-        ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
-        ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
-        (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("one", "other"), [
+    (TOKENS, TOKENS.reshape(3, 8)), (TOKENS, TOKENS.int()), (TOKENS, TOKENS.double()), ([TOKENS], [TOKENS, TOKENS]),
+    ([TOKENS], [TOKENS[:1], TOKENS[1:]]), ([TOKENS], []), (3, 4), (None, 0),
+    ("text", "next"), (1, True), (torch.tensor(1), torch.tensor(2)),
+    (torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.bool)),
+    (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16()), (torch.ones(()).half(), torch.empty(0).half()),
+    ({"a": TOKENS}, {"a": TOKENS + 1}), ({"a": TOKENS}, {"b": TOKENS}), ({"a": [{"b": 1}]}, {"a": [{"b": 2}]}),
+    ({"a": [1, 2], "b": []}, {"a": [1], "b": [2]}), (np.arange(3000), np.arange(3000)[::-1]),
+    (MicroBatchShape(2, 12), MicroBatchShape(2, 13)),
+])  # fmt: skip
 def test_values_of_any_kind_count(one: Any, other: Any) -> None:
     """As labels may be in DeepSpeed's own order."""
     assert checksum([one]) == checksum([copy.deepcopy(one)]) != checksum([other])

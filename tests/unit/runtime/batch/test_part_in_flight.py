@@ -52,16 +52,13 @@ def test_a_slice_lives_from_its_forward_until_its_gradients_are_sent() -> None:
 F, B, W, SA, SG = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.SEND_ACTIVATION, Kind.SEND_GRAD
 
 
-@pytest.mark.parametrize(
-    ("options", "kinds"),
-    [
-        ({"schedule": "seq1f1b-zb"}, (F, B, SG, W)),
-        ({"schedule": "seq1f1b-zb", "sends": False}, (F, B, W)),
-        ({"is_last": True, "sends": False}, (F, B)),
-        ({"training": False}, (F, SA)),
-        ({"training": False, "sends": False}, (F,)),
-    ],
-)
+@pytest.mark.parametrize(("options", "kinds"), [
+    ({"schedule": "seq1f1b-zb"}, (F, B, SG, W)),
+    ({"schedule": "seq1f1b-zb", "sends": False}, (F, B, W)),
+    ({"is_last": True, "sends": False}, (F, B)),
+    ({"training": False}, (F, SA)),
+    ({"training": False, "sends": False}, (F,)),
+])  # fmt: skip
 def test_a_slice_ends_with_its_last_action(options: dict[str, Any], kinds: tuple[Kind, ...]) -> None:
     slices = part(**options)
     kept = slices.batch.get(KEY)

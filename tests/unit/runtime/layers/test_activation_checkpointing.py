@@ -83,14 +83,11 @@ def module_of(function: Any) -> Any:
     return SimpleNamespace(activation_checkpoint_interval=0, activation_checkpoint_func=function, **fields)
 
 
-@pytest.mark.parametrize(
-    ("function", "section", "named"),
-    [
-        (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
-        (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
-        (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
-    ],
-)
+@pytest.mark.parametrize(("function", "section", "named"), [
+    (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
+    (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
+    (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
+])  # fmt: skip
 def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict[str, Any], named: str) -> None:
     config, module = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True), module_of(function)
     with pytest.raises(TeraPipeConfigError, match=f"keep_attention = true: {named}.*or leave keep_attention out"):
@@ -127,14 +124,11 @@ def attend(x: Tensor, name: str = "layer") -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(8,), (5, 3)])
-@pytest.mark.parametrize(
-    ("function", "layer"),
-    [
-        (ds_checkpointing.checkpoint, attend),
-        (lambda *args: NON_REENTRANT(*args), attend),  # which nobody can tell by looking at it
-        (ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x)),  # whose second run finds nothing kept
-    ],
-)
+@pytest.mark.parametrize(("function", "layer"), [
+    (ds_checkpointing.checkpoint, attend),
+    (lambda *args: NON_REENTRANT(*args), attend),  # which nobody can tell by looking at it
+    (ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x)),  # whose second run finds nothing kept
+])  # fmt: skip
 def test_gradients_with_kept_attention(function: Any, layer: Any, lengths: tuple[int, ...]) -> None:
     found, expected = kept_gradients(function, layer, lengths)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)

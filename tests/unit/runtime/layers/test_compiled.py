@@ -218,16 +218,12 @@ def test_attention_beside_the_graph_is_an_error() -> None:
         assert layer(x).shape == x.shape
 
 
-@pytest.mark.parametrize(
-    ("layers", "flops", "sequence", "told"),
-    [
-        ([OutOfGraph(), nn.Linear(2, 2)], False, False, None),
-        ([nn.Linear(2, 2)], False, False, "no layer can be compiled, of Linear here"),
-        ([OutOfGraph()], True, False, "flops_profiler"),
-        ([OutOfGraph()], False, True, "'sequence' axis"),
-    ],
-    ids=["some", "none", "flops", "sequence"],
-)
+@pytest.mark.parametrize(("layers", "flops", "sequence", "told"), [
+    ([OutOfGraph(), nn.Linear(2, 2)], False, False, None),
+    ([nn.Linear(2, 2)], False, False, "no layer can be compiled, of Linear here"),
+    ([OutOfGraph()], True, False, "flops_profiler"),
+    ([OutOfGraph()], False, True, "'sequence' axis"),
+], ids=["some", "none", "flops", "sequence"])  # fmt: skip
 def test_what_cannot_be_compiled_is_refused(
     layers: list[nn.Module], flops: bool, sequence: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

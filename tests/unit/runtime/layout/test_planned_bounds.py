@@ -15,18 +15,15 @@ def bounds(layers: list[Any], partition: list[int]) -> tuple[int, ...] | None:
     return bounds_in(layers, partition)
 
 
-@pytest.mark.parametrize(
-    ("changes", "partition", "expected"),
-    [
-        ({}, [0, 3, 6], (0, 3, 7)),  # the norm goes with the head
-        ({"positions": "learned"}, [0, 3, 6], (0, 4, 8)),  # and the positions with the embedding
-        ({"positions": "learned", "tied_embedding": True}, [0, 1, 5, 6], (0, 2, 6, 8)),  # each end alone
-        ({}, [0, 3, 7], (0, 3, 7)),  # planned for the layers that there are
-        ({}, [0, 3, 5], None),
-        ({}, [0, 3, 8], None),
-        ({"num_layers": 5}, [0, 3, 6], None),
-    ],
-)
+@pytest.mark.parametrize(("changes", "partition", "expected"), [
+    ({}, [0, 3, 6], (0, 3, 7)),  # the norm goes with the head
+    ({"positions": "learned"}, [0, 3, 6], (0, 4, 8)),  # and the positions with the embedding
+    ({"positions": "learned", "tied_embedding": True}, [0, 1, 5, 6], (0, 2, 6, 8)),  # each end alone
+    ({}, [0, 3, 7], (0, 3, 7)),  # planned for the layers that there are
+    ({}, [0, 3, 5], None),
+    ({}, [0, 3, 8], None),
+    ({"num_layers": 5}, [0, 3, 6], None),
+])  # fmt: skip
 def test_what_a_module_has_besides_goes_with_its_ends(
     changes: dict[str, Any], partition: list[int], expected: tuple[int, ...] | None
 ) -> None:

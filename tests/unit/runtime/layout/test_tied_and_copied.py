@@ -18,18 +18,15 @@ class Own(torch.optim.Adam):
     """Of somebody who rounds in a way of their own."""
 
 
-@pytest.mark.parametrize(
-    ("layout", "optimizer", "num_replicas", "may_differ"),
-    [
-        (CHIMERA, torch.optim.AdamW(PARAMETERS), 1, False),
-        (CHIMERA, torch.optim.AdamW(PARAMETERS), 2, False),  # two numbers have one sum
-        (CHIMERA, torch.optim.AdamW(PARAMETERS), 3, True),
-        (CHIMERA, Own(PARAMETERS), 1, True),
-        (CHIMERA, torch.optim.Adam(PARAMETERS, fused=True), 1, True),  # one update in some ten thousand was seen to
-        (CHIMERA, None, 3, False),
-        (Layout(4, placement_for("1f1b", 4, 1)), Own(PARAMETERS), 3, False),
-    ],
-)
+@pytest.mark.parametrize(("layout", "optimizer", "num_replicas", "may_differ"), [
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 1, False),
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 2, False),  # two numbers have one sum
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 3, True),
+    (CHIMERA, Own(PARAMETERS), 1, True),
+    (CHIMERA, torch.optim.Adam(PARAMETERS, fused=True), 1, True),  # one update in some ten thousand was seen to
+    (CHIMERA, None, 3, False),
+    (Layout(4, placement_for("1f1b", 4, 1)), Own(PARAMETERS), 3, False),
+])  # fmt: skip
 def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int, may_differ: bool) -> None:
     assert copies_may_differ(layout, optimizer, num_replicas) == may_differ
 

@@ -109,16 +109,12 @@ def test_a_better_partition_is_recommended_with_its_gain(schedule: str) -> None:
     assert f"{1 - better / here:.1%}" in advice and better < 0.99 * here
 
 
-@pytest.mark.parametrize(
-    ("parts", "config", "limit_bytes"),
-    [
-        (uneven([1.0] * 6), {}, None),  # even already
-        (uneven([1.0, 0.99, 1.0, 1.0, 0.99, 1.01]), {}, None),  # a gain that no run could show
-        (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
-        (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
-    ],
-    ids=["even", "noise", "memory", "recompute"],
-)
+@pytest.mark.parametrize(("parts", "config", "limit_bytes"), [
+    (uneven([1.0] * 6), {}, None),  # even already
+    (uneven([1.0, 0.99, 1.0, 1.0, 0.99, 1.01]), {}, None),  # a gain that no run could show
+    (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
+    (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
+], ids=["even", "noise", "memory", "recompute"])  # fmt: skip
 def test_no_partition_is_recommended_without_a_gain(
     parts: MeasuredParts, config: dict[str, Any], limit_bytes: float | None
 ) -> None:

@@ -75,20 +75,17 @@ def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str,
     return modes, printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    ("section", "pipeline", "again", "note"),
-    [
-        ({"slices": "auto", "granularity_tokens": 6}, {}, False, ""),
-        ({"recompute": [3]}, {}, True, "; layers with parameters were recomputed"),
-        ({}, {"activation_checkpoint_interval": 1}, True, "; layers with parameters were recomputed"),
-        (
-            {"recompute": "full", "keep_attention": True},
-            {},
-            False,
-            "; layers with parameters were recomputed, and kept their attention",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("section", "pipeline", "again", "note"), [
+    ({"slices": "auto", "granularity_tokens": 6}, {}, False, ""),
+    ({"recompute": [3]}, {}, True, "; layers with parameters were recomputed"),
+    ({}, {"activation_checkpoint_interval": 1}, True, "; layers with parameters were recomputed"),
+    (
+        {"recompute": "full", "keep_attention": True},
+        {},
+        False,
+        "; layers with parameters were recomputed, and kept their attention",
+    ),
+])  # fmt: skip
 def test_the_command_recomputes_as_training_does(
     section: dict[str, Any], pipeline: dict[str, int], again: bool, note: str, tmp_path: Path
 ) -> None:
@@ -118,15 +115,12 @@ def test_the_command_names_the_stages_that_another_interval_contradicts(
     assert re.search(rf"terapipe\.recompute = {shown}: .* = {interval}, which says otherwise", text)
 
 
-@pytest.mark.parametrize(
-    ("section", "length", "lengths"),
-    [
-        ({}, 100, (32, 32, 32, 4)),
-        ({}, 3, (1, 1, 1)),
-        ({}, 1, (1,)),
-        ({"granularity_tokens": 64}, 100, (64, 36)),
-        ({"slices": 2}, 32, (16, 16)),
-    ],
-)
+@pytest.mark.parametrize(("section", "length", "lengths"), [
+    ({}, 100, (32, 32, 32, 4)),
+    ({}, 3, (1, 1, 1)),
+    ({}, 1, (1,)),
+    ({"granularity_tokens": 64}, 100, (64, 36)),
+    ({"slices": 2}, 32, (16, 16)),
+])  # fmt: skip
 def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: tuple[int, ...]) -> None:
     assert _plan(TeraPipeConfig(**section), length, None) == SlicePlan(lengths)

@@ -41,18 +41,15 @@ def test_a_window_is_short_and_its_slices_are_unequal(
         assert (len(set(found.lengths)) > 1 and slices_found == 3) or found == plan
 
 
-@pytest.mark.parametrize(
-    ("plan", "granularity", "multiple", "unit"),
-    [
-        ((1024,) * 16, 64, 1, 256),  # a multiple of the granularity that three slices fit with
-        ((1024,) * 16, 1024, 1, 256),  # a divisor of it
-        ((3072,) * 16, 3072, 3, 192),
-        ((2000,) * 16, 2000, 16, 80),
-        ((2000,) * 16, 2000, 2000, 2000),  # layers need as many
-        ((320,) * 32, 64, 1, 320),  # what listed slices have in common
-        ((500, 256, 15000), 64, 2, 4),  # not at the granularity
-    ],
-)
+@pytest.mark.parametrize(("plan", "granularity", "multiple", "unit"), [
+    ((1024,) * 16, 64, 1, 256),  # a multiple of the granularity that three slices fit with
+    ((1024,) * 16, 1024, 1, 256),  # a divisor of it
+    ((3072,) * 16, 3072, 3, 192),
+    ((2000,) * 16, 2000, 16, 80),
+    ((2000,) * 16, 2000, 2000, 2000),  # layers need as many
+    ((320,) * 32, 64, 1, 320),  # what listed slices have in common
+    ((500, 256, 15000), 64, 2, 4),  # not at the granularity
+])  # fmt: skip
 def test_what_the_slices_of_a_window_are_multiples_of(plan: Any, granularity: int, multiple: int, unit: int) -> None:
     found = window_plan(SlicePlan(plan), granularity, multiple, 8, 8, 4, 2)
     assert math.gcd(*found.lengths) % unit == 0 and found.num_slices == (2 if unit == 2000 else 3)
@@ -62,18 +59,15 @@ def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTe
     return SliceableTensors(tensors, sliced or tuple(t.dim() > dim for t in tensors), dim, len(tensors) > 1)
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows", "tokens"),
-    [
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 3)), 4, True),
-        (sliceable(torch.zeros(10, 4), torch.zeros(10, 4, 3), dim=0, sliced=(True, True)), 4, True),
-        (sliceable(torch.zeros(4, 10), torch.zeros(1, 10)), None, True),  # positions, one row for all
-        (sliceable(torch.zeros(4, 10), torch.zeros(4)), None, True),  # no sequence
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 1, 10, 10), sliced=(True, False)), None, False),  # a mask
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 10)), 4, False),
-        (sliceable(torch.zeros(10, 10)), 10, True),  # as many rows as tokens
-    ],
-)
+@pytest.mark.parametrize(("batch", "rows", "tokens"), [
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 3)), 4, True),
+    (sliceable(torch.zeros(10, 4), torch.zeros(10, 4, 3), dim=0, sliced=(True, True)), 4, True),
+    (sliceable(torch.zeros(4, 10), torch.zeros(1, 10)), None, True),  # positions, one row for all
+    (sliceable(torch.zeros(4, 10), torch.zeros(4)), None, True),  # no sequence
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 1, 10, 10), sliced=(True, False)), None, False),  # a mask
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 10)), 4, False),
+    (sliceable(torch.zeros(10, 10)), 10, True),  # as many rows as tokens
+])  # fmt: skip
 def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool) -> None:
     assert cuttable(batch) == (rows, tokens)
 

@@ -61,15 +61,11 @@ def test_healthy_losses_pass(last: Any, loss: Any, with_layers: bool, dtype: tor
     assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16)},
-        {"with_layers": False},
-        {"checkpoint": _checkpoint},
-    ],
-    ids=["autocast", "the loss alone", "checkpointed"],
-)
+@pytest.mark.parametrize("options", [
+    {"autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16)},
+    {"with_layers": False},
+    {"checkpoint": _checkpoint},
+], ids=["autocast", "the loss alone", "checkpointed"])  # fmt: skip
 def test_healthy_models_pass(options: dict[str, Any]) -> None:
     found = verify_gpt("float32", **options)
     assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
@@ -140,16 +136,13 @@ class WithoutShare(LinearCrossEntropy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("sabotage", "loss", "what"),
-    [
-        (_drops_a_chunk, LinearCrossEntropy(), "input gradient"),
-        (_forgets_the_gradient_of_the_loss, LinearCrossEntropy(), "input gradient"),
-        (_keeps_the_last_chunk_alone, LinearCrossEntropy(), "gradient of"),
-        (nullcontext, OtherIgnored(), "input gradient"),
-        (nullcontext, WithoutShare(), "input gradient"),
-    ],
-)
+@pytest.mark.parametrize(("sabotage", "loss", "what"), [
+    (_drops_a_chunk, LinearCrossEntropy(), "input gradient"),
+    (_forgets_the_gradient_of_the_loss, LinearCrossEntropy(), "input gradient"),
+    (_keeps_the_last_chunk_alone, LinearCrossEntropy(), "gradient of"),
+    (nullcontext, OtherIgnored(), "input gradient"),
+    (nullcontext, WithoutShare(), "input gradient"),
+])  # fmt: skip
 def test_a_loss_without_logits_that_differs_is_found(
     sabotage: Any, loss: Any, what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,14 +66,9 @@ def torch_state(groups: Groups, shapes: Shapes) -> dict[str, Any]:
 
 def zero_form(count: int, strips: bool) -> StateForm:
     return StateForm(
-        "base_optimizer_state",
-        "single_partition_of_fp32_groups",
-        is_flat=True,
-        num_partitions=count,
-        alignment=2 * count,
-        lists_pieces=True,
-        strips=strips,
-    )
+        "base_optimizer_state", "single_partition_of_fp32_groups", is_flat=True, num_partitions=count,
+        alignment=2 * count, lists_pieces=True, strips=strips,
+    )  # fmt: skip
 
 
 def brought(

@@ -17,13 +17,9 @@ from terapipe_ds.schedule import build, placement_for
 
 
 def batch(
-    lengths: list[int],
-    training: bool = True,
-    name: str = "seq1f1b",
-    starts: Any = None,
-    slices: int = 2,
+    lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None, slices: int = 2,
     with_logits: bool = False,
-) -> BatchInFlight:
+) -> BatchInFlight:  # fmt: skip
     schedule = build(name, 1, len(lengths), slices, forward_only=not training)
     plans = [SlicePlan.equal(length, slices, 1) for length in lengths]
     shapes = [MicroBatchShape(2, length, starts, with_logits) for length in lengths]

@@ -29,13 +29,9 @@ class Whole:
 
 
 def stage_on(
-    schedule: str,
-    chunks: int,
-    slices: Any = "auto",
-    layers: int = LAYERS,
-    config: dict[str, Any] | None = None,
+    schedule: str, chunks: int, slices: Any = "auto", layers: int = LAYERS, config: dict[str, Any] | None = None,
     bounds: tuple[int, ...] | None = None,
-) -> StageToPlan:
+) -> StageToPlan:  # fmt: skip
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks), bounds)
     keys = {"schedule": "auto", "slices": slices, "granularity_tokens": 4, **(config or {})}
     even = [layers * part // layout.num_parts for part in range(layout.num_parts + 1)]  # as DeepSpeed's "uniform"

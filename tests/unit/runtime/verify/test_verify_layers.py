@@ -43,19 +43,11 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def verify(
-    layers: Sequence[Any],
-    tensors: tuple[Tensor, ...] | None = None,
-    loss_fn: Any = None,
-    labels: Tensor | None = None,
-    reduction: str = "mean_valid",
-    checkpoint: Callable[..., Any] | None = None,
-    autocast: Callable[[], Any] = nullcontext,
-    with_layers: bool = True,
-    report: Callable[[], Any] = lambda: None,
-    splits: bool = False,
-    intercept: bool = True,
-    everyone: Sequence[Tensor] = (),
-) -> Findings:
+    layers: Sequence[Any], tensors: tuple[Tensor, ...] | None = None, loss_fn: Any = None, labels: Tensor | None = None,
+    reduction: str = "mean_valid", checkpoint: Callable[..., Any] | None = None,
+    autocast: Callable[[], Any] = nullcontext, with_layers: bool = True, report: Callable[[], Any] = lambda: None,
+    splits: bool = False, intercept: bool = True, everyone: Sequence[Tensor] = (),
+) -> Findings:  # fmt: skip
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
         hidden = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)

@@ -142,9 +142,7 @@ def test_everything_that_decides_on_messages_is_compared(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("section", [None, {}, {"enabled": False}])
-def test_without_an_enabled_section_nothing_is_compared(
-    monkeypatch: pytest.MonkeyPatch, section: dict[str, Any] | None
-) -> None:
+def test_without_an_enabled_section_nothing_is_compared(monkeypatch: pytest.MonkeyPatch, section: Any) -> None:
     config = {**CONFIG, "terapipe": section}
     check(monkeypatch, config, {**config, "gradient_clipping": 0.5})
 

@@ -65,9 +65,7 @@ def test_a_script_that_is_not_there_and_help(capsys: pytest.CaptureFixture[str])
     assert "--module terapipe_ds.run [--verify] SCRIPT.py" in capsys.readouterr().out
 
 
-def test_the_script_runs_as_if_it_had_been_started_itself(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_runs_as_if_started_itself(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(tmp_path / "out.json")
     monkeypatch.setattr(sys, "argv", [run.__file__, "--local_rank=3", str(script), "--steps", "2", out])
     main()

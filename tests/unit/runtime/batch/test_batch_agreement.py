@@ -82,9 +82,7 @@ def test_every_rank_learns_of_a_changed_model(changes: tuple[int, ...], monkeypa
 
 
 @pytest.mark.parametrize(("shapes", "messages"), [(SHAPES, ["all_reduce"]), (MIXED, ["all_reduce", "broadcast"])])
-def test_every_stage_learns_the_shapes_of_the_last_one(
-    shapes: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stages_learn_the_last_shapes(shapes: Any, messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """One message of one size, and a second one for shapes that differ."""
     results, ranks = agreed(monkeypatch, [report(seen=shapes), report(), last(shapes=shapes, seen=shapes)])
     assert results == [shapes] * 3 and ranks.calls == [messages] * 3
@@ -94,9 +92,7 @@ EDGES = (((0, 5), (0,)), None)
 
 
 @pytest.mark.parametrize(("shapes", "broadcasts"), [(SHAPES, 1), (MIXED, 2)])
-def test_every_stage_learns_where_documents_start(
-    shapes: Any, broadcasts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_stages_learn_where_documents_start(shapes: Any, broadcasts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one message more, from the stage of the first part alone."""
     in_job = [replace(place, first_stage=1) for place in places(3)]
     reports = [report(seen=shapes), report(starts=EDGES), last(shapes=shapes, seen=shapes, starts=(None, None))]

@@ -28,12 +28,10 @@ def config(**changes: Any) -> TeraPipeConfig:
 class Source(BatchSource):
     """One part on each stage; raises what a user gets."""
 
-    def __init__(
-        self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any
-    ) -> None:
-        is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
+    def __init__(self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **more: Any) -> None:
+        is_cut = more.pop("is_cut", lambda length: not config.is_one_slice)
         layout = Layout(place.num_stages, placement_for("1f1b", place.num_stages, 1))
-        super().__init__(config, next_batch, place, layout, is_cut, **options)
+        super().__init__(config, next_batch, place, layout, is_cut, **more)
 
     def draw(self, *args: Any, **kwargs: Any) -> Any:
         with ErrorsUnwrapped():

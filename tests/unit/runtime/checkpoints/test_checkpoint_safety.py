@@ -93,9 +93,7 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
     (lambda folder: changed_list(folder / "c", files={"../x": 1}, checksums={}), "no list of version 1"),
     (lambda folder: changed_list(folder / "c", training={"x": float("inf")}, checksums={}), "no list of version 1"),
 ])  # fmt: skip
-def test_the_newest_whole_one_is_loaded_instead_and_it_is_said(
-    spoil: Callable[[Path], Any], says: str, tmp_path: Path
-) -> None:
+def test_the_newest_whole_one_is_loaded_and_it_is_said(spoil: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
     for steps, tag in enumerate("xyb", start=1):
         save(tmp_path, tag, steps, is_latest=tag != "b")  # b was not to be the latest
     save(tmp_path, "c", 3)

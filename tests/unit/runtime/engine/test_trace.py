@@ -76,9 +76,7 @@ def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> Non
     assert [step for step in range(1, 301) if is_traced(step, step)] == [1, 2, 3, 4, 5, 100, 200, 300]
 
 
-def test_on_an_accelerator_nothing_but_the_computation_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_an_accelerator_only_the_computation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("for the stream"))
     # without a `synchronize` of its own: that waits for messages as well, which may need what is computed here

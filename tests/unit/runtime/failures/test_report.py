@@ -64,9 +64,7 @@ def test_who_is_at_fault(states: dict[int, report.RankState], ranks: list[int]) 
     (job(waiting(0, 1), waiting(1, 0)), None),
     (job(), None),  # the store is gone
 ])  # fmt: skip
-def test_a_job_goes_on_while_a_rank_begins_something(
-    states: dict[int, report.RankState], since_s: float | None
-) -> None:
+def test_a_job_goes_on_if_a_rank_begins_something(states: dict[int, report.RankState], since_s: float | None) -> None:
     assert report.idle_s(states, 2.0) == since_s
 
 

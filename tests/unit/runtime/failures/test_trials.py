@@ -116,7 +116,7 @@ def test_ranks_at_different_trials_end_at_once() -> None:
     assert "at running layer 3 in fp32, on rank 0 (came through)" in str(second) and second.__cause__ is BROKEN
 
 
-def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(
+def test_a_device_behind_the_host_is_out_of_the_layers_before_the_host_says_so(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     waited: list[str] = []

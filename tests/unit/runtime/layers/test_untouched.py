@@ -239,9 +239,7 @@ def test_parameters_that_layers_write_to(caplog: pytest.LogCaptureFixture) -> No
     assert "and second.bias changed" in caplog.text
 
 
-def test_what_is_too_large_or_cannot_be_copied_is_shared_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_huge_or_cannot_be_copied_is_shared_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "terapipe_ds")
     layer = Layer()
     layer.tokens = [np.memmap(tmp_path / "tokens", np.int8, "w+", shape=2**34)]  # type: ignore[assignment]

@@ -114,9 +114,7 @@ def assert_autograds(model: nn.Module, split: bool, train: Callable[[nn.Module],
 @pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 1, 5, 4)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("operation", IN_PLACE)
-def test_what_a_layer_gives_may_be_changed_in_place(
-    operation: str, bias: bool, shape: tuple[int, ...], split: bool
-) -> None:
+def test_what_layers_give_may_change_in_place(operation: str, bias: bool, shape: tuple[int, ...], split: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Linear(4, 4, bias=bias)).double()
     x, of_inputs = torch.randn(shape, dtype=torch.float64), []

@@ -264,9 +264,7 @@ def test_buffers_are_pinned_where_the_wire_has_an_accelerator(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("streamed", "limit"), [(False, link.NO_LIMIT), (True, None)])
-def test_a_wait_has_no_limit_and_over_nccl_none_that_would_block_the_host(
-    streamed: bool, limit: timedelta | None
-) -> None:
+def test_a_wait_has_no_limit_and_over_nccl_none_that_blocks_the_host(streamed: bool, limit: timedelta | None) -> None:
     """gloo takes the limit that its group was made with; `Work.wait(timeout)` of NCCL waits on the host."""
     replace(wire(), streamed=streamed).wait(work := Work())
     assert (work.waited, work.limit) == (True, limit)

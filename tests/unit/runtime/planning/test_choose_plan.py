@@ -111,9 +111,7 @@ def test_a_better_partition_is_recommended_with_its_gain(schedule: str) -> None:
     (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
     (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
 ], ids=["even", "noise", "memory", "recompute"])  # fmt: skip
-def test_no_partition_is_recommended_without_a_gain(
-    parts: MeasuredParts, config: dict[str, Any], limit_bytes: float | None
-) -> None:
+def test_no_partition_is_recommended_without_gain(parts: MeasuredParts, config: Any, limit_bytes: float | None) -> None:
     _, lines = best_of(stage_on("seq1f1b", 1, layers=6, config=config), parts, limit_bytes)
     assert not any("partition" in line for line in lines if "chunks_per_stage" not in line), lines
 

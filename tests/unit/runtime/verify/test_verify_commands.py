@@ -99,9 +99,7 @@ def test_the_command_recomputes_as_training_does(
 @pytest.mark.parametrize(
     ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
 )
-def test_the_command_names_the_stages_that_another_interval_contradicts(
-    recompute: Any, interval: int, tmp_path: Path
-) -> None:
+def test_the_command_names_stages_that_an_interval_contradicts(recompute: Any, interval: int, tmp_path: Path) -> None:
     """As training does; stages from the first on may be all that there are, and then an interval of 1 is the same."""
     section = {"recompute": recompute} | ({"planner": {"memory_limit_gb": 1}} if recompute == "auto" else {})
     words = {"section": section, "pipeline": {"activation_checkpoint_interval": interval}}

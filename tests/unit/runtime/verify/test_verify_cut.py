@@ -24,9 +24,7 @@ from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
 
 
 @given(st.integers(64, 131072), st.sampled_from([1, 2, 16]), st.integers(1, 8192), st.sampled_from([4, 32]))
-def test_a_window_is_short_and_its_slices_are_unequal(
-    length: int, cut_rows: int, granularity: int, slices: int
-) -> None:
+def test_a_window_is_short_and_its_slices_unequal(length: int, cut_rows: int, granularity: int, slices: int) -> None:
     granularity = min(granularity, length // 2)
     plan = SlicePlan.equal(length, min(slices, -(-length // granularity)), granularity)
     found = window_plan(plan, granularity, 1, 16, 8, 4, cut_rows)
@@ -108,9 +106,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook of all modules": lambda _: nn.modules.module.register_module_full_backward_hook(lambda *arguments: None),
     "parametrization": lambda layer: nn.utils.parametrizations.spectral_norm(layer.feed_forward.down),
     "forward": lambda layer: setattr(layer, "forward", partial(summed, layer)),
-    "activation": lambda layer: setattr(
-        layer.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)
-    ),
+    "activation": lambda it: setattr(it.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)),
     "forward of the class": lambda _: mock.patch.object(gpt.FeedForward, "forward", summed).start(),
 }
 

@@ -256,9 +256,7 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
     assert len(found.notes) == 1 and note in found.notes[0]
     assert found.notes[0].startswith(f"layer 1 ({type(layer).__name__}): not checked: ")
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
-    assert re.search(r" \(the class: .*faulty\w*\.py:\d+\)$", found.findings[0].problem), (
-        "the place of the user's class"
-    )
+    assert re.search(r" \(the class: .*faulty\w*\.py:\d+\)$", found.findings[0].problem), "where the class is"
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -353,7 +351,7 @@ def test_there_may_be_nothing_to_report_before_the_first_loss() -> None:
 
 
 @pytest.mark.parametrize("at_start", [{"a": 0.5}, {"a": 0.25}, {}, None])
-def test_a_report_that_no_loss_changes_is_refused_where_layers_have_changed_it(
+def test_a_report_that_no_loss_changes_is_refused_where_layers_changed_it(
     at_start: dict[str, float] | None,
 ) -> None:
     """Others are constants, which each slice may report. None: no layer has run."""

@@ -215,9 +215,7 @@ def labels_of_all(kind: int | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "of_heads"), [(None, 1), (-100, 2), (0, 2)])
-def test_the_last_layer_runs_for_new_kinds_of_labels_alone(
-    kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_runs_for_new_labels_alone(kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of logits is compared for all windows."""
     calls, compare, run = [], StageCheck.compare_without_logits, LossCheck.run
     monkeypatch.setattr(StageCheck, "compare_without_logits", lambda *args: (calls.append("head"), compare(*args))[1])

@@ -201,7 +201,6 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     (None, {}, "there is no data: give train_batch.. a data_iter"),
     (TOKENS, {}, r"must give \(inputs, labels\), got Tensor"),
     ((TOKENS, TOKENS, TOKENS), {}, r"must give \(inputs, labels\), got tuple of 3 elements"),
-    ({"tokens": TOKENS}, {}, "the entry tokens of a dict batch .* nothing reads it"),
     ({}, {}, "a dict batch needs input_ids, and has no entry"),
     ((TOKENS, None), {}, "there are no labels, from which come the sequence length.*compute_loss=False"),
     ((TOKENS[:, :5], TOKENS), {}, r"length 12 .* the inputs have shapes \[2, 5\]"),

@@ -58,7 +58,6 @@ class Run:
         return [self.gradients.compute(which, around) for which in self.inputs]
 
     def assert_same(self) -> None:
-        """Compare the gradients of all parameters."""
         assert_same(self.layers, self.plain)
 
     def deferred(self) -> set[str]:

@@ -74,8 +74,8 @@ class TestErrors:
         (WithoutItsArgs(stage=3), RuntimeError, "rank 0: WithoutItsArgs: stage 3"),
         (TypeError(lambda: 0), RuntimeError, "rank 0: TypeError: <function"),
     ])  # fmt: skip
-    def test_any_error_of_rank_0_is_raised_everywhere(
-        self, error: Exception, kind: type[Exception], text: str, ranks: Ranks
+    def test_an_error_of_rank_0_is_raised_everywhere(
+        self, error: Exception, kind: Any, text: str, ranks: Ranks
     ) -> None:
         for act in (from_rank_0, gather_results):
             own, *others = ranks.run(lambda rank, act=act: act(lambda: fail(error) if rank == 0 else None))

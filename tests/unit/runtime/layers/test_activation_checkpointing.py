@@ -96,9 +96,7 @@ def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict
     set_recompute(module, config, {"pipeline": {"use_reentrant": True}})
 
 
-def kept_gradients(
-    function: Any, layer: Any, lengths: tuple[int, ...] = (8,), saving: Any = None
-) -> tuple[Tensor, Tensor]:
+def kept_gradients(function: Any, layer: Any, lengths: Any = (8,), saving: Any = None) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [1, 2, 8, 4] through a checkpointed layer that keeps attention, and through SDPA."""
     x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     keeping, store, outputs = checkpoint_with_gradients(function, kept=KeptCalls()), SliceStore(), []

@@ -71,9 +71,7 @@ def test_another_mode_schedule_packing_whole_sequences_or_logits_are(links: Stag
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 
 
-def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles the kernels that no process can load at its start."""
     eager = links_on_device(loads_at_start=True)
     assert by_host(eager, *[batch([16])] * 2, *[batch([24])] * 2) == [True, False, True, False]

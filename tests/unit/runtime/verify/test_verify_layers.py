@@ -351,9 +351,7 @@ def test_there_may_be_nothing_to_report_before_the_first_loss() -> None:
 
 
 @pytest.mark.parametrize("at_start", [{"a": 0.5}, {"a": 0.25}, {}, None])
-def test_a_report_that_no_loss_changes_is_refused_where_layers_changed_it(
-    at_start: dict[str, float] | None,
-) -> None:
+def test_a_report_that_no_loss_changes_is_refused_where_layers_changed_it(at_start: dict[str, float] | None) -> None:
     """Others are constants, which each slice may report. None: no layer has run."""
     problem = problem_of_report(lambda: {"a": torch.tensor(0.5)}, at_start)
     assert ("which loss_fn does not change" in (problem or "")) == (at_start in ({"a": 0.25}, {}))

@@ -192,12 +192,12 @@ class WrongForHidden(LinearCrossEntropy):
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
+    ("loss", "frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
 )
 @pytest.mark.parametrize("before", [1, 0], ids=["after another layer", "alone in its part"])
-def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, is_frozen: bool, before: int) -> None:
+def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, frozen: bool, before: int) -> None:
     """The layers before it run without a graph, and a frozen head has no other gradient."""
-    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not is_frozen))
+    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not frozen))
     hidden = (torch.randn(2, LENGTH, WIDTH),)
     [finding] = verify(layers[1 - before :], hidden, loss, with_layers=False).findings
     assert finding.problem.startswith("without logits, as in training, input gradient"), finding

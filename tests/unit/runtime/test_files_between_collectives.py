@@ -97,9 +97,9 @@ class Source:
                     parts = [(each, is_told or is_block) for each, _ in parts]
                 case ast.Call(func=func, keywords=keywords) if _name(func) not in inside:
                     is_mild = any(keyword.arg == "ignore_errors" for keyword in keywords)
-                    text, name = ast.unparse(func), _name(func)
-                    name = text if text.startswith(("os.", "torch.", "torch_dist.")) and name != "open" else name
-                    name = _name(func) if _name(func) in FILE_CALLS else name
+                    name, owner = _name(func), _name(getattr(func, "value", None))
+                    if owner in ("os", "torch", "torch_dist") and name not in FILE_CALLS:
+                        name = f"{owner}.{name}"
                     yield node.lineno, name, self._called(key, func), is_told or is_mild
             for each, told in parts:
                 yield from walk(each, told)
@@ -152,19 +152,16 @@ TOLD_TO_ALL = """def told(folder, world):
 """
 
 
-@pytest.mark.parametrize(
-    ("body", "wrong"),
-    [
-        (TOLD_TO_ALL, []),
-        ("def look(folder): return gather(folder.is_dir())", ["look, line 2: is_dir"]),
-        (TOLD_TO_ALL.replace("except OSError:", "except KeyError:"), ["told, line 7: stat"]),
-        (TOLD_TO_ALL.replace("everyone = []", "raise"), ["told, line 7: stat"]),
-        ("def f(x):\n    g(x)\n    gather(x)\ndef g(x): os.replace(x, x)", ["f, line 3: g"]),
-        ("class A:\n    def f(s, x): h(s.here(x))\n    def here(s, x): return open(x)\n"
-         "def h(x): torch_dist.barrier()", ["A.f, line 3: here"]),
-        ("def f(x):\n    def read(): return x.read_text()\n    return gather_results(read)", []),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("body", "wrong"), [
+    (TOLD_TO_ALL, []),
+    ("def look(folder): return gather(folder.is_dir())", ["look, line 2: is_dir"]),
+    (TOLD_TO_ALL.replace("except OSError:", "except KeyError:"), ["told, line 7: stat"]),
+    (TOLD_TO_ALL.replace("everyone = []", "raise"), ["told, line 7: stat"]),
+    ("def f(x):\n    g(x)\n    gather(x)\ndef g(x): os.replace(x, x)", ["f, line 3: g"]),
+    ("class A:\n    def f(s, x): h(s.here(x))\n    def here(s, x): return open(x)\n"
+     "def h(x): torch_dist.barrier()", ["A.f, line 3: here"]),
+    ("def f(x):\n    def read(): return x.read_text()\n    return gather_results(read)", []),
+])  # fmt: skip
 def test_it_sees_what_is_wrong(body: str, wrong: list[str], tmp_path: Path) -> None:
     (tmp_path / "runtime").mkdir()
     (tmp_path / "runtime" / "agreement.py").write_text((PACKAGE / "runtime" / "agreement.py").read_text())

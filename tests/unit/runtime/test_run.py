@@ -36,18 +36,19 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     terapipe_ds.unregister()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "script", "rest"),
-    [
-        (["train.py", "--steps", "3", "data.txt"], "train.py", ["--steps", "3", "data.txt"]),
-        (["--local-rank=1", "train.py"], "train.py", ["--local-rank=1"]),
-        (["--local_rank", "1", "train.py", "-x"], "train.py", ["--local_rank", "1", "-x"]),
-        (["train.py", "--local_rank=1"], "train.py", ["--local_rank=1"]),
-        (["--local_rank=1", "x.py", "--", "--local_rank=2"], "x.py", ["--local_rank=1", "--", "--local_rank=2"]),
-    ],
-)
-def test_split_arguments(arguments: list[str], script: str, rest: list[str]) -> None:
-    assert split_arguments(arguments) == (False, script, rest)
+@pytest.mark.parametrize(("arguments", "verifies", "script", "rest"), [
+    (["train.py", "--steps", "3", "data.txt"], False, "train.py", ["--steps", "3", "data.txt"]),
+    (["--local-rank=1", "train.py"], False, "train.py", ["--local-rank=1"]),
+    (["--local_rank", "1", "train.py", "-x"], False, "train.py", ["--local_rank", "1", "-x"]),
+    (["train.py", "--local_rank=1"], False, "train.py", ["--local_rank=1"]),
+    (["--local_rank=1", "x.py", "--", "--local_rank=2"], False, "x.py", ["--local_rank=1", "--", "--local_rank=2"]),
+    (["--verify", "train.py", "-x"], True, "train.py", ["-x"]),
+    (["--local_rank=1", "--verify", "train.py"], True, "train.py", ["--local_rank=1"]),
+    (["--local_rank", "1", "--verify", "train.py"], True, "train.py", ["--local_rank", "1"]),
+    (["--local_rank=1", "train.py", "--verify"], False, "train.py", ["--local_rank=1", "--verify"]),
+])  # fmt: skip
+def test_split_arguments(arguments: list[str], verifies: bool, script: str, rest: list[str]) -> None:
+    assert split_arguments(arguments) == (verifies, script, rest)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--local_rank=0"], ["--local_rank"], ["--steps", "3"]])
@@ -64,9 +65,7 @@ def test_a_script_that_is_not_there_and_help(capsys: pytest.CaptureFixture[str])
     assert "--module terapipe_ds.run [--verify] SCRIPT.py" in capsys.readouterr().out
 
 
-def test_the_script_runs_as_if_it_had_been_started_itself(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_script_runs_as_if_started_itself(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = str(tmp_path / "out.json")
     monkeypatch.setattr(sys, "argv", [run.__file__, "--local_rank=3", str(script), "--steps", "2", out])
     main()
@@ -119,26 +118,17 @@ def test_a_mistake_in_the_config_is_printed_once_without_a_traceback(
     assert waits == waited and capfd.readouterr().err == "afterwards"
 
 
-KINDS = ["dict_batch.BatchError", "planner.errors.MemoryLimitError", "costs.profile.ProfileError"]
+VERIFY = "runtime.verify.VerifyError"
+KINDS = ["dict_batch.BatchError", "planner.errors.MemoryLimitError", "costs.profile.ProfileError", VERIFY]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_refused_batch_or_plan_is_printed_without_a_traceback(
-    script: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+@pytest.mark.parametrize(("kind", "local_rank"), [*((kind, "0") for kind in KINDS), (VERIFY, "1")])
+def test_what_is_refused_or_differs_is_printed_without_a_traceback(
+    script: Path, monkeypatch: pytest.MonkeyPatch, kind: str, local_rank: str
 ) -> None:
+    """No rank waits after a layer that differs: ranks that stay behind would report the end of rank 0."""
     module, name = f"terapipe_ds.{kind}".rsplit(".", 1)
-    script.write_text(f"from {module} import {name}\nraise {name}('of the batch')")
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    with pytest.raises(SystemExit, match="^terapipe_ds.run: of the batch$"):
-        main([str(script)])
-
-
-@pytest.mark.parametrize("local_rank", ["0", "1"])
-def test_a_layer_that_differs_is_printed_without_a_traceback_and_without_a_wait(
-    script: Path, monkeypatch: pytest.MonkeyPatch, local_rank: str
-) -> None:
-    """Ranks that stay behind would report the end of rank 0."""
-    script.write_text("from terapipe_ds.runtime.verify import VerifyError\nraise VerifyError('layer 1 differs')")
+    script.write_text(f"from {module} import {name}\nraise {name}('layer 1 differs')")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail(f"waits for {seconds} s"))
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     with pytest.raises(SystemExit, match="^terapipe_ds.run: layer 1 differs$"):

@@ -81,16 +81,13 @@ class TestWhatSizesDoNotTell:
         assert "input 2 (bfloat16 [2, 12]) has the labels' length 12 in dimension 1" in message
         assert "terapipe.sliced_inputs = [0, 1] hands it whole to each slice and [0, 1, 2] cuts it" in message
 
-    @pytest.mark.parametrize(
-        ("shape", "ways"),
-        [
-            ((2, 12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
-            ((2, 1, 12, 12), "[0] hands it whole to each slice."),
-            ((1, 4, 12, 12), "[0] hands it whole to each slice."),
-            ((12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
-            ((2, 12, 3, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
-        ],
-    )
+    @pytest.mark.parametrize(("shape", "ways"), [
+        ((2, 12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+        ((2, 1, 12, 12), "[0] hands it whole to each slice."),
+        ((1, 4, 12, 12), "[0] hands it whole to each slice."),
+        ((12, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+        ((2, 12, 3, 12), "[0] hands it whole to each slice and [0, 1] cuts it in dimension 1"),
+    ])  # fmt: skip
     def test_the_length_twice(self, shape: tuple[int, ...], ways: str) -> None:
         with pytest.raises(BatchError) as caught:
             self.check(TOKENS, torch.ones(shape, dtype=torch.bool))

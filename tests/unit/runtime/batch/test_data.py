@@ -28,12 +28,10 @@ def config(**changes: Any) -> TeraPipeConfig:
 class Source(BatchSource):
     """One part on each stage; raises what a user gets."""
 
-    def __init__(
-        self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **options: Any
-    ) -> None:
-        is_cut = options.pop("is_cut", lambda length: not config.is_one_slice)
+    def __init__(self, config: TeraPipeConfig, next_batch: Callable[[], Any], place: PlaceInJob, **more: Any) -> None:
+        is_cut = more.pop("is_cut", lambda length: not config.is_one_slice)
         layout = Layout(place.num_stages, placement_for("1f1b", place.num_stages, 1))
-        super().__init__(config, next_batch, place, layout, is_cut, **options)
+        super().__init__(config, next_batch, place, layout, is_cut, **more)
 
     def draw(self, *args: Any, **kwargs: Any) -> Any:
         with ErrorsUnwrapped():
@@ -131,32 +129,6 @@ class TestDocuments:
         _, (shape,) = of(batch, documents=0, sequence_dim=0).draw(1, training=True)
         assert shape.starts == self.STARTS
 
-    @pytest.mark.parametrize(
-        ("ids", "changes", "message"),
-        [
-            (IDS, {"documents": "position_ids"}, "names an entry of a dict, but .* 2 input tensors: give the index"),
-            (IDS, {"documents": 2}, "documents = 2, but the batch has 2 input tensors"),
-            (IDS.double(), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of float64 \[2, 12\]"),
-            (IDS[0], {"documents": 1}, r"integers \[rows, tokens\], .* tensor of int64 \[12\]"),
-            (IDS[:1], {"documents": 1}, "the other inputs have 2 rows: give position ids for each row"),
-            (IDS[:, :7], {"documents": 1}, r"the position ids \[2, 7\] are not cut .* 12 in dimension 1"),
-            (IDS, {"documents": 1, "sliced_inputs": [0]}, "not cut with the tokens.*name them in terapipe.sliced_inp"),
-        ],
-    )
-    def test_what_is_no_row_of_position_ids(self, ids: torch.Tensor, changes: dict[str, Any], message: str) -> None:
-        with pytest.raises(BatchError, match=message):
-            of(((TOKENS, ids), TOKENS), **changes).draw(1, training=True)
-
-    def test_tokens_alone_are_no_position_ids(self) -> None:
-        with pytest.raises(
-            BatchError, match=r"documents = 0, but the batch has 1 input tensors: give \(\(tokens, posi"
-        ):
-            of((TOKENS, TOKENS), documents=0).draw(1, training=True)
-
-    def test_a_dict_is_a_batch_and_no_inputs(self) -> None:
-        with pytest.raises(BatchError, match="a tensor or a tuple of tensors, got dict. Give the dict as the batch"):
-            of(({"input_ids": TOKENS, "position_ids": self.IDS}, TOKENS), documents="position_ids").draw(1, True)
-
 
 class TestDicts:
     """What becomes of the entries themselves is in `test_dict_batch.py`."""
@@ -224,24 +196,44 @@ def test_tensor_parallel_ranks_compare_what_their_stage_uses(reports: list[Stage
     assert (first != other_inputs, first != other_labels) == (stage_id == 0, stage_id == 1)
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("batch", "message"),
-        [
-            (None, "there is no data: give train_batch.. a data_iter"),
-            (TOKENS, r"must give \(inputs, labels\), got Tensor"),
-            ((TOKENS, TOKENS, TOKENS), r"must give \(inputs, labels\), got tuple of 3 elements"),
-            ({"tokens": TOKENS}, "the entry tokens of a dict batch .* nothing reads it"),
-            ({}, "a dict batch needs input_ids, and has no entry"),
-            ((TOKENS, None), "there are no labels, from which come the sequence length.*compute_loss=False"),
-            ((TOKENS[:, :5], TOKENS), r"length 12 .* the inputs have shapes \[2, 5\]"),
-            ((TOKENS[:, :0], TOKENS[:, :0]), r"labels of shape \[2, 0\] has no tokens"),
-            ((TOKENS, TOKENS.flatten()), "no label tensor has dimension 1"),
-        ],
-    )
-    def test_bad_batches(self, batch: Any, message: str) -> None:
-        with pytest.raises(BatchError, match=message):
-            of(batch).draw(1, training=True)
+IDS = TestDocuments.IDS
+REFUSED: list[tuple[Any, dict[str, Any], str]] = [
+    (None, {}, "there is no data: give train_batch.. a data_iter"),
+    (TOKENS, {}, r"must give \(inputs, labels\), got Tensor"),
+    ((TOKENS, TOKENS, TOKENS), {}, r"must give \(inputs, labels\), got tuple of 3 elements"),
+    ({}, {}, "a dict batch needs input_ids, and has no entry"),
+    ((TOKENS, None), {}, "there are no labels, from which come the sequence length.*compute_loss=False"),
+    ((TOKENS[:, :5], TOKENS), {}, r"length 12 .* the inputs have shapes \[2, 5\]"),
+    ((TOKENS[:, :0], TOKENS[:, :0]), {}, r"labels of shape \[2, 0\] has no tokens"),
+    ((TOKENS, TOKENS.flatten()), {}, "no label tensor has dimension 1"),
+    (
+        ((TOKENS, IDS), TOKENS),
+        {"documents": "position_ids"},
+        "names an entry of a dict, but .* 2 input tensors: give the index",
+    ),
+    (((TOKENS, IDS), TOKENS), {"documents": 2}, "documents = 2, but the batch has 2 input tensors"),
+    (((TOKENS, IDS.double()), TOKENS), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of float64 \[2, 12\]"),
+    (((TOKENS, IDS[0]), TOKENS), {"documents": 1}, r"integers \[rows, tokens\], .* tensor of int64 \[12\]"),
+    (((TOKENS, IDS[:1]), TOKENS), {"documents": 1}, "the other inputs have 2 rows: give position ids for each row"),
+    (((TOKENS, IDS[:, :7]), TOKENS), {"documents": 1}, r"the position ids \[2, 7\] are not cut .* 12 in dimension 1"),
+    (
+        ((TOKENS, IDS), TOKENS),
+        {"documents": 1, "sliced_inputs": [0]},
+        "not cut with the tokens.*name them in terapipe.sliced_inp",
+    ),
+    ((TOKENS, TOKENS), {"documents": 0}, r"documents = 0, but the batch has 1 input tensors: give \(\(tokens, posi"),
+    (
+        ({"input_ids": TOKENS, "position_ids": IDS}, TOKENS),
+        {"documents": "position_ids"},
+        "a tensor or a tuple of tensors, got dict. Give the dict as the batch",
+    ),
+]
+
+
+@pytest.mark.parametrize(("batch", "changes", "message"), REFUSED)
+def test_bad_batches(batch: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(BatchError, match=message):
+        of(batch, **changes).draw(1, training=True)
 
 
 class TestStockOrder:

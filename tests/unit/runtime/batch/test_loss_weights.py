@@ -88,9 +88,7 @@ def test_a_share_of_a_loss_in_half_precision_is_not_rounded_again(dtype: torch.d
     seed=st.integers(0, 10**6),
     reduction=st.sampled_from(sorted(LOSSES)),
 )
-def test_weighted_losses_and_gradients_add_up(
-    lengths: list[int], rows: int, masked: float, seed: int, reduction: str
-) -> None:
+def test_losses_and_gradients_add_up(lengths: list[int], rows: int, masked: float, seed: int, reduction: str) -> None:
     """Whatever is masked, also whole slices; gradients of what has no label are exact zeros."""
     generator = torch.Generator().manual_seed(seed)
     plan = SlicePlan(tuple(lengths))
@@ -137,9 +135,7 @@ class TestWeightedLoss:
                 require_graph(torch.ones(()), outputs, None)
 
     def test_a_loss_that_is_not_reduced(self) -> None:
-        with pytest.raises(
-            SliceLossError, match=r"returned shape \[2, 3\], but .* a scalar tensor: reduce it in loss_fn"
-        ):
+        with pytest.raises(SliceLossError, match=r"returned shape \[2, 3\], .* a scalar tensor: reduce it in loss_fn"):
             weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
 
     def test_only_an_evaluation_may_have_several_losses(self) -> None:

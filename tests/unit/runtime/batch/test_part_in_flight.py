@@ -49,28 +49,27 @@ def test_a_slice_lives_from_its_forward_until_its_gradients_are_sent() -> None:
         finish(slices, Kind.SEND_GRAD)
 
 
-@pytest.mark.parametrize("sends", [True, False])
-def test_a_slice_with_a_weight_action_lives_until_that_has_run(sends: bool) -> None:
-    slices = part("seq1f1b-zb", sends=sends)
-    finish(slices, Kind.FORWARD, Kind.BACKWARD, *[Kind.SEND_GRAD] * sends)
-    assert slices.batch.get(KEY).inputs == ()
-    finish(slices, Kind.WEIGHT)
-    assert slices.batch.slices == {}
+F, B, W, SA, SG = Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.SEND_ACTIVATION, Kind.SEND_GRAD
 
 
-def test_without_a_message_the_backward_ends_the_slice() -> None:
-    slices = part(is_last=True, sends=False)
+@pytest.mark.parametrize(("options", "kinds"), [
+    ({"schedule": "seq1f1b-zb"}, (F, B, SG, W)),
+    ({"schedule": "seq1f1b-zb", "sends": False}, (F, B, W)),
+    ({"is_last": True, "sends": False}, (F, B)),
+    ({"training": False}, (F, SA)),
+    ({"training": False, "sends": False}, (F,)),
+])  # fmt: skip
+def test_a_slice_ends_with_its_last_action(options: dict[str, Any], kinds: tuple[Kind, ...]) -> None:
+    slices = part(**options)
     kept = slices.batch.get(KEY)
-    assert kept.outputs is None and kept.loss is not None, "the last part keeps no outputs"
-    finish(slices, Kind.FORWARD, Kind.BACKWARD)
+    assert (kept.outputs is None) == (kept.loss is not None) == ("is_last" in options)
+    finish(slices, *kinds[:-1])
+    assert KEY in slices.batch.slices and (slices.batch.get(KEY).inputs == ()) == (W in kinds)
+    finish(slices, kinds[-1])
     assert slices.batch.slices == {}
 
 
-@pytest.mark.parametrize("sends", [True, False])
-def test_in_evaluation_a_slice_ends_with_its_message(sends: bool) -> None:
-    slices = part(training=False, sends=sends)
-    finish(slices, Kind.FORWARD, *[Kind.SEND_ACTIVATION] * sends)
-    assert slices.batch.slices == {}
+def test_the_last_part_keeps_nothing_of_an_evaluation() -> None:
     assert part(training=False, is_last=True).batch.slices == {}
 
 

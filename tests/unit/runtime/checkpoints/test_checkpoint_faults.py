@@ -160,9 +160,7 @@ def test_a_full_disk_is_named_although_torch_hides_it(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_job_that_another_one_overtakes_is_told_and_names_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_another_overtakes_hears_and_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one begins to save the same tag when the files are written, and takes them for what a kill has left."""
     (engine := OneRank(tmp_path)).save("a", 1)
     write = engine._save

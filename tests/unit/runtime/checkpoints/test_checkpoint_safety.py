@@ -78,27 +78,22 @@ def test_latest_is_believed_where_it_names_a_whole_one(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, None).note is None
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda folder: (folder / "c" / FILES[0]).unlink(), "mp_rank_00_model_states.pt is missing"),
-        (lambda folder: (folder / "c" / FILES[1]).write_text("3"), "layer_00-model_states.pt has 1 bytes of 6"),
-        (lambda folder: shutil.rmtree(folder / "c"), "names c, which does not exist"),
-        (lambda folder: (folder / "latest").unlink(), "latest is missing"),
-        (lambda folder: (folder / "latest").write_text(""), "latest is empty"),
-        (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest cannot be read ('utf-8'"),
-        (lambda folder: (folder / "latest").write_text("c\x00"), "latest names no tag"),
-        (lambda folder: (folder / "latest").write_text("c" * 5000), "latest names no tag: 'ccc"),
-        (lambda folder: os.truncate(folder / "c" / MANIFEST, 2**27), "more than 64 MiB"),
-        (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
-        (lambda folder: changed_list(folder / "c", global_steps=9), "is damaged"),
-        (lambda folder: changed_list(folder / "c", files={"../x": 1}, checksums={}), "no list of version 1"),
-        (lambda folder: changed_list(folder / "c", training={"x": float("inf")}, checksums={}), "no list of version 1"),
-    ],
-)
-def test_the_newest_whole_one_is_loaded_instead_and_it_is_said(
-    spoil: Callable[[Path], Any], says: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda folder: (folder / "c" / FILES[0]).unlink(), "mp_rank_00_model_states.pt is missing"),
+    (lambda folder: (folder / "c" / FILES[1]).write_text("3"), "layer_00-model_states.pt has 1 bytes of 6"),
+    (lambda folder: shutil.rmtree(folder / "c"), "names c, which does not exist"),
+    (lambda folder: (folder / "latest").unlink(), "latest is missing"),
+    (lambda folder: (folder / "latest").write_text(""), "latest is empty"),
+    (lambda folder: (folder / "latest").write_bytes(b"\xff\xfe"), "latest cannot be read ('utf-8'"),
+    (lambda folder: (folder / "latest").write_text("c\x00"), "latest names no tag"),
+    (lambda folder: (folder / "latest").write_text("c" * 5000), "latest names no tag: 'ccc"),
+    (lambda folder: os.truncate(folder / "c" / MANIFEST, 2**27), "more than 64 MiB"),
+    (lambda folder: (folder / "c" / MANIFEST).write_text("{"), "no list of version 1"),
+    (lambda folder: changed_list(folder / "c", global_steps=9), "is damaged"),
+    (lambda folder: changed_list(folder / "c", files={"../x": 1}, checksums={}), "no list of version 1"),
+    (lambda folder: changed_list(folder / "c", training={"x": float("inf")}, checksums={}), "no list of version 1"),
+])  # fmt: skip
+def test_the_newest_whole_one_is_loaded_and_it_is_said(spoil: Callable[[Path], Any], says: str, tmp_path: Path) -> None:
     for steps, tag in enumerate("xyb", start=1):
         save(tmp_path, tag, steps, is_latest=tag != "b")  # b was not to be the latest
     save(tmp_path, "c", 3)

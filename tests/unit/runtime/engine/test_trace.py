@@ -15,6 +15,14 @@ from terapipe_ds.timeline import Timeline, timeline_file_name
 F, B = Action(Kind.FORWARD, 0, 0), Action(Kind.BACKWARD, 0, 0)
 
 
+def run(tracer: Tracer, step: int | None, *actions: Action) -> None:
+    tracer.begin(step)
+    for action in actions:
+        with tracer.measure(action):
+            tracer.input_is_here()
+    tracer.write(step or 0)
+
+
 def test_the_wait_for_a_message_is_not_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
@@ -45,11 +53,7 @@ def test_a_clock_that_is_set_back_moves_no_event(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(time, "time", earlier)
     tracer = Tracer(str(tmp_path), rank=0, stage_id=0, num_stages=1)
     for step in (1, 2):
-        tracer.begin(step)
-        for action in (F, B):
-            with tracer.measure(action):
-                tracer.input_is_here()
-        tracer.write(step)
+        run(tracer, step, F, B)
     files = [Timeline.load(tmp_path / timeline_file_name(step, 0)) for step in (1, 2)]
     for timeline, hour in zip(files, (0, 1), strict=True):
         assert all(abs(e.start_s - start_s + 3600 * hour) < 60 and e.end_s >= e.start_s for e in timeline.events)
@@ -59,10 +63,7 @@ def test_a_clock_that_is_set_back_moves_no_event(tmp_path: Path, monkeypatch: py
 def test_traces_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tracer = Tracer(str(tmp_path), rank=0, stage_id=5, num_stages=1)  # which do not fit together
     for step in (1, 2):
-        tracer.begin(step)
-        with tracer.measure(F):
-            pass
-        tracer.write(step)
+        run(tracer, step, F)
     [said] = caplog.messages
     assert f"terapipe.trace_dir: cannot write to {tmp_path}" in said and "The training goes on without" in said
 
@@ -70,17 +71,12 @@ def test_traces_that_cannot_be_written_are_one_warning(tmp_path: Path, caplog: p
 def test_evaluations_and_steps_in_between_are_not_written(tmp_path: Path) -> None:
     tracer = Tracer(str(tmp_path), 0, 0, 1)
     for step in (None, *range(42, 51), None):  # resumed after step 41
-        tracer.begin(step)
-        with tracer.measure(F):
-            tracer.input_is_here()
-        tracer.write(step or 0)
+        run(tracer, step, F)
     assert sorted(path.name for path in tmp_path.iterdir()) == [timeline_file_name(s, 0) for s in range(42, 47)]
     assert [step for step in range(1, 301) if is_traced(step, step)] == [1, 2, 3, 4, 5, 100, 200, 300]
 
 
-def test_on_an_accelerator_nothing_but_the_computation_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_an_accelerator_only_the_computation_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[str] = []
     stream = SimpleNamespace(synchronize=lambda: waits.append("for the stream"))
     # without a `synchronize` of its own: that waits for messages as well, which may need what is computed here

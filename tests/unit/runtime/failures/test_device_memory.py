@@ -25,13 +25,10 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return written
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-        {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"},
-    ],
-)
+@pytest.mark.parametrize("environment", [
+    {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+    {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"},
+])  # fmt: skip
 def test_memory_that_can_grow_needs_no_warning(environment: dict[str, str]) -> None:
     assert warning_of_allocator(environment) is None
     assert "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in (warning_of_allocator({}) or "")

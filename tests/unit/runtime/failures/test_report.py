@@ -26,53 +26,45 @@ def job(*states: report.RankState) -> dict[int, report.RankState]:
     return {state.rank: state for state in states}
 
 
-@pytest.mark.parametrize(
-    ("states", "ranks"),
-    [
-        (job(waiting(0, 1), busy(1)), [1]),
-        (job(waiting(0, 1), waiting(1, 2), busy(2), waiting(3, 2)), [2]),
-        # the optimizer of rank 1 hangs: the others reduce with it, or are already at the next batch
-        (job(waiting(0), busy(1, "running ST"), waiting(2)), [1]),
-        # killed: no sign of life, though it was last seen waiting, or while another is at work
-        (job(waiting(0, 1), replace(waiting(1, 0), silent=True)), [1]),
-        (job(waiting(0, 1), replace(busy(1), silent=True), busy(2), waiting(3, 2)), [1]),
-        # makes fewer steps than the others: done with its engine, or outside a batch
-        (job(waiting(0), busy(1, "", ended=report.CLOSED, batch=3)), [1]),
-        (job(busy(0, for_s=0.1), waiting(2), busy(1, "", ended=report.CLOSED, batch=3)), [1]),
-        (job(waiting(0), busy(1, "")), [1]),
-        # one has made all its steps, and the other hangs in the last one
-        (job(busy(0, "running ST"), busy(1, "", ended=report.CLOSED)), [0]),
-        # one hangs, another only works: it has just begun
-        (job(waiting(0, 1), busy(1), busy(2, for_s=0.1), waiting(3, 2)), [1]),
-        # two hang
-        (job(waiting(0, 1), busy(1), busy(2, for_s=2.9), waiting(3, 2)), [1, 2]),
-        # it hangs before others wait for it
-        (job(busy(0), busy(1, "")), [0]),
-        # wait for each other, or all in one collective
-        (job(waiting(0, 1), waiting(1, 0)), []),
-    ],
-)
+@pytest.mark.parametrize(("states", "ranks"), [
+    (job(waiting(0, 1), busy(1)), [1]),
+    (job(waiting(0, 1), waiting(1, 2), busy(2), waiting(3, 2)), [2]),
+    # the optimizer of rank 1 hangs: the others reduce with it, or are already at the next batch
+    (job(waiting(0), busy(1, "running ST"), waiting(2)), [1]),
+    # killed: no sign of life, though it was last seen waiting, or while another is at work
+    (job(waiting(0, 1), replace(waiting(1, 0), silent=True)), [1]),
+    (job(waiting(0, 1), replace(busy(1), silent=True), busy(2), waiting(3, 2)), [1]),
+    # makes fewer steps than the others: done with its engine, or outside a batch
+    (job(waiting(0), busy(1, "", ended=report.CLOSED, batch=3)), [1]),
+    (job(busy(0, for_s=0.1), waiting(2), busy(1, "", ended=report.CLOSED, batch=3)), [1]),
+    (job(waiting(0), busy(1, "")), [1]),
+    # one has made all its steps, and the other hangs in the last one
+    (job(busy(0, "running ST"), busy(1, "", ended=report.CLOSED)), [0]),
+    # one hangs, another only works: it has just begun
+    (job(waiting(0, 1), busy(1), busy(2, for_s=0.1), waiting(3, 2)), [1]),
+    # two hang
+    (job(waiting(0, 1), busy(1), busy(2, for_s=2.9), waiting(3, 2)), [1, 2]),
+    # it hangs before others wait for it
+    (job(busy(0), busy(1, "")), [0]),
+    # wait for each other, or all in one collective
+    (job(waiting(0, 1), waiting(1, 0)), []),
+])  # fmt: skip
 def test_who_is_at_fault(states: dict[int, report.RankState], ranks: list[int]) -> None:
     assert report.at_fault(states) == ranks
 
 
-@pytest.mark.parametrize(
-    ("states", "since_s"),
-    [
-        # one waits for long, another works through short actions, in a collective or not
-        (job(waiting(0, 1), busy(1, for_s=0.1)), 0.1),
-        (job(waiting(0, 1), busy(1, for_s=0.1, is_busy=False), busy(2, for_s=0.5)), 0.1),
-        (job(waiting(0), busy(1, "", for_s=0.0)), None),  # outside a batch: nothing comes of that
-        (job(waiting(0), busy(1, for_s=2.0), busy(2, for_s=0.1)), None),  # one hangs, another has just begun
-        (job(waiting(0), busy(1, for_s=0.1, silent=True)), None),
-        (job(waiting(0), busy(1, "", ended=report.CLOSED, batch=3), busy(2, for_s=0.1)), None),
-        (job(waiting(0, 1), waiting(1, 0)), None),
-        (job(), None),  # the store is gone
-    ],
-)
-def test_a_job_goes_on_while_a_rank_begins_something(
-    states: dict[int, report.RankState], since_s: float | None
-) -> None:
+@pytest.mark.parametrize(("states", "since_s"), [
+    # one waits for long, another works through short actions, in a collective or not
+    (job(waiting(0, 1), busy(1, for_s=0.1)), 0.1),
+    (job(waiting(0, 1), busy(1, for_s=0.1, is_busy=False), busy(2, for_s=0.5)), 0.1),
+    (job(waiting(0), busy(1, "", for_s=0.0)), None),  # outside a batch: nothing comes of that
+    (job(waiting(0), busy(1, for_s=2.0), busy(2, for_s=0.1)), None),  # one hangs, another has just begun
+    (job(waiting(0), busy(1, for_s=0.1, silent=True)), None),
+    (job(waiting(0), busy(1, "", ended=report.CLOSED, batch=3), busy(2, for_s=0.1)), None),
+    (job(waiting(0, 1), waiting(1, 0)), None),
+    (job(), None),  # the store is gone
+])  # fmt: skip
+def test_a_job_goes_on_if_a_rank_begins_something(states: dict[int, report.RankState], since_s: float | None) -> None:
     assert report.idle_s(states, 2.0) == since_s
 
 

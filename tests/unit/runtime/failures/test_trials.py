@@ -116,9 +116,7 @@ def test_ranks_at_different_trials_end_at_once() -> None:
     assert "at running layer 3 in fp32, on rank 0 (came through)" in str(second) and second.__cause__ is BROKEN
 
 
-def test_a_device_behind_the_host_has_come_out_of_the_layers_before_the_host_says_so(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_behind_the_host_is_out_of_layers_before_the_host_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[str] = []
     device = SimpleNamespace(is_synchronized_device=lambda: False, synchronize=lambda: waited.append(current()))
     monkeypatch.setattr(trials_module, "get_accelerator", lambda: device)
@@ -144,8 +142,6 @@ def test_a_lost_connection_is_nobody_to_wait_for() -> None:
 
 
 @pytest.mark.parametrize(("stall_timeout_s", "patience_s"), [(300.0, PATIENCE_S), (4.0, 2.0)])
-def test_a_rank_says_that_it_waits_before_the_watchdogs_of_its_peers_report_a_stall(
-    stall_timeout_s: float, patience_s: float
-) -> None:
+def test_a_rank_says_that_it_waits_before_watchdogs_report_a_stall(stall_timeout_s: float, patience_s: float) -> None:
     assert Trials((2, 3), 3, stall_timeout_s)._patience_s == patience_s
     assert Trials((), 3, stall_timeout_s).failure(BROKEN, "it") is not None

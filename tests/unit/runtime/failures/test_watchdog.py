@@ -158,9 +158,7 @@ class TestFailures:
             fail(failing, ValueError("broken"))
             assert job.server.add("read", 0) == 2
 
-    def test_torchrun_finds_why_a_rank_has_failed(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
+    def test_torchrun_finds_why_a_rank_failed(self, job: Job, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
         begin_s = int(time.time())
         fail(job.rank(0), ValueError("the layer is broken"))
@@ -202,9 +200,7 @@ class TestLostConnections:
             with watchdog.batch():
                 raise RuntimeError(GLOO_ERROR)
 
-    @pytest.mark.parametrize(
-        "text", ["mat1 and mat2 shapes cannot be multiplied", "backend gloo: [not] for this layer"]
-    )
+    @pytest.mark.parametrize("text", ["mat1 and mat2 shapes cannot be multiplied", "backend gloo: [not] for a layer"])
     def test_a_runtime_error_of_a_layer_stays_what_it_is(self, job: Job, text: str) -> None:
         fail(job.rank(0), RuntimeError(text))
 
@@ -360,33 +356,27 @@ class TestStalls:
             job.wait_for_end()
         assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at save_checkpoint: OSError: no space" in job.said()
 
-    def test_an_error_outside_the_engine_is_published_when_it_ends_the_program(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_error_outside_the_engine_is_published_when_it_ends_the_program(self, job: Job) -> None:
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
-            monkeypatch.setattr(sys, "last_value", _uncaught(KeyError("the user's own")), raising=False)
+            job.patch(sys, "last_value", _uncaught(KeyError("the user's own")), raising=False)
             failing._at_exit()
             job.wait_for_end()
         assert 'rank 0 (stage 0) failed at work outside the engine: KeyError: "the user\'s own"' in job.said()
 
-    def test_an_error_on_all_ranks_is_not_published_again_at_the_end(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_error_on_all_ranks_is_not_published_again_at_the_end(self, job: Job) -> None:
         watchdog, error = job.rank(0), ValueError("on all")
         with pytest.raises(RaisedEverywhere), watchdog.batch():
             raise RaisedEverywhere(error)
         wrapped = _uncaught(RuntimeError("the user's own of it"))
         wrapped.__cause__ = error
         for one in (_uncaught(error), wrapped):
-            monkeypatch.setattr(sys, "last_value", one, raising=False)
+            job.patch(sys, "last_value", one, raising=False)
             assert not module._ends_program_of_this_rank(one)
         watchdog._at_exit()
         assert not job.server.check(["abort"]) and not job.said()
 
-    def test_an_error_that_a_console_or_code_in_c_has_caught_is_not_published_at_the_end(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_error_that_a_console_or_code_in_c_has_caught_is_not_published_at_the_end(self, job: Job) -> None:
         code.InteractiveInterpreter().runcode(compile("1 / 0", "<console>", "exec"))
         assert isinstance(sys.last_value, ZeroDivisionError)
         job.rank(0)._at_exit()
@@ -602,9 +592,7 @@ print(codes, min(tries) - plain_s < 0.5, tries, file=sys.stderr); dog.close(); o
         reader, writer = os.pipe()
         if stderr == "closed":
             os.close(reader)
-        to = {"full": os.open("/dev/full", os.O_WRONLY), "closed": writer, "blocked": writer}.get(
-            stderr, subprocess.PIPE
-        )
+        to = {"full": os.open("/dev/full", os.O_RDWR), "closed": writer, "blocked": writer}.get(stderr, subprocess.PIPE)
         act = acts.get(stderr, "") + "\nwith dog.batch(), dog.waiting('the input'): time.sleep(30)"
         start = time.monotonic()
         code, text = self.run(act, str(job.port), stderr=to, timer_s=60.0)

@@ -32,14 +32,9 @@ class Run:
     """The same slices through both. `expected` is what torch computes with the copy, where it is not its forward."""
 
     def __init__(
-        self,
-        layers: nn.Module,
-        shape: Sequence[int],
-        units: Sequence[Unit],
-        optimizer: Any = None,
-        expected: Callable[[Any, Tensor], Tensor] = lambda plain, x: plain(x),
-        shared: object = None,
-    ) -> None:
+        self, layers: nn.Module, shape: Sequence[int], units: Sequence[Unit], optimizer: Any = None,
+        expected: Callable[[Any, Tensor], Tensor] = lambda plain, x: plain(x), shared: object = None,
+    ) -> None:  # fmt: skip
         self.layers, self.plain, self.expected = layers, copy.deepcopy(layers, {id(shared): shared}), expected
         self.inputs = {which: torch.randn(shape, dtype=torch.float64) for which in units}
         self.gradients = accumulate_in_products(layers, optimizer)
@@ -63,7 +58,6 @@ class Run:
         return [self.gradients.compute(which, around) for which in self.inputs]
 
     def assert_same(self) -> None:
-        """Compare the gradients of all parameters."""
         assert_same(self.layers, self.plain)
 
     def deferred(self) -> set[str]:

@@ -46,11 +46,7 @@ def test_the_embedding_gets_its_gradient() -> None:
     assert found is not None and expected is not None
     assert torch.equal(found, expected)
     assert reentrant.call_count == 1, "the second range is checkpointed as it was asked for"
-
-
-def test_without_it_the_embedding_is_cut_off() -> None:
-    """Why this exists. When it fails, DeepSpeed is mended."""
-    with pytest.raises(RuntimeError, match="does not require grad"):
+    with pytest.raises(RuntimeError, match="does not require grad"):  # else DeepSpeed is mended
         run(ds_checkpointing.checkpoint)
 
 
@@ -87,14 +83,11 @@ def module_of(function: Any) -> Any:
     return SimpleNamespace(activation_checkpoint_interval=0, activation_checkpoint_func=function, **fields)
 
 
-@pytest.mark.parametrize(
-    ("function", "section", "named"),
-    [
-        (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
-        (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
-        (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
-    ],
-)
+@pytest.mark.parametrize(("function", "section", "named"), [
+    (ds_checkpointing.checkpoint, {"use_reentrant": False}, "pipeline.use_reentrant = false"),
+    (ds_checkpointing.non_reentrant_checkpoint, {}, "the module's activation_checkpoint_func"),
+    (NON_REENTRANT, {}, "the module's activation_checkpoint_func"),
+])  # fmt: skip
 def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict[str, Any], named: str) -> None:
     config, module = TeraPipeConfig(enabled=True, recompute="full", keep_attention=True), module_of(function)
     with pytest.raises(TeraPipeConfigError, match=f"keep_attention = true: {named}.*or leave keep_attention out"):
@@ -103,9 +96,7 @@ def test_non_reentrant_layers_do_not_keep_attention(function: Any, section: dict
     set_recompute(module, config, {"pipeline": {"use_reentrant": True}})
 
 
-def kept_gradients(
-    function: Any, layer: Any, lengths: tuple[int, ...] = (8,), saving: Any = None
-) -> tuple[Tensor, Tensor]:
+def kept_gradients(function: Any, layer: Any, lengths: Any = (8,), saving: Any = None) -> tuple[Tensor, Tensor]:
     """Return the gradients of x [1, 2, 8, 4] through a checkpointed layer that keeps attention, and through SDPA."""
     x = torch.randn(1, 2, 8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     keeping, store, outputs = checkpoint_with_gradients(function, kept=KeptCalls()), SliceStore(), []
@@ -131,10 +122,13 @@ def attend(x: Tensor, name: str = "layer") -> Tensor:
 
 
 @pytest.mark.parametrize("lengths", [(8,), (5, 3)])
-@pytest.mark.parametrize("function", [ds_checkpointing.checkpoint, lambda *args: NON_REENTRANT(*args)])
-def test_gradients_with_kept_attention(function: Any, lengths: tuple[int, ...]) -> None:
-    """Those of a function without reentry as well, which nobody can tell by looking at it."""
-    found, expected = kept_gradients(function, attend, lengths)
+@pytest.mark.parametrize(("function", "layer"), [
+    (ds_checkpointing.checkpoint, attend),
+    (lambda *args: NON_REENTRANT(*args), attend),  # which nobody can tell by looking at it
+    (ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x)),  # whose second run finds nothing kept
+])  # fmt: skip
+def test_gradients_with_kept_attention(function: Any, layer: Any, lengths: tuple[int, ...]) -> None:
+    found, expected = kept_gradients(function, layer, lengths)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -177,12 +171,6 @@ def test_layers_that_keep_nothing_are_told_once_per_engine(caplog: pytest.LogCap
     set_recompute(module, config.model_copy(update={"recompute": (1,)}), {})
     warn_if_none_is_kept(module, 0)
     assert "stage 0" not in caplog.text
-
-
-def test_a_layer_may_checkpoint_itself_beside() -> None:
-    """Its own second run comes when nothing is kept any more, and has to save the same tensors as the first one."""
-    found, expected = kept_gradients(ds_checkpointing.checkpoint, lambda x: NON_REENTRANT(attend, x))
-    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_verification_keeps_attention_as_training_does() -> None:

@@ -57,11 +57,11 @@ def fresh_compiler() -> Any:
     assert not opaque._calls and running.name is None
 
 
-def stack(kind: str, **options: Any) -> nn.ModuleList:
+def stack(kind: str) -> nn.ModuleList:
     torch.manual_seed(1)
     if kind == "recurrent":
         return nn.ModuleList([Recurrent(32) for _ in range(2)])
-    config = GPTConfig(hidden_size=32, num_heads=4, num_kv_heads=2, init_std=0.3, **options)
+    config = GPTConfig(hidden_size=32, num_heads=4, num_kv_heads=2, init_std=0.3)
     return nn.ModuleList([DecoderLayer(config, index) for index in range(2)])
 
 
@@ -108,10 +108,8 @@ def compile_all(layers: nn.ModuleList, backend: str | Callable[..., Any]) -> Non
         compile_layer(layer, f"layer {index}", backend)
 
 
-def compare(
-    kind: str, cuts: list[list[int]], backend: str | Callable[..., Any], recompute: bool = False, **options: Any
-) -> None:
-    plain = stack(kind, **options)
+def compare(kind: str, cuts: list[list[int]], backend: str | Callable[..., Any], recompute: bool = False) -> None:
+    plain = stack(kind)
     layers = copy.deepcopy(plain)
     compile_all(layers, backend)
     for lengths in cuts:
@@ -220,16 +218,12 @@ def test_attention_beside_the_graph_is_an_error() -> None:
         assert layer(x).shape == x.shape
 
 
-@pytest.mark.parametrize(
-    ("layers", "flops", "sequence", "told"),
-    [
-        ([OutOfGraph(), nn.Linear(2, 2)], False, False, None),
-        ([nn.Linear(2, 2)], False, False, "no layer can be compiled, of Linear here"),
-        ([OutOfGraph()], True, False, "flops_profiler"),
-        ([OutOfGraph()], False, True, "'sequence' axis"),
-    ],
-    ids=["some", "none", "flops", "sequence"],
-)
+@pytest.mark.parametrize(("layers", "flops", "sequence", "told"), [
+    ([OutOfGraph(), nn.Linear(2, 2)], False, False, None),
+    ([nn.Linear(2, 2)], False, False, "no layer can be compiled, of Linear here"),
+    ([OutOfGraph()], True, False, "flops_profiler"),
+    ([OutOfGraph()], False, True, "'sequence' axis"),
+], ids=["some", "none", "flops", "sequence"])  # fmt: skip
 def test_what_cannot_be_compiled_is_refused(
     layers: list[nn.Module], flops: bool, sequence: bool, told: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

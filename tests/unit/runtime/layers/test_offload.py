@@ -1,6 +1,7 @@
 """Saved tensors on the host: the same bits, views and strides; what stays; what is an error."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -167,17 +168,24 @@ def max_total(changes: list[int]) -> int:
     return most
 
 
-def packed(offload: ActivationOffload, tensor: Tensor) -> Tensor:
-    """Save a tensor as autograd does, let it leave, and return it as the backward gets it."""
+@contextmanager
+def first_slice(offload: ActivationOffload) -> Iterator[Any]:
+    """Have the offload take what the first slice of a batch saves, and then let it leave. Yield the hooks."""
     batch = Batch()
     offload.open_batch(batch)  # type: ignore[arg-type]
     first, *rest = computations(batch)
     offload.begin(first)
-    context = offload.saving((0, *first.unit))
-    saved = context.pack_hook(tensor)
+    with (hooks := offload.saving((0, *first.unit))):
+        yield hooks
     for action in rest[:2]:
         offload.begin(action)
-    return context.unpack_hook(saved)
+
+
+def packed(offload: ActivationOffload, tensor: Tensor) -> Tensor:
+    """Save a tensor as autograd does, let it leave, and return it as the backward gets it."""
+    with first_slice(offload) as hooks:
+        saved = hooks.pack_hook(tensor)
+    return hooks.unpack_hook(saved)
 
 
 def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
@@ -185,25 +193,16 @@ def test_layers_may_use_jvp_and_are_told_of_what_takes_no_hooks() -> None:
     layer, x = nn.Linear(40, 40), torch.randn(64, 40)
 
     def gradient(offload: ActivationOffload | None) -> Tensor:
-        batch, own = Batch(), x.clone().requires_grad_()
-        first, *rest = computations(batch)
-        if offload is not None:
-            offload.open_batch(batch)  # type: ignore[arg-type]
-            offload.begin(first)
-        with nullcontext() if offload is None else offload.saving((0, *first.unit)):
+        own = x.clone().requires_grad_()
+        with nullcontext() if offload is None else first_slice(offload):
             y, tangent = torch.func.jvp(lambda z: layer(z).tanh() * z, (own,), (torch.ones_like(own),))
-        for action in rest[:2] if offload is not None else ():
-            offload.begin(action)
         (y + tangent).square().sum().backward()
         assert own.grad is not None
         return own.grad
 
     offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
     assert torch.equal(gradient(offload), gradient(None))
-    offload.open_batch(batch := Batch())  # type: ignore[arg-type]
-    first = computations(batch)[0]
-    offload.begin(first)
-    with offload.saving((0, *first.unit)), pytest.raises(TeraPipeConfigError, match="offload_activations = true"):
+    with first_slice(offload), pytest.raises(TeraPipeConfigError, match="offload_activations = true"):
         try:
             torch.func.grad(lambda z: layer(z).sum())(x)
         except RuntimeError as error:
@@ -247,15 +246,9 @@ def test_two_tensors_of_a_slice_may_have_had_one_address(monkeypatch: pytest.Mon
 
 def test_noise_that_an_operator_writes_after_autograd_has_saved_it() -> None:
     """Autograd saves the noise of `rrelu` empty, and the operator then draws it: a copy must not begin before."""
-    offload, batch = ActivationOffload(nn.Linear(1, 1), torch.device("cpu")), Batch()
-    offload.open_batch(batch)  # type: ignore[arg-type]
-    first, *rest = computations(batch)
-    offload.begin(first)
-    x = torch.full((64, 40), -1.0, requires_grad=True)
-    with offload.saving((0, *first.unit)):
+    offload, x = ActivationOffload(nn.Linear(1, 1), torch.device("cpu")), torch.full((64, 40), -1.0, requires_grad=True)
+    with first_slice(offload):
         y = nn.functional.rrelu(x, training=True)
-    for action in rest[:2]:
-        offload.begin(action)
     y.sum().backward()
     assert x.grad is not None and torch.equal(x.grad, -y) and offload.buffers.peak_bytes > 0
 
@@ -294,18 +287,12 @@ def test_what_is_not_the_slices_own_stays(name: str) -> None:
 @pytest.mark.parametrize("shape", [(64, 40), (4,)])
 def test_a_tensor_that_changes_after_it_was_saved_is_an_error(shape: tuple[int, ...]) -> None:
     """Whether it goes or stays."""
-    batch, tensor = Batch(), torch.randn(shape)
-    offload = ActivationOffload(nn.Linear(1, 1), torch.device("cpu"))
-    offload.open_batch(batch)  # type: ignore[arg-type]
-    first, *rest = computations(batch)
-    offload.begin(first)
-    context = offload.saving((0, *first.unit))
-    saved = context.pack_hook(tensor)
-    tensor.add_(1)
+    offload, tensor = ActivationOffload(nn.Linear(1, 1), torch.device("cpu")), torch.randn(shape)
     with pytest.raises(SavedTensorChangedError, match="was changed in place"):
-        for action in rest[:2]:
-            offload.begin(action)
-        context.unpack_hook(saved)
+        with first_slice(offload) as hooks:
+            saved = hooks.pack_hook(tensor)
+            tensor.add_(1)
+        hooks.unpack_hook(saved)
 
 
 def test_an_evaluation_and_slices_whose_backward_is_near_save_as_ever() -> None:

@@ -112,7 +112,7 @@ def test_compiled_layers_are_refused_where_sequences_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrapped", "refused"), [(torch.compile, True), (lambda function: function, False), (torch.compiler.disable, False)]
+    ("wrapped", "refused"), [(torch.compile, True), (lambda it: it, False), (torch.compiler.disable, False)]
 )
 def test_compiled_functions_among_the_layers_are_refused(wrapped: Any, refused: bool) -> None:
     module = nn.Sequential(nn.Linear(4, 4))

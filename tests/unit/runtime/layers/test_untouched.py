@@ -97,50 +97,6 @@ def test_inside_it_trains_on_the_same_weights() -> None:
     assert layer.first.weight.grad is None
 
 
-class Caching(nn.Module):
-    """Keeps what it computes in its first forward, in every way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.length: int | None = None
-        self.masks: dict[int, list[Tensor]] = {0: []}
-        self.lengths, self.pair = [1, 2], ({3}, 4)
-        self.total = torch.zeros(4)
-        self.view = torch.zeros(1).expand(4)  # nothing may write here
-        self.register_buffer("rotary", None)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.length is None:
-            self.length, self.rotary, self.new = len(x), torch.ones(4), "new"
-            self.register_buffer("mask", torch.ones(4))
-            self.scale = nn.Parameter(torch.ones(4))
-            self.helper = nn.Linear(4, 4)
-        self.inner.seen = x
-        self.masks[0].append(x)
-        self.masks[len(x)] = [x]
-        self.lengths.pop()
-        self.pair[0].add(5)
-        self.total += 1
-        return self.inner(x) * self.rotary
-
-
-def test_what_a_layer_remembers_of_a_measurement_is_forgotten() -> None:
-    layer = Caching()
-    layer.loss_fn = SimpleNamespace(calls=0)  # a loss that is no module
-    total, masks, keys = layer.total, layer.masks, sorted(vars(layer))
-    with pytest.raises(ZeroDivisionError), untouched(layer):
-        layer(torch.ones(2, 4)).sum().backward()
-        layer.total, layer.loss_fn.calls = layer.total + 1, 1
-        assert layer.length == 2
-        raise ZeroDivisionError  # after an error as well
-    assert sorted(vars(layer)) == keys and layer.length is None and layer.loss_fn.calls == 0
-    assert list(layer._parameters) == [] and list(layer._modules) == ["inner"] and layer._buffers == {"rotary": None}
-    assert not hasattr(layer.inner, "seen") and (layer.lengths, layer.pair) == ([1, 2], ({3}, 4))
-    assert layer.masks is masks and masks == {0: []}
-    assert layer.total is total and not total.any()
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_backward_runs_where_the_caller_evaluates(mode: Any) -> None:
     layer = Layer()
@@ -169,45 +125,67 @@ class Helper(nn.Module):
         self.calls += len(x)
 
 
-class Counting(nn.Module):
-    """Counts its calls in every place where Python keeps a number."""
+class Remembering(nn.Module):
+    """Keep what it computes, and count its calls, in every place where Python or torch keeps a value."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.progress, self.space = 2, Progress(Progress()), SimpleNamespace(calls=0)
-        self.counted, self.array, self.ordered = Counter(calls=1), np.zeros(2), OrderedDict(old=1)
-        self.helpers = [Helper()]  # a module that is no child
+        self.inner, self.helpers = nn.Linear(4, 4), [Helper()]  # the second one is no child
+        self.length: int | None = None
+        self.calls, self.lengths, self.pair = 2, [1, 2], ({3}, 4)
+        self.masks: dict[int, list[Tensor]] = {0: []}
+        self.total, self.array = torch.zeros(4), np.zeros(2)
+        self.view = torch.zeros(1).expand(4)  # nothing may write here
+        self.progress, self.space = Progress(Progress()), SimpleNamespace(calls=0)
+        self.counted, self.ordered = Counter(calls=1), OrderedDict(old=1)
         self.own = [torch.Generator().manual_seed(1), random.Random(1), np.random.default_rng(1)]
         self.older = np.random.RandomState(1)
+        self.register_buffer("rotary", None)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.length is None:
+            self.length, self.rotary, self.new = len(x), torch.ones(4), "new"
+            self.register_buffer("mask", torch.ones(4))
+            self.scale = nn.Parameter(torch.ones(4))
+            self.helper = nn.Linear(4, 4)
+        self.inner.seen = x
+        self.masks[0].append(x)
+        self.masks[len(x)] = [x]
+        self.lengths.pop()
+        self.pair[0].add(5)
         self.calls += 1
-        self.progress.steps += 1
-        self.progress.inner.steps += 1  # type: ignore[union-attr]
+        self.total += 1
+        self.array += 1
+        self.progress.count(x)
         self.space.calls += 1
         self.counted["calls"] += 1
         self.ordered.pop("old", None)
-        self.array += 1
         self.helpers[0](x)
         drawn = torch.rand(1, generator=self.own[0]), self.own[1].random(), self.own[2].random(), self.older.rand()
-        return x * float(sum(drawn))
+        return self.inner(x) * self.rotary * float(sum(drawn))
 
-    def state(self) -> list[Any]:
-        """Return all that it counts, and what it would draw next."""
-        states = [self.own[0].get_state().tolist(), self.own[1].getstate(), str(self.own[2].bit_generator.state)]
-        numbers = [self.calls, self.progress.steps, self.progress.inner.steps, self.space.calls]  # type: ignore[union-attr]
-        rest = [self.array.tolist(), dict(vars(self.helpers[0]))]
-        return [*numbers, dict(self.counted), list(self.ordered), *states, str(self.older.get_state()), *rest]
+    def state(self) -> str:
+        """Describe all that it keeps and counts, and what it would draw next."""
+        generators = self.own[0].get_state().tolist(), self.own[1].getstate(), self.own[2].bit_generator.state
+        names = sorted(vars(self)), list(self._parameters), list(self._modules), self._buffers, vars(self.inner).keys()
+        values = self.length, self.calls, self.lengths, self.pair, self.masks, self.total, self.array, self.view
+        inner: Any = self.progress.inner
+        counts = self.progress.steps, inner.steps, self.space, vars(self.helpers[0]), self.counted, self.ordered
+        return repr((generators, str(self.older.get_state()), names, values, counts))
 
 
-def test_what_a_layer_counts_in_python_is_put_back(caplog: pytest.LogCaptureFixture) -> None:
-    layer = Counting()
-    before = layer.state()
-    with untouched(nn.Sequential(layer)):
-        for _ in range(3):
-            layer(torch.ones(2, 4))
-        assert layer.state()[0] == 5
-    assert layer.state() == before and not caplog.messages
+def test_what_a_layer_remembers_of_a_measurement_is_forgotten(caplog: pytest.LogCaptureFixture) -> None:
+    layer = Remembering()
+    layer.loss_fn = SimpleNamespace(calls=0)  # a loss that is no module
+    before, total, masks = layer.state(), layer.total, layer.masks
+    with pytest.raises(ZeroDivisionError), untouched(layer):
+        for _ in range(2):
+            layer(torch.ones(2, 4)).sum().backward()
+        layer.total, layer.loss_fn.calls = layer.total + 1, 1
+        assert layer.calls == 4 and layer.length == 2 and layer.state() != before
+        raise ZeroDivisionError  # after an error as well
+    assert layer.state() == before and layer.loss_fn.calls == 0 and not caplog.messages
+    assert layer.total is total and layer.masks is masks
 
 
 def test_what_is_copied_is_known_by_the_ids_of_living_objects_alone() -> None:
@@ -261,9 +239,7 @@ def test_parameters_that_layers_write_to(caplog: pytest.LogCaptureFixture) -> No
     assert "and second.bias changed" in caplog.text
 
 
-def test_what_is_too_large_or_cannot_be_copied_is_shared_and_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_huge_or_cannot_be_copied_is_shared_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", "terapipe_ds")
     layer = Layer()
     layer.tokens = [np.memmap(tmp_path / "tokens", np.int8, "w+", shape=2**34)]  # type: ignore[assignment]

@@ -5,8 +5,8 @@ import gc
 import operator
 import pickle
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,29 +89,44 @@ IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+@contextmanager
+def one_slice(gradients: WeightGradients, split: bool = True) -> Iterator[list[int]]:
+    """Run F and B of a slice, and then its W where the backward is split. Yield how many gradients that W had."""
+    gradients.open_batch([(0, 0, 0)] if split else ())
+    computed: list[int] = []
+    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
+        yield computed
+    if split:
+        computed.append(gradients.compute((0, 0, 0), nullcontext))
+
+
+def assert_autograds(model: nn.Module, split: bool, train: Callable[[nn.Module], object]) -> list[int]:
+    """Train a slice through a model and through a copy with products of its own; compare the gradients."""
+    ours = copy.deepcopy(model)
+    with one_slice(accumulate_in_products(ours, None), split) as computed:
+        for each in (model, ours):
+            train(each)
+    assert_same(ours, model)
+    return computed
+
+
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("shape", [(4,), (5, 4), (2, 5, 4), (2, 1, 5, 4)])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("operation", IN_PLACE)
-def test_what_a_layer_gives_may_be_changed_in_place(
-    operation: str, bias: bool, shape: tuple[int, ...], split: bool
-) -> None:
+def test_what_layers_give_may_change_in_place(operation: str, bias: bool, shape: tuple[int, ...], split: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4, bias=bias), nn.Linear(4, 4, bias=bias)).double()
-    ours, x = copy.deepcopy(model), torch.randn(shape, dtype=torch.float64)
-    gradients = accumulate_in_products(ours, None)
-    gradients.open_batch([(0, 0, 0)] if split else ())
+    x, of_inputs = torch.randn(shape, dtype=torch.float64), []
 
-    def backward_of(model: nn.Module) -> Any:
+    def train(model: nn.Module) -> None:
         inputs = x.clone().requires_grad_()
         y = IN_PLACE[operation](model[0](inputs), inputs)
         IN_PLACE[operation](model[1](y), y).square().sum().backward()
-        return inputs.grad
+        of_inputs.append(inputs.grad)
 
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
-        torch.testing.assert_close(backward_of(ours), backward_of(model), rtol=1e-13, atol=1e-13)
-    assert not split or gradients.compute((0, 0, 0), nullcontext) == 2
-    assert_same(ours, model)
+    assert assert_autograds(model, split, train) == [2] * split
+    torch.testing.assert_close(*of_inputs, rtol=1e-13, atol=1e-13)
 
 
 def test_a_weight_that_two_layers_share(products: list[bool]) -> None:
@@ -134,10 +149,9 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
     ours[0].forward = partial(weight_gradients._looked_up, ours[0], gradients)
     for layer in ours[1:]:
         layer.forward = gradients.product_of(layer, with_bias=True)
-    gradients.open_batch([(0, 0, 0)])
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+    with one_slice(gradients) as computed:
         ours(ids).square().sum().backward()
-    assert gradients.compute((0, 0, 0), nullcontext) == 4
+    assert computed == [4]
     plain(ids).square().sum().backward()
     for own, theirs in zip(ours.parameters(), plain.parameters(), strict=True):
         total = sums.so_far(own)
@@ -149,11 +163,9 @@ def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
     """Otherwise they would go to the sums of the optimizer before it. A forward of the user's own stays."""
     model, ours, inputs = example()
     ours[2].forward = partial(model[2].forward)
-    gradients = accumulate_in_products(ours, None)
-    gradients.open_batch([(0, 0, 0)])
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+    with one_slice(accumulate_in_products(ours, None)) as computed:
         ours(inputs.requires_grad_()).sum().backward()
-    assert gradients.compute((0, 0, 0), nullcontext) == 1 and model[2].weight.grad is not None
+    assert computed == [1] and model[2].weight.grad is not None
 
 
 class Given(nn.Linear):
@@ -220,27 +232,22 @@ class TwiceAWeight(Tensor):
 def test_weights_and_inputs_of_other_classes_keep_their_own_products(split: bool) -> None:
     weights, inputs = torch.randn(2, 4, 4, dtype=torch.float64), torch.randn(2, 5, 4, dtype=torch.float64)
     ours, plain = (nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)) for _ in range(2))
-    for model in (ours, plain):
-        model[0].weight = nn.Parameter(weights[0].clone().as_subclass(TwiceAWeight))
-        model[1].weight = nn.Parameter(weights[1].clone())
-    gradients = accumulate_in_products(ours, None)
-    gradients.open_batch([(0, 0, 0)] if split else ())
-    for model in (ours, plain):
-        for part in (inputs, inputs.tanh()):
-            rows = torch.nested.as_nested_tensor(list(model[0](part).as_subclass(Tensor)), layout=torch.jagged)
-            with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+    with one_slice(accumulate_in_products(ours, None), split):
+        for model in (ours, plain):
+            model[0].weight = nn.Parameter(weights[0].clone().as_subclass(TwiceAWeight))
+            model[1].weight = nn.Parameter(weights[1].clone())
+            for part in (inputs, inputs.tanh()):
+                rows = torch.nested.as_nested_tensor(list(model[0](part).as_subclass(Tensor)), layout=torch.jagged)
                 torch.stack(model[1](rows).unbind()).square().sum().backward()
-            gradients.compute((0, 0, 0), nullcontext)
     assert_same(ours, plain)
 
 
 def test_a_table_of_another_class_keeps_its_own_gradient() -> None:
     layer = nn.Embedding.from_pretrained(torch.ones(5, 4).as_subclass(TwiceAWeight), freeze=False)
     gradients = WeightGradients(is_watched=True, sums=OwnSums(layer))
-    gradients.open_batch([(0, 0, 0)])
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)):
+    with one_slice(gradients) as computed:
         gradients.lookup(torch.tensor([[1, 4]]), layer.weight).sum().backward()
-    assert gradients.compute((0, 0, 0), nullcontext) == 0 and layer.weight.grad is not None
+    assert computed == [0] and layer.weight.grad is not None
 
 
 def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:
@@ -374,24 +381,6 @@ def test_a_layer_whose_input_has_no_gradient_stays_in_b() -> None:
     run = split_run()
     run.backward(input_needs_grad=False)
     assert run.weights() == [2, 2, 2]
-    run.assert_same()
-
-
-class Sums:
-    """Sums of an optimizer, by the shape of the weight."""
-
-    def __init__(self) -> None:
-        self.totals: dict[tuple[int, ...], Tensor] = {}
-
-    def has(self, weight: Tensor) -> bool:
-        return True
-
-    def own_hooks(self, weight: Tensor) -> int:
-        return 0
-
-    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
-        key = tuple(weight.shape)
-        self.totals[key] = self.totals.get(key, 0.0) + rows.t() @ inputs
 
 
 @pytest.mark.parametrize("first_has_gradient", [False, True])
@@ -399,7 +388,8 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
     """Also of a first layer, whose output hangs on its weight alone."""
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 5)).double()
-    model, sums, inputs = copy.deepcopy(plain), Sums(), torch.randn(2, 5, 4, dtype=torch.float64)
+    model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
+    sums = OwnSums(model)
     for layer in (model[0], model[2]):
         layer.forward = WeightGradients(True, sums).product_of(layer, with_bias=True)
     for which in (1, 0):
@@ -407,9 +397,10 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
         with unit(3, 0, which):
             model(own).square().sum().backward()
         plain(inputs).square().sum().backward()
-    assert model[0].weight.grad is None and model[2].weight.grad is None
-    for layer in (plain[0], plain[2]):
-        torch.testing.assert_close(sums.totals[tuple(layer.weight.shape)], layer.weight.grad)
+    for weight, theirs in ((model[0].weight, plain[0].weight), (model[2].weight, plain[2].weight)):
+        total = sums.so_far(weight)
+        assert total is not None and weight.grad is None
+        torch.testing.assert_close(total.double(), theirs.grad, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(model[2].bias.grad, plain[2].bias.grad)
 
 
@@ -431,8 +422,8 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
 
     torch.manual_seed(0)
     plain = Energy().double()
-    model, sums, units = copy.deepcopy(plain), Sums(), [(3, 0, 1), (3, 0, 0)]
-    inputs = torch.randn(2, 5, 4, dtype=torch.float64)
+    model, units = copy.deepcopy(plain), [(3, 0, 1), (3, 0, 0)]
+    inputs, sums = torch.randn(2, 5, 4, dtype=torch.float64), OwnSums(model)
     gradients = WeightGradients(way == "sums", sums if way == "sums" else None)
     gradients.open_batch(units if way == "split" else ())
     for layer in (model.linear, model.last):
@@ -445,12 +436,14 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
         torch.testing.assert_close(own.grad, theirs.grad)
         if way == "split":
             gradients.compute(which, nullcontext)
-    if way == "sums":  # both weights have one shape; what second derivatives bring is left in `.grad`
-        left = [layer.weight.grad for layer in (model.linear, model.last) if layer.weight.grad is not None]
-        total = sums.totals[4, 4] + sum(left)
-        torch.testing.assert_close(total, plain.linear.weight.grad + plain.last.weight.grad)
-    else:
+    if way != "sums":
         assert_same(model, plain)
+        return
+    for own, theirs in ((model.linear, plain.linear), (model.last, plain.last)):
+        total, left = sums.so_far(own.weight), own.weight.grad  # what second derivatives bring is in `.grad`
+        assert total is not None
+        total = total.double() if left is None else total + left
+        torch.testing.assert_close(total, theirs.weight.grad, rtol=1e-5, atol=1e-5)
 
 
 class SmallerWeights(TorchFunctionMode):
@@ -478,27 +471,20 @@ REPLACED: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("how", REPLACED)
 def test_what_a_program_replaces_has_its_own_gradient(how: str, split: bool) -> None:
-    model, ours, inputs = example()
-    gradients = accumulate_in_products(ours, None)
-    for each in (model, ours):
-        gradients.open_batch([(0, 0, 0)] if split else ())
-        with REPLACED[how](), unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
-            each(inputs.clone().requires_grad_()).square().sum().backward()
-        if split:
-            gradients.compute((0, 0, 0), nullcontext)
-    assert_same(ours, model)
+    model, _, inputs = example()
+
+    def train(model: nn.Module) -> None:
+        with REPLACED[how]():
+            model(inputs.clone().requires_grad_()).square().sum().backward()
+
+    assert_autograds(model, split, train)
 
 
-def test_an_embedding_whose_class_has_another_forward() -> None:
+def test_an_embedding_whose_class_has_another_forward_or_whose_options_change() -> None:
     layer = nn.Embedding(5, 4)
     accumulate_in_products(layer, None)
     with mock.patch.object(nn.Embedding, "forward", lambda layer, ids: 2 * F.embedding(ids, layer.weight)):
         assert torch.equal(layer(torch.tensor([3])), 2 * layer.weight[[3]])
-
-
-def test_an_embedding_whose_options_change() -> None:
-    layer = nn.Embedding(5, 4)
-    accumulate_in_products(layer, None)
     layer.max_norm = 0.5
     assert layer(torch.tensor([3])).norm() <= 0.5
 
@@ -515,27 +501,21 @@ def test_layers_take_their_input_by_keyword() -> None:
 def test_complex_weights(split: bool) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(torch.complex128)
-    ours, inputs = copy.deepcopy(model), torch.randn(2, 5, 4, dtype=torch.complex128)
-    gradients = accumulate_in_products(ours, None)
-    gradients.open_batch([(0, 0, 0)] if split else ())
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
-        for each in (model, ours):
-            each(inputs.clone().requires_grad_()).abs().square().sum().backward()
-    assert_same(ours, model)
+    inputs = torch.randn(2, 5, 4, dtype=torch.complex128)
+    assert_autograds(model, split, lambda each: each(inputs.clone().requires_grad_()).abs().square().sum().backward())
 
 
 @pytest.mark.parametrize("split", [False, True])
 def test_forward_mode_derivatives(split: bool) -> None:
     """A layer may compute one in its forward, and train through it."""
-    model, ours, inputs = example()
-    gradients = accumulate_in_products(ours, None)
-    gradients.open_batch([(0, 0, 0)] if split else ())
-    with unit(0, 0, 0), gradients.deferred((0, 0, 0)) if split else nullcontext():
-        for each in (model, ours):
-            with forward_ad.dual_level():
-                dual = forward_ad.make_dual(inputs.clone().requires_grad_(), torch.ones_like(inputs))
-                forward_ad.unpack_dual(each(dual)).tangent.square().sum().backward()
-    assert_same(ours, model)
+    model, _, inputs = example()
+
+    def train(model: nn.Module) -> None:
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(inputs.clone().requires_grad_(), torch.ones_like(inputs))
+            forward_ad.unpack_dual(model(dual)).tangent.square().sum().backward()
+
+    assert_autograds(model, split, train)
 
 
 @pytest.mark.parametrize("watched", [False, True])

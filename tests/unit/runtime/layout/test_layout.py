@@ -1,11 +1,18 @@
-"""Where parts are, and which wires follow from it."""
+"""Where parts are, which wires follow from it, where layers are cut, and whose copies count."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
+from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.layout.layout import Layout, Place, layout_of
+from terapipe_ds.models.gpt import GPTConfig, gpt_layers
+from terapipe_ds.planner.strategy import Cluster, plan_strategy
+from terapipe_ds.runtime.layout.layout import Layout, Place, bounds_in, layout_of
+from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_may_differ, owners_of
 from terapipe_ds.runtime.links.groups import wires_apart
 from terapipe_ds.schedule import build, placement_for
 from terapipe_ds.schedule.action import Action
@@ -74,3 +81,69 @@ def test_groups_that_keep_an_order_have_no_two_wires_of_a_stage(name: str, stage
         ends = [stage for source, _, target, _ in wires for stage in (source, target)]
         assert len(ends) == len(set(ends))
     assert len(rounds) <= most
+
+
+# -- where a strategy that was planned by the size of a model cuts the layers of a module ------------------------------
+
+
+@pytest.mark.parametrize(("changes", "partition", "expected"), [
+    ({}, [0, 3, 6], (0, 3, 7)),  # the norm goes with the head
+    ({"positions": "learned"}, [0, 3, 6], (0, 4, 8)),  # and the positions with the embedding
+    ({"positions": "learned", "tied_embedding": True}, [0, 1, 5, 6], (0, 2, 6, 8)),  # each end alone
+    ({}, [0, 3, 7], (0, 3, 7)),  # planned for the layers that there are
+    ({}, [0, 3, 5], None),
+    ({}, [0, 3, 8], None),
+    ({"num_layers": 5}, [0, 3, 6], None),
+])  # fmt: skip
+def test_what_a_module_has_besides_goes_with_its_ends(
+    changes: dict[str, Any], partition: list[int], expected: tuple[int, ...] | None
+) -> None:
+    assert bounds_in(gpt_layers(GPTConfig(**{"num_layers": 4, **changes})), partition) == expected
+
+
+def test_layers_without_ends_are_taken_as_they_are_or_not_at_all() -> None:
+    alike = [LayerSpec(nn.Linear, 4, 4)] * 4
+    tied = [TiedLayerSpec("a", nn.Linear, 4, 4), nn.ReLU(), *[LayerSpec(nn.Conv1d, 4, 4, 1)] * 3, nn.ReLU()]
+    assert bounds_in(alike, [0, 2, 4]) == (0, 2, 4) and bounds_in(alike, [0, 2, 6]) is None
+    assert bounds_in(tied, [0, 2, 5]) == (0, 3, 6)
+
+
+def test_a_strategy_for_a_size_fits_the_model_of_that_size() -> None:
+    strategy = plan_strategy("tiny", Cluster("v100", 1, 2), global_batch_size=8, sequence_length=256)
+    layers = gpt_layers(GPTConfig.from_name("tiny"))
+    module_bounds = bounds_in(layers, strategy.partition)
+    assert module_bounds is not None and module_bounds[-1] == len(layers)
+
+
+# -- when copies of a part may come to differ by rounding, and whose values count --------------------------------------
+
+CHIMERA = Layout(4, placement_for("chimera", 4, 1))
+PARAMETERS = [nn.Parameter(torch.zeros(3))]
+
+
+class Own(torch.optim.Adam):
+    """Of somebody who rounds in a way of their own."""
+
+
+@pytest.mark.parametrize(("layout", "optimizer", "num_replicas", "may_differ"), [
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 1, False),
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 2, False),  # two numbers have one sum
+    (CHIMERA, torch.optim.AdamW(PARAMETERS), 3, True),
+    (CHIMERA, Own(PARAMETERS), 1, True),
+    (CHIMERA, torch.optim.Adam(PARAMETERS, fused=True), 1, True),  # one update in some ten thousand was seen to
+    (CHIMERA, None, 3, False),
+    (Layout(4, placement_for("1f1b", 4, 1)), Own(PARAMETERS), 3, False),
+])  # fmt: skip
+def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int, may_differ: bool) -> None:
+    assert copies_may_differ(layout, optimizer, num_replicas) == may_differ
+
+
+def test_the_owner_of_a_tied_layer_is_that_of_its_first_part_and_of_the_loss_that_of_the_last() -> None:
+    """Five layers in four parts, the first tied to the last."""
+    tied = [TiedLayerSpec("words", nn.Linear, 2, 2) for _ in range(2)]
+    specs = [tied[0], *(LayerSpec(nn.Linear, 2, 2) for _ in range(3)), tied[1]]
+    module = SimpleNamespace(parts=[0, 2, 3, 4, 5], _layer_specs=specs)
+    assert owners_of(module, CHIMERA) == {"words": 0, 1: 0, 2: 1, 3: 2, LOSS: 3}
+    swapped = Layout(2, {(0, 0): 1, (0, 1): 0, (1, 0): 0, (1, 1): 1})
+    module.parts = [0, 3, 5]
+    assert owners_of(module, swapped) == {"words": 1, 1: 1, 2: 1, 3: 0, LOSS: 0}

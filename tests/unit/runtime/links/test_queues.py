@@ -33,9 +33,7 @@ def test_one_queue_that_hangs_is_refused_on_every_rank() -> None:
         assert "set CUDA_DEVICE_MAX_CONNECTIONS=32, or take schedule 'seq1f1b'" in text
 
 
-def test_mappings_that_hang_are_warned_of_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mappings_that_hang_are_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     all_tries = functools.partial(queues.mappings_that_hang, limit_s=60.0)  # on a busy machine a second is too short
     monkeypatch.setattr(queues, "mappings_that_hang", all_tries)
     with caplog.at_level(logging.WARNING, logger="terapipe_ds"):

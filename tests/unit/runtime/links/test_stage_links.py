@@ -17,13 +17,9 @@ from terapipe_ds.schedule import build, placement_for
 
 
 def batch(
-    lengths: list[int],
-    training: bool = True,
-    name: str = "seq1f1b",
-    starts: Any = None,
-    slices: int = 2,
+    lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None, slices: int = 2,
     with_logits: bool = False,
-) -> BatchInFlight:
+) -> BatchInFlight:  # fmt: skip
     schedule = build(name, 1, len(lengths), slices, forward_only=not training)
     plans = [SlicePlan.equal(length, slices, 1) for length in lengths]
     shapes = [MicroBatchShape(2, length, starts, with_logits) for length in lengths]
@@ -70,16 +66,12 @@ def test_lengths_beyond_those_are(links: StageLinks, now: dict[str, Any]) -> Non
     "other",
     [{"training": False}, {"name": "terapipe"}, {"starts": ((0, 4), (0, 6))}, {"slices": 1}, {"with_logits": True}],
 )
-def test_another_mode_schedule_packed_rows_whole_sequences_or_logits_are(
-    links: StageLinks, other: dict[str, Any]
-) -> None:
+def test_another_mode_schedule_packing_whole_sequences_or_logits_are(links: StageLinks, other: dict[str, Any]) -> None:
     assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1))[-1] is False
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 
 
-def test_one_of_a_kind_does_where_all_ranks_have_loaded_their_kernels_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles the kernels that no process can load at its start."""
     eager = links_on_device(loads_at_start=True)
     assert by_host(eager, *[batch([16])] * 2, *[batch([24])] * 2) == [True, False, True, False]

@@ -22,13 +22,6 @@ LENGTH, STAGES, LAYERS = 8, 2, 8
 UNEVEN = [1.0, 0.5, 0.5, 0.5, 0.25, 0.25]  # shares of a stage's time that six layers take
 
 
-class _Module:
-    """Cuts its layers evenly, as DeepSpeed's "uniform"."""
-
-    def __init__(self, num_parts: int, layers: int) -> None:
-        self.parts = [layers * part // num_parts for part in range(num_parts + 1)]
-
-
 class Whole:
     """Costs without W: nothing but chimera is faster than 1f1b."""
 
@@ -36,18 +29,13 @@ class Whole:
 
 
 def stage_on(
-    schedule: str,
-    chunks: int,
-    slices: Any = "auto",
-    layers: int = LAYERS,
-    optimizer: Any = None,
-    config: dict[str, Any] | None = None,
+    schedule: str, chunks: int, slices: Any = "auto", layers: int = LAYERS, config: dict[str, Any] | None = None,
     bounds: tuple[int, ...] | None = None,
-) -> StageToPlan:
+) -> StageToPlan:  # fmt: skip
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks), bounds)
     keys = {"schedule": "auto", "slices": slices, "granularity_tokens": 4, **(config or {})}
-    module = _Module(layout.num_parts, layers)
-    engine = SimpleNamespace(module=module, micro_batches=2, optimizer=optimizer)
+    even = [layers * part // layout.num_parts for part in range(layout.num_parts + 1)]  # as DeepSpeed's "uniform"
+    engine = SimpleNamespace(module=SimpleNamespace(parts=even), micro_batches=2, optimizer=None)
     return StageToPlan(engine, TeraPipeConfig(enabled=True, **keys), layout, PipelineGroups((0, 1)), token_multiple=1)
 
 
@@ -59,11 +47,6 @@ def measured(num_parts: int, has_layers: bool = True, memory: PartMemory | None 
     each = LAYERS // num_parts
     one = Layer(UnitCosts(LENGTH, share=STAGES / LAYERS), 10, 10, memory=memory)
     return MeasuredParts([one] * LAYERS, tuple(range(0, LAYERS + 1, each)))
-
-
-def halves(costs: Any, bytes_per_s: float | None) -> MeasuredParts:
-    """Two layers of 50 parameters, one on each stage."""
-    return MeasuredParts([Layer(costs, 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
 
 
 def best_of(
@@ -122,19 +105,13 @@ def test_a_better_partition_is_recommended_with_its_gain(schedule: str) -> None:
     assert f"{1 - better / here:.1%}" in advice and better < 0.99 * here
 
 
-@pytest.mark.parametrize(
-    ("parts", "config", "limit_bytes"),
-    [
-        (uneven([1.0] * 6), {}, None),  # even already
-        (uneven([1.0, 0.99, 1.0, 1.0, 0.99, 1.01]), {}, None),  # a gain that no run could show
-        (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
-        (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
-    ],
-    ids=["even", "noise", "memory", "recompute"],
-)
-def test_no_partition_is_recommended_without_a_gain(
-    parts: MeasuredParts, config: dict[str, Any], limit_bytes: float | None
-) -> None:
+@pytest.mark.parametrize(("parts", "config", "limit_bytes"), [
+    (uneven([1.0] * 6), {}, None),  # even already
+    (uneven([1.0, 0.99, 1.0, 1.0, 0.99, 1.01]), {}, None),  # a gain that no run could show
+    (uneven(UNEVEN, [10, 10, 10, 10, 10, 20]), {}, 45.0),  # 50 on the second stage
+    (uneven(UNEVEN), {"recompute": (0,)}, None),  # layers cost more on the first stage
+], ids=["even", "noise", "memory", "recompute"])  # fmt: skip
+def test_no_partition_is_recommended_without_gain(parts: MeasuredParts, config: Any, limit_bytes: float | None) -> None:
     _, lines = best_of(stage_on("seq1f1b", 1, layers=6, config=config), parts, limit_bytes)
     assert not any("partition" in line for line in lines if "chunks_per_stage" not in line), lines
 
@@ -150,7 +127,7 @@ def test_a_partition_of_the_config_keeps_its_number_of_parts() -> None:
 def test_a_sum_of_gradients_that_takes_too_long(bytes_per_s: float | None, advised: bool) -> None:
     """Two layers of 50 parameters, one on each stage: 100 parameters, 400 bytes, are summed on each."""
     stage = stage_on("seq1f1b", 1, slices=(8,), layers=2)
-    parts = halves(Whole(), bytes_per_s)
+    parts = MeasuredParts([Layer(Whole(), 50, 50)] * 2, (0, 1, 2), True, bytes_per_s)
     result, lines = best_of(stage, parts)
     assert result.chunks_per_stage == 1 and result.extra_s == 0
     assert ("would take" in lines[-1]) == advised

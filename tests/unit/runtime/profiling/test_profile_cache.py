@@ -25,19 +25,14 @@ NO_MESSAGES = ((16, 0.0), (64, 0.0))
 
 
 def rank(
-    stage_id: int,
-    replica_id: int,
-    forward: tuple[float, float],
-    backward: tuple[float, float] = (1.0, 1.0),
-    send: float = 1.0,
-    messages: Any = NO_MESSAGES,
-    static_bytes: int = 1,
-) -> PartMeasured:
+    stage_id: int, replica_id: int, forward: tuple[float, float], backward: tuple[float, float] = (1.0, 1.0),
+    send: float = 1.0, messages: Any = NO_MESSAGES,
+) -> PartMeasured:  # fmt: skip
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
     link_times = LinkTimes(links, dict(messages))
-    return PartMeasured(stage_id, replica_id, samples, PartMemory(static_bytes, 1.0), link_times)
+    return PartMeasured(stage_id, replica_id, samples, PartMemory(1, 1.0), link_times)
 
 
 def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:
@@ -138,13 +133,12 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
 
 
 def _key(interval: int = 0, keeps: bool | None = None, **changes: Any) -> ProfileKey:
-    module = nn.Linear(2, 2)
+    module: Any = nn.Linear(2, 2)
     if keeps is not None:
         recompute: Any = "full" if interval else "off"
-        module.num_stages, module.stage_id = 1, 0  # type: ignore[assignment]
-        module.activation_checkpoint_interval = 0  # type: ignore[assignment]
-        module.activation_checkpoint_func = module.checkpointable_layers = None  # type: ignore[assignment]
-        set_recompute(module, TeraPipeConfig(enabled=True, recompute=recompute, keep_attention=keeps), {})  # type: ignore[arg-type]
+        module.num_stages, module.stage_id, module.activation_checkpoint_interval = 1, 0, 0
+        module.activation_checkpoint_func = module.checkpointable_layers = None
+        set_recompute(module, TeraPipeConfig(enabled=True, recompute=recompute, keep_attention=keeps), {})
     described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], interval], [])
     return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
 

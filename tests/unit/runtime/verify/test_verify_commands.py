@@ -17,7 +17,6 @@ from terapipe_ds.commands import verify
 from terapipe_ds.commands.verify import _plan
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.run import split_arguments
 from tests.distributed.engines import raised_by
 from tests.distributed.harness import rank_pool
 from tests.processes import run_python
@@ -76,41 +75,31 @@ def verify_by_command(folder: Path, section: dict[str, Any], pipeline: dict[str,
     return modes, printed.getvalue()
 
 
-def test_the_command(tmp_path: Path) -> None:
-    words = {"section": {"slices": "auto", "granularity_tokens": 6}, "pipeline": {}}
-    ((_, printed),) = rank_pool(1).run(verify_by_command, folder=tmp_path, **words)
-    expected = r"verify: 4 layers and the loss agree on 4 slices of a sequence of 24 tokens with the whole, [\d.]+ s\n"
-    assert re.fullmatch(expected, printed)
-
-
-@pytest.mark.parametrize(
-    ("section", "pipeline", "again", "note"),
-    [
-        ({}, {}, False, ""),
-        ({"recompute": [3]}, {}, True, "layers with parameters were recomputed"),
-        ({}, {"activation_checkpoint_interval": 1}, True, "layers with parameters were recomputed"),
-        (
-            {"recompute": "full", "keep_attention": True},
-            {},
-            False,
-            "layers with parameters were recomputed, and kept their attention",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("section", "pipeline", "again", "note"), [
+    ({"slices": "auto", "granularity_tokens": 6}, {}, False, ""),
+    ({"recompute": [3]}, {}, True, "; layers with parameters were recomputed"),
+    ({}, {"activation_checkpoint_interval": 1}, True, "; layers with parameters were recomputed"),
+    (
+        {"recompute": "full", "keep_attention": True},
+        {},
+        False,
+        "; layers with parameters were recomputed, and kept their attention",
+    ),
+])  # fmt: skip
 def test_the_command_recomputes_as_training_does(
     section: dict[str, Any], pipeline: dict[str, int], again: bool, note: str, tmp_path: Path
 ) -> None:
     ((modes, printed),) = rank_pool(1).run(verify_by_command, folder=tmp_path, section=section, pipeline=pipeline)
     assert modes == ({"train", "recompute"} if again else {"train"})
-    assert printed.rstrip().split("; ")[1:] == [note] * bool(note)
+    slices = "4 slices" if "slices" in section else r"3 slices \(8 \+ 8 \+ 8\)"
+    told = rf"verify: 4 layers and the loss agree on {slices} of a sequence of 24 tokens with the whole, [\d.]+ s{note}"
+    assert re.fullmatch(told, printed.rstrip())
 
 
 @pytest.mark.parametrize(
     ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
 )
-def test_the_command_names_the_stages_that_another_interval_contradicts(
-    recompute: Any, interval: int, tmp_path: Path
-) -> None:
+def test_the_command_names_stages_that_an_interval_contradicts(recompute: Any, interval: int, tmp_path: Path) -> None:
     """As training does; stages from the first on may be all that there are, and then an interval of 1 is the same."""
     section = {"recompute": recompute} | ({"planner": {"memory_limit_gb": 1}} if recompute == "auto" else {})
     words = {"section": section, "pipeline": {"activation_checkpoint_interval": interval}}
@@ -124,29 +113,12 @@ def test_the_command_names_the_stages_that_another_interval_contradicts(
     assert re.search(rf"terapipe\.recompute = {shown}: .* = {interval}, which says otherwise", text)
 
 
-@pytest.mark.parametrize(
-    ("section", "length", "lengths"),
-    [
-        ({}, 100, (32, 32, 32, 4)),
-        ({}, 3, (1, 1, 1)),
-        ({}, 1, (1,)),
-        ({"granularity_tokens": 64}, 100, (64, 36)),
-        ({"slices": 2}, 32, (16, 16)),
-    ],
-)
+@pytest.mark.parametrize(("section", "length", "lengths"), [
+    ({}, 100, (32, 32, 32, 4)),
+    ({}, 3, (1, 1, 1)),
+    ({}, 1, (1,)),
+    ({"granularity_tokens": 64}, 100, (64, 36)),
+    ({"slices": 2}, 32, (16, 16)),
+])  # fmt: skip
 def test_four_slices_by_default(section: dict[str, Any], length: int, lengths: tuple[int, ...]) -> None:
     assert _plan(TeraPipeConfig(**section), length, None) == SlicePlan(lengths)
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        (["--verify", "train.py", "-x"], (True, "train.py", ["-x"])),
-        (["--local_rank=1", "--verify", "train.py"], (True, "train.py", ["--local_rank=1"])),
-        (["--local_rank", "1", "--verify", "train.py"], (True, "train.py", ["--local_rank", "1"])),
-        (["train.py", "--verify"], (False, "train.py", ["--verify"])),
-        (["--local_rank=1", "train.py", "--verify"], (False, "train.py", ["--local_rank=1", "--verify"])),
-    ],
-)
-def test_verify_stands_before_the_script(given: list[str], expected: tuple[bool, str, list[str]]) -> None:
-    assert split_arguments(given) == expected

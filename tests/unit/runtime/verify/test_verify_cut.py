@@ -24,9 +24,7 @@ from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
 
 
 @given(st.integers(64, 131072), st.sampled_from([1, 2, 16]), st.integers(1, 8192), st.sampled_from([4, 32]))
-def test_a_window_is_short_and_its_slices_are_unequal(
-    length: int, cut_rows: int, granularity: int, slices: int
-) -> None:
+def test_a_window_is_short_and_its_slices_unequal(length: int, cut_rows: int, granularity: int, slices: int) -> None:
     granularity = min(granularity, length // 2)
     plan = SlicePlan.equal(length, min(slices, -(-length // granularity)), granularity)
     found = window_plan(plan, granularity, 1, 16, 8, 4, cut_rows)
@@ -41,18 +39,15 @@ def test_a_window_is_short_and_its_slices_are_unequal(
         assert (len(set(found.lengths)) > 1 and slices_found == 3) or found == plan
 
 
-@pytest.mark.parametrize(
-    ("plan", "granularity", "multiple", "unit"),
-    [
-        ((1024,) * 16, 64, 1, 256),  # a multiple of the granularity that three slices fit with
-        ((1024,) * 16, 1024, 1, 256),  # a divisor of it
-        ((3072,) * 16, 3072, 3, 192),
-        ((2000,) * 16, 2000, 16, 80),
-        ((2000,) * 16, 2000, 2000, 2000),  # layers need as many
-        ((320,) * 32, 64, 1, 320),  # what listed slices have in common
-        ((500, 256, 15000), 64, 2, 4),  # not at the granularity
-    ],
-)
+@pytest.mark.parametrize(("plan", "granularity", "multiple", "unit"), [
+    ((1024,) * 16, 64, 1, 256),  # a multiple of the granularity that three slices fit with
+    ((1024,) * 16, 1024, 1, 256),  # a divisor of it
+    ((3072,) * 16, 3072, 3, 192),
+    ((2000,) * 16, 2000, 16, 80),
+    ((2000,) * 16, 2000, 2000, 2000),  # layers need as many
+    ((320,) * 32, 64, 1, 320),  # what listed slices have in common
+    ((500, 256, 15000), 64, 2, 4),  # not at the granularity
+])  # fmt: skip
 def test_what_the_slices_of_a_window_are_multiples_of(plan: Any, granularity: int, multiple: int, unit: int) -> None:
     found = window_plan(SlicePlan(plan), granularity, multiple, 8, 8, 4, 2)
     assert math.gcd(*found.lengths) % unit == 0 and found.num_slices == (2 if unit == 2000 else 3)
@@ -62,18 +57,15 @@ def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTe
     return SliceableTensors(tensors, sliced or tuple(t.dim() > dim for t in tensors), dim, len(tensors) > 1)
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows", "tokens"),
-    [
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 3)), 4, True),
-        (sliceable(torch.zeros(10, 4), torch.zeros(10, 4, 3), dim=0, sliced=(True, True)), 4, True),
-        (sliceable(torch.zeros(4, 10), torch.zeros(1, 10)), None, True),  # positions, one row for all
-        (sliceable(torch.zeros(4, 10), torch.zeros(4)), None, True),  # no sequence
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 1, 10, 10), sliced=(True, False)), None, False),  # a mask
-        (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 10)), 4, False),
-        (sliceable(torch.zeros(10, 10)), 10, True),  # as many rows as tokens
-    ],
-)
+@pytest.mark.parametrize(("batch", "rows", "tokens"), [
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 3)), 4, True),
+    (sliceable(torch.zeros(10, 4), torch.zeros(10, 4, 3), dim=0, sliced=(True, True)), 4, True),
+    (sliceable(torch.zeros(4, 10), torch.zeros(1, 10)), None, True),  # positions, one row for all
+    (sliceable(torch.zeros(4, 10), torch.zeros(4)), None, True),  # no sequence
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 1, 10, 10), sliced=(True, False)), None, False),  # a mask
+    (sliceable(torch.zeros(4, 10), torch.zeros(4, 10, 10)), 4, False),
+    (sliceable(torch.zeros(10, 10)), 10, True),  # as many rows as tokens
+])  # fmt: skip
 def test_what_may_be_cut(batch: SliceableTensors, rows: int | None, tokens: bool) -> None:
     assert cuttable(batch) == (rows, tokens)
 
@@ -104,35 +96,30 @@ def test_whose_layers_they_are() -> None:
     assert not are_own(own, nn.CrossEntropyLoss()) and not are_own(own, lambda outputs, labels: outputs.mean())
 
 
+def summed(layer: Any, x: Tensor) -> Tensor:
+    return x.cumsum(1)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "hook": lambda layer: layer.feed_forward.register_forward_hook(lambda module, inputs, output: output - 1),
     "hook of torch": lambda layer: nn.utils.spectral_norm(layer.feed_forward.down),
+    "hook of all modules": lambda _: nn.modules.module.register_module_full_backward_hook(lambda *arguments: None),
     "parametrization": lambda layer: nn.utils.parametrizations.spectral_norm(layer.feed_forward.down),
-    "forward": lambda layer: setattr(layer, "forward", lambda x: x.cumsum(1)),
-    "activation": lambda layer: setattr(
-        layer.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)
-    ),
+    "forward": lambda layer: setattr(layer, "forward", partial(summed, layer)),
+    "activation": lambda it: setattr(it.feed_forward, "activation", partial(lambda x, dim: x.softmax(dim), dim=1)),
+    "forward of the class": lambda _: mock.patch.object(gpt.FeedForward, "forward", summed).start(),
 }
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_layer_of_the_package_that_somebody_changed(change: str) -> None:
     own = own_layers()
-    CHANGES[change](own[1])
-    assert not are_own(own)
-
-
-def test_a_hook_of_all_modules_runs_in_layers_of_the_package_too() -> None:
-    own = own_layers()
-    added = nn.modules.module.register_module_full_backward_hook(lambda module, inputs, outputs: None)
-    assert not are_own(own)
-    added.remove()
-    assert are_own(own)
-
-
-def test_a_class_with_a_replaced_forward_is_no_longer_the_package_s() -> None:
-    with mock.patch.object(gpt.FeedForward, "forward", lambda layer, x: x.cumsum(1)):
-        assert not are_own(own_layers())
+    added = CHANGES[change](own[1])
+    is_seen = not are_own(own)
+    if change == "hook of all modules":
+        added.remove()
+    mock.patch.stopall()
+    assert is_seen and are_own(own_layers())
 
 
 def test_what_measures_or_is_of_torch_changes_nothing() -> None:

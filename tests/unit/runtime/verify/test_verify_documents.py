@@ -203,17 +203,14 @@ def test_the_built_in_model_passes_in_bf16(positions: Any) -> None:
     assert found.findings == [] and found.num_layers == len(layers)
 
 
-@pytest.mark.parametrize(
-    ("starts", "may_cut", "multiple", "expected"),
-    [
-        (((0,), (0, 300, 700)), (2, True), 1, (237, 127, 1, 1)),
-        (((0, 990),), (1, True), 1, (873, 127, 1, 0)),
-        (((0, 2), (0, 5)), (2, True), 50, (0, 150, 1, 0)),
-        (((0, 2), (0, 5)), (None, True), 1, (0, 127, None, 0)),
-        (((0, 2), (0, 5)), (None, False), 1, (0, 1000, None, 0)),
-        (((0, 2), (0, 5)), (2, True), 600, (0, 600, 1, 0)),
-    ],
-)
+@pytest.mark.parametrize(("starts", "may_cut", "multiple", "expected"), [
+    (((0,), (0, 300, 700)), (2, True), 1, (237, 127, 1, 1)),
+    (((0, 990),), (1, True), 1, (873, 127, 1, 0)),
+    (((0, 2), (0, 5)), (2, True), 50, (0, 150, 1, 0)),
+    (((0, 2), (0, 5)), (None, True), 1, (0, 127, None, 0)),
+    (((0, 2), (0, 5)), (None, False), 1, (0, 1000, None, 0)),
+    (((0, 2), (0, 5)), (2, True), 600, (0, 600, 1, 0)),
+])  # fmt: skip
 def test_the_window_has_the_start_of_a_document(starts: Starts, may_cut: Any, multiple: int, expected: Any) -> None:
     shape = MicroBatchShape(1000, len(starts), starts=starts)
     cut = window_of_documents(MicroBatchInFlight(SlicePlan((500, 500)), shape), may_cut, multiple)

@@ -43,19 +43,11 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def verify(
-    layers: Sequence[Any],
-    tensors: tuple[Tensor, ...] | None = None,
-    loss_fn: Any = None,
-    labels: Tensor | None = None,
-    reduction: str = "mean_valid",
-    checkpoint: Callable[..., Any] | None = None,
-    autocast: Callable[[], Any] = nullcontext,
-    with_layers: bool = True,
-    report: Callable[[], Any] = lambda: None,
-    splits: bool = False,
-    intercept: bool = True,
-    everyone: Sequence[Tensor] = (),
-) -> Findings:
+    layers: Sequence[Any], tensors: tuple[Tensor, ...] | None = None, loss_fn: Any = None, labels: Tensor | None = None,
+    reduction: str = "mean_valid", checkpoint: Callable[..., Any] | None = None,
+    autocast: Callable[[], Any] = nullcontext, with_layers: bool = True, report: Callable[[], Any] = lambda: None,
+    splits: bool = False, intercept: bool = True, everyone: Sequence[Tensor] = (),
+) -> Findings:  # fmt: skip
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
         hidden = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -264,9 +256,7 @@ def test_a_layer_that_cannot_be_compared_is_told_and_passed_over(layer: nn.Modul
     assert len(found.notes) == 1 and note in found.notes[0]
     assert found.notes[0].startswith(f"layer 1 ({type(layer).__name__}): not checked: ")
     assert ([f.layer_id for f in found.findings], found.num_layers) == ([2], 2)
-    assert re.search(r" \(the class: .*faulty\w*\.py:\d+\)$", found.findings[0].problem), (
-        "the place of the user's class"
-    )
+    assert re.search(r" \(the class: .*faulty\w*\.py:\d+\)$", found.findings[0].problem), "where the class is"
 
 
 def _plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -361,9 +351,7 @@ def test_there_may_be_nothing_to_report_before_the_first_loss() -> None:
 
 
 @pytest.mark.parametrize("at_start", [{"a": 0.5}, {"a": 0.25}, {}, None])
-def test_a_report_that_no_loss_changes_is_refused_where_layers_have_changed_it(
-    at_start: dict[str, float] | None,
-) -> None:
+def test_a_report_that_no_loss_changes_is_refused_where_layers_changed_it(at_start: dict[str, float] | None) -> None:
     """Others are constants, which each slice may report. None: no layer has run."""
     problem = problem_of_report(lambda: {"a": torch.tensor(0.5)}, at_start)
     assert ("which loss_fn does not change" in (problem or "")) == (at_start in ({"a": 0.25}, {}))

@@ -61,15 +61,11 @@ def test_healthy_losses_pass(last: Any, loss: Any, with_layers: bool, dtype: tor
     assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
 
 
-def autocast() -> Any:
-    return torch.autocast("cpu", torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"autocast": autocast}, {"with_layers": False}, {"checkpoint": _checkpoint}],
-    ids=["autocast", "the loss alone", "checkpointed"],
-)
+@pytest.mark.parametrize("options", [
+    {"autocast": functools.partial(torch.autocast, "cpu", torch.bfloat16)},
+    {"with_layers": False},
+    {"checkpoint": _checkpoint},
+], ids=["autocast", "the loss alone", "checkpointed"])  # fmt: skip
 def test_healthy_models_pass(options: dict[str, Any]) -> None:
     found = verify_gpt("float32", **options)
     assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
@@ -140,16 +136,13 @@ class WithoutShare(LinearCrossEntropy):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("sabotage", "loss", "what"),
-    [
-        (_drops_a_chunk, LinearCrossEntropy(), "input gradient"),
-        (_forgets_the_gradient_of_the_loss, LinearCrossEntropy(), "input gradient"),
-        (_keeps_the_last_chunk_alone, LinearCrossEntropy(), "gradient of"),
-        (nullcontext, OtherIgnored(), "input gradient"),
-        (nullcontext, WithoutShare(), "input gradient"),
-    ],
-)
+@pytest.mark.parametrize(("sabotage", "loss", "what"), [
+    (_drops_a_chunk, LinearCrossEntropy(), "input gradient"),
+    (_forgets_the_gradient_of_the_loss, LinearCrossEntropy(), "input gradient"),
+    (_keeps_the_last_chunk_alone, LinearCrossEntropy(), "gradient of"),
+    (nullcontext, OtherIgnored(), "input gradient"),
+    (nullcontext, WithoutShare(), "input gradient"),
+])  # fmt: skip
 def test_a_loss_without_logits_that_differs_is_found(
     sabotage: Any, loss: Any, what: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,16 +161,14 @@ class Attends(Capped):
 
 
 @pytest.mark.parametrize("with_layers", [True, False])
-def test_plain_attention_of_the_last_layer_is_intercepted_as_in_training(with_layers: bool) -> None:
-    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers)
-    assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
-
-
-@pytest.mark.parametrize("with_layers", [True, False])
-def test_plain_attention_of_the_last_layer_is_refused_without_interception(with_layers: bool) -> None:
-    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers, intercept=False)
-    assert "plain attention was called on slice" in "".join(map(str, [*found.findings, *found.notes]))
-    assert found.num_losses == 0
+@pytest.mark.parametrize("intercept", [True, False])
+def test_plain_attention_of_the_last_layer_is_intercepted_as_in_training(intercept: bool, with_layers: bool) -> None:
+    found = verify(layers_of(Attends()), None, LinearCrossEntropy(), with_layers=with_layers, intercept=intercept)
+    if intercept:
+        assert (found.findings, found.notes, found.num_losses) == ([], [], 1)
+    else:
+        assert "plain attention was called on slice" in "".join(map(str, [*found.findings, *found.notes]))
+        assert found.num_losses == 0
 
 
 class ThreeTimes(torch.autograd.Function):
@@ -201,12 +192,12 @@ class WrongForHidden(LinearCrossEntropy):
 
 
 @pytest.mark.parametrize(
-    ("loss", "is_frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
+    ("loss", "frozen"), [(WrongForHidden(), False), (WrongForHidden(), True), (WithoutShare(), True)]
 )
 @pytest.mark.parametrize("before", [1, 0], ids=["after another layer", "alone in its part"])
-def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, is_frozen: bool, before: int) -> None:
+def test_the_loss_alone_is_compared_with_its_gradient_of_hidden_states(loss: Any, frozen: bool, before: int) -> None:
     """The layers before it run without a graph, and a frozen head has no other gradient."""
-    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not is_frozen))
+    layers = layers_of(nn.Linear(WIDTH, VOCAB).requires_grad_(not frozen))
     hidden = (torch.randn(2, LENGTH, WIDTH),)
     [finding] = verify(layers[1 - before :], hidden, loss, with_layers=False).findings
     assert finding.problem.startswith("without logits, as in training, input gradient"), finding
@@ -224,9 +215,7 @@ def labels_of_all(kind: int | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize(("kind", "of_heads"), [(None, 1), (-100, 2), (0, 2)])
-def test_the_last_layer_runs_for_new_kinds_of_labels_alone(
-    kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_runs_for_new_labels_alone(kind: int | None, of_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss of logits is compared for all windows."""
     calls, compare, run = [], StageCheck.compare_without_logits, LossCheck.run
     monkeypatch.setattr(StageCheck, "compare_without_logits", lambda *args: (calls.append("head"), compare(*args))[1])

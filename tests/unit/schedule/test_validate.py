@@ -53,6 +53,13 @@ def move_first(stage_id: int, place: int) -> Callable[[Orders], None]:
     return lambda orders: orders[stage_id].insert(0, orders[stage_id].pop(place))
 
 
+def swap_backwards(orders: Orders) -> None:
+    """On all stages, so that links keep their order and no stage waits for ever: only the order of slices is wrong."""
+    for stage_id, order in enumerate(orders):
+        first, second, *_ = (index for index, action in enumerate(order) if action.kind is B)
+        swap(stage_id, first, second)(orders)
+
+
 def another_part(orders: Orders) -> None:
     orders[1][3] = orders[1][3]._replace(part_id=2)
 
@@ -65,6 +72,7 @@ BACKWARDS = [index for index, action in enumerate(BROKEN.orders[2]) if action.ki
 @pytest.mark.parametrize(("break_it", "reason", "cell"), [
     (swap(1, 1, 2), "F0.2 runs before F0.1: .* F runs in slice order", (1, "F0.2")),
     (swap(2, *BACKWARDS[:2]), "B0.2 runs before B0.3: .* B runs in reverse slice order", (2, "B0.2")),
+    (swap_backwards, "B0.2 runs before B0.3: .* B runs in reverse slice order", (0, "B0.2")),
     (move_first(2, BACKWARDS[0]), "B0.3 runs before F0.3: each F comes before its B", (2, "B0.3")),
     (drop(0, 2), "F0.2 of part 0 is missing", (0, "F0.3")),
     (drop(3, -1), "B1.0 of part 3 is missing", (3, "")),

@@ -18,7 +18,7 @@ from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting
-from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
+from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, price_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.shapes import NAMES
@@ -283,6 +283,8 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert free.recompute == "off" != tight.recompute
     assert max(tight.memory_bytes) <= 9e9
     assert tight.predicted_s > free.predicted_s
+    again = price_strategy(tight, "gpt3-1b", cluster)
+    assert again.predicted_s == pytest.approx(tight.predicted_s) and again.memory_bytes == tight.memory_bytes
     with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)

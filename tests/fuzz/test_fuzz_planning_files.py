@@ -23,6 +23,7 @@ from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.export import to_csv as events_as_csv
 from tests.fuzz.damage import spoilt_bytes
 from tests.fuzz.outcome import accepted, cases, files_of, no_key_twice
+from tests.unit.schedule.schedule_cases import obeys_the_rules
 
 # -- slice plans
 
@@ -149,7 +150,11 @@ def test_schedules_as_csv(text: str) -> None:
     chunk = "c0" if schedule.chunks_per_stage > 1 else ""
     complete = (lambda c: c if "c" in c else c + chunk) if chunk else (lambda c: c.removesuffix("c0"))
     assert written == [[*map(complete, row)] for row in rows]
-    _check_by_hand(written, schedule.forward_only)
+    assert obeys_the_rules(schedule), "by a run that does not use the validator"
+    every = {cell for order in written for cell in order if cell[0] != "W"}
+    for order in written:
+        assert len(set(order)) == len(order) and {cell for cell in order if cell[0] != "W"} == every
+        assert schedule.forward_only or {c[1:] for c in order if c[0] == "F"} == {c[1:] for c in order if c[0] == "B"}
     assert from_csv(to_csv(schedule)) == schedule
     render(schedule)
     to_dict(schedule)
@@ -170,37 +175,6 @@ def test_schedules_as_csv_with_a_placement(data: bytes) -> None:
         parts = [[int(part) for part in cell.split("/")] for cell in first[1:] if cell]
         assert schedule.placement == {(k, c): part for k, mine in enumerate(parts) for c, part in enumerate(mine)}
     assert from_csv(to_csv(schedule)) == schedule
-
-
-def _check_by_hand(orders: list[list[str]], forward_only: bool) -> None:
-    """Independent of the validator: run the rows cell by cell, stages in turns, until nothing moves."""
-    done: set[tuple[int, str]] = set()
-    waiting = [list(order) for order in orders]
-    every = {cell for order in orders for cell in order}
-    while moved := [stage for stage, w in enumerate(waiting) if w and _can_run(w[0], stage, len(orders), every, done)]:
-        done |= {(stage, waiting[stage].pop(0)) for stage in moved}
-    assert not any(waiting)
-    assert all(len(set(order)) == len(order) for order in orders)
-    for order in orders:
-        assert {cell for cell in order if cell[0] != "W"} == {cell for cell in every if cell[0] != "W"}
-        assert forward_only or {c[1:] for c in order if c[0] == "F"} == {c[1:] for c in order if c[0] == "B"}
-
-
-def _can_run(cell: str, stage: int, stages: int, every: set[str], done: set[tuple[int, str]]) -> bool:
-    kind, (micro_batch, rest) = cell[0], cell[1:].split(".")
-    slice_id, _, chunk = rest.partition("c")
-    last = max(int(x.partition("c")[2] or 0) for x in every)
-    part, s = int(chunk or 0) * stages + stage, int(slice_id)
-
-    def ran(kind: str, s: int, part: int) -> bool:
-        name = f"{kind}{micro_batch}.{s}" + (f"c{part // stages}" if chunk else "")
-        return not 0 <= part < stages * (last + 1) or name not in every or (part % stages, name) in done
-
-    if kind == "F":
-        return ran("F", s - 1, part) and ran("F", s, part - 1)
-    if kind == "B":
-        return (stage, "F" + cell[1:]) in done and ran("B", s + 1, part) and ran("B", s, part + 1)
-    return (stage, "B" + cell[1:]) in done
 
 
 # -- timelines

@@ -68,18 +68,7 @@ def test_odd_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert main(["show", str(tmp_path / "größe.csv")]) == 0
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_begins_with_examples(capsys: pytest.CaptureFixture[str], command: str) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([command, "--help"])
-    out = capsys.readouterr().out
-    assert ended.value.code == 0 and out.startswith(f"usage: terapipe {command}")
-    assert 0 < out.index(f"examples:\n  terapipe {command}") < out.index("\noptions:")
-
-
-def test_json_goes_to_stdout_or_to_a_file_of_the_same_content(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_json_goes_to_stdout_or_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     for words in (["show", *SEQ1F1B], ["simulate", *UNIT]):
         text, on_stdout = shown(capsys, *words), shown(capsys, *words, "--json")
@@ -87,22 +76,15 @@ def test_json_goes_to_stdout_or_to_a_file_of_the_same_content(
         assert json.loads(path.read_text()) == json.loads(on_stdout)
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("terapipe do", {"doctor"}),
-        ("terapipe doctor --q", {"--quiet"}),
-        ("terapipe s", {"strategy", "simulate", "show"}),
-    ],
-)
+@pytest.mark.parametrize(("line", "words"), [
+    ("terapipe do", {"doctor"}), ("terapipe doctor --q", {"--quiet"}),
+    ("terapipe s", {"strategy", "simulate", "show"}),
+])  # fmt: skip
 def test_the_shell_completes_words(tmp_path: Path, line: str, words: set[str]) -> None:
     pytest.importorskip("argcomplete", reason="an optional package")
     variables = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_SHELL": "bash"}
-    variables |= {
-        "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"),
-        "PYTHONPATH": str(ROOT),
-        "_ARGCOMPLETE_IFS": "\n",
-    }
+    variables |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words"), "_ARGCOMPLETE_IFS": "\n"}
+    variables["PYTHONPATH"] = str(ROOT)
     command = [sys.executable, "-c", "from terapipe_ds.cli import main; main()"]
     subprocess.run(command, env=os.environ | variables, timeout=60, check=True)
     assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == words
@@ -156,10 +138,7 @@ ERRORS = {
     "simulate --scheduel gpipe": "--scheduel gpipe; did you mean --schedule?",
     "plan --model nano-2 --device h1000": "--stages is missing: give the number of pipeline stages; unknown model size",
     f"{SHOW} --from-csv x.csv": "not allowed with argument --schedule",
-    "show --schedule seq1f1 --stages 2": "did you mean 'seq1f1b'?",
     "show --schedule gpipe": "--stages is missing",
-    "show --schedule gpipe --stages 0": "--stages 0: give a number >= 1",
-    "show --schedule gpipe --stages two": "--stages two: give an integer",
     "show --schedule gpipe --stages 99999999": "--stages 99999999: give a number <= 10000",
     f"{OF_TWO} --slices 3,x": "--slices 3,x: give integers >= 1",
     f"{OF_TWO} --slices 3,3": "give one to each of 1",
@@ -170,8 +149,6 @@ ERRORS = {
     "show x.csv --chunks-per-stage 2": "--chunks-per-stage does not go with --from-csv",
     f"{SHOW} --chunks-per-stage 2": "--chunks-per-stage is 2: schedule 'seq1f1b' has one part",
     "show --from-csv x.csv --forward-only": "--forward-only does not go with --from-csv",
-    f"{OF_TWO} --option policy=B": "takes no option 'policy'",
-    "show --stages 2 --schedule dapple --option policy=C": "give 'A'",
     "show --stages 2 --schedule dapple --option policy": "give policy=A",
     "show --stages 2 --schedule dapple --option warm_up=1": "give policy=A",
     "show --stages 2 --schedule dapple --option policy=A --option policy=B": "--option policy is given twice",
@@ -196,7 +173,6 @@ ERRORS = {
     f"{SIMULATE} --trace x.json --timeline ./x.json": "--timeline ./x.json: --trace writes this file too; give another",
     "simulate --schedule gpipe --stages 2 --slices x --unit": "--slices 'x': give slice lengths",
     "simulate --schedule gpipe --stages 2 --slices 4 --unit": "is a number of slices: give --sequence-length",
-    "simulate --schedule gpipe --stages 2 --slices 0 --sequence-length 8 --unit": "num_slices = 0",
     "simulate --schedule gpipe --stages 2 --slices 5,3 --model tiny": "--model needs --device",
     "simulate --schedule gpipe --stages 2 --slices 5,3 --model tiny --device v100 --unit-send 1": "with --unit only",
 }
@@ -307,9 +283,8 @@ def test_simulate_prints_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[1] == ["makespan", "4.875", "s,", "bubble", "38.5", "%"]
     assert lines[4:6] == [["0", "3", "38.5", "2"], ["1", "3", "38.5", "2"]]
     assert lines[-1][:6] == ["critical", "path:", "6", "steps", "on", "2"]
-    eight = shown(
-        capsys, "simulate", *UNIT[: UNIT.index("--slices")], "--slices", "8", "--sequence-length", "1024", "--unit"
-    )
+    words = [*UNIT[: UNIT.index("--slices")], "--slices", "8", "--sequence-length", "1024", "--unit"]
+    eight = shown(capsys, "simulate", *words)
     assert eight.startswith("seq1f1b: 2 stages, 1 micro-batch, slices 8 x 128 tokens\n")
     data = json.loads(shown(capsys, "simulate", *UNIT, "--json"))
     assert (data["makespan_s"], data["plans"], data["num_stages"]) == (4.875, [[5, 3]], 2)
@@ -354,18 +329,15 @@ def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: P
     assert path.read_text().startswith("placement,0/5,1/4,2/3") and two["order_bound_s"] <= two["makespan_s"]
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        ("simulate --schedule search --stages 2 --slices 4,4 --unit --forward-only", "leave out --forward-only"),
-        ("simulate --schedule search --stages 2 --slices 4,4 --unit --live-slices 1", "1 live slices: raise it"),
-        ("simulate --schedule search --stages 2 --slices 4,4 --unit --chunks-per-stage 3", "give 1 or 2"),
-        ("simulate --schedule search --slices 4,4 --unit", "--stages is missing"),
-        ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --live-slices 3", "goes with --schedule search only"),
-        ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --order x.json", "end the name in .csv"),
-        ("show --schedule search --stages 2", "has no order without costs: find one with `terapipe simulate"),
-    ],
-)
+@pytest.mark.parametrize(("words", "reason"), [
+    ("simulate --schedule search --stages 2 --slices 4,4 --unit --forward-only", "leave out --forward-only"),
+    ("simulate --schedule search --stages 2 --slices 4,4 --unit --live-slices 1", "1 live slices: raise it"),
+    ("simulate --schedule search --stages 2 --slices 4,4 --unit --chunks-per-stage 3", "give 1 or 2"),
+    ("simulate --schedule search --slices 4,4 --unit", "--stages is missing"),
+    ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --live-slices 3", "goes with --schedule search only"),
+    ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --order x.json", "end the name in .csv"),
+    ("show --schedule search --stages 2", "has no order without costs: find one with `terapipe simulate"),
+])  # fmt: skip
 def test_orders_that_cannot_be_found(capsys: pytest.CaptureFixture[str], words: str, reason: str) -> None:
     assert reason in refused(capsys, *words.split())
 
@@ -438,9 +410,7 @@ def test_a_timeline_is_compared_with_another(capsys: pytest.CaptureFixture[str],
     assert "predicted.json: not a timeline" in refused(capsys, *both)
 
 
-def test_the_examples_of_the_help_run(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.commands import show, simulate
 
     monkeypatch.chdir(tmp_path)

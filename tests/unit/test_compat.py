@@ -49,15 +49,12 @@ def test_tested_versions_give_no_warning(torch: str, python: str) -> None:
     assert versions.check_versions({**TESTED, "deepspeed": "0.19.8+1a2b3c", "torch": torch}, python) == []
 
 
-@pytest.mark.parametrize(
-    ("name", "version", "tested"),
-    [
-        *(("deepspeed", version, "==0.19.8") for version in ("0.19.7", "0.19.9", "0.20.0")),
-        *(("torch", version, ">=2.11,<2.16") for version in ("2.13.0rc1", "2.15.0.dev20260901", "2.10.1", "2.16.0")),
-        ("torch", "not a version", ">=2.11,<2.16"),
-        ("megatron-core", "0.17.0", "==0.16.1"),
-    ],
-)
+@pytest.mark.parametrize(("name", "version", "tested"), [
+    *(("deepspeed", version, "==0.19.8") for version in ("0.19.7", "0.19.9", "0.20.0")),
+    *(("torch", version, ">=2.11,<2.16") for version in ("2.13.0rc1", "2.15.0.dev20260901", "2.10.1", "2.16.0")),
+    ("torch", "not a version", ">=2.11,<2.16"),
+    ("megatron-core", "0.17.0", "==0.16.1"),
+])  # fmt: skip
 def test_another_version_gives_one_warning_with_the_tested_one(name: str, version: str, tested: str) -> None:
     (warning,) = versions.check_versions({**TESTED, name: version}, "3.11")
     assert warning == (
@@ -128,13 +125,10 @@ def unregistered() -> Iterator[None]:
     register.unregister()
 
 
-@pytest.mark.parametrize(
-    ("ours", "stock", "owner"),
-    [
-        (TeraPipeEngine, PipelineEngine, "deepspeed.runtime.pipe.engine:PipelineEngine"),
-        (PartedModule, PipelineModule, "deepspeed.runtime.pipe.module:PipelineModule"),
-    ],
-)
+@pytest.mark.parametrize(("ours", "stock", "owner"), [
+    (TeraPipeEngine, PipelineEngine, "deepspeed.runtime.pipe.engine:PipelineEngine"),
+    (PartedModule, PipelineModule, "deepspeed.runtime.pipe.module:PipelineModule"),
+])  # fmt: skip
 def test_every_override_is_listed(ours: type, stock: type, owner: str) -> None:
     classes = [cls for cls in ours.__mro__ if cls.__module__.startswith("terapipe_ds.")]
 
@@ -151,9 +145,7 @@ def test_every_override_is_listed(ours: type, stock: type, owner: str) -> None:
     [(o, n) for o, names in hooks.DEEPSPEED_HOOKS.items() for n in names.split() if n != "initialize"],
 )
 @pytest.mark.usefixtures("unregistered")
-def test_each_missing_name_is_told_when_the_plugin_registers(
-    monkeypatch: pytest.MonkeyPatch, owner: str, name: str
-) -> None:
+def test_each_missing_name_is_told_at_registration(monkeypatch: pytest.MonkeyPatch, owner: str, name: str) -> None:
     holder = hooks.pkgutil.resolve_name(owner)
     for each in getattr(holder, "__mro__", [holder]):
         if name in vars(each) and each is not object:
@@ -188,9 +180,8 @@ def test_megatron_core_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.tensor_parallel import RowParallelLinear
 
     monkeypatch.delattr(RowParallelLinear, "_forward_impl")
-    with pytest.raises(
-        compat.CompatError, match=r"megatron-core .*RowParallelLinear._forward_impl. megatron-core 0.16"
-    ):
+    says = r"megatron-core .*RowParallelLinear._forward_impl. megatron-core 0.16"
+    with pytest.raises(compat.CompatError, match=says):
         compat.require_megatron("a test")
 
 

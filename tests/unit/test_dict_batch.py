@@ -70,19 +70,16 @@ class TestLabels:
 
 
 class TestDocuments:
-    @pytest.mark.parametrize(
-        "entries",
-        [
-            {"cu_seq_lens_q": CUMULATIVE},
-            {"cu_seq_lens_q": CUMULATIVE[None]},
-            {"cu_seq_lens_q": torch.tensor([0, 1, 1, 3, 5, 10, 10])},  # documents without a token are none
-            {"seq_idx": NUMBERS},
-            {"seq_idx": NUMBERS, "cu_seq_lens_q": CUMULATIVE, "cu_seq_lens_k": CUMULATIVE[None].long()},
-            {"cu_seq_lens_q": CUMULATIVE, "max_length_q": 5, "max_length_k": torch.tensor(8)},
-            {"position_ids": IDS, "seq_idx": NUMBERS, "cu_seq_lens_q": CUMULATIVE, "seq_idx_": None},
-            {"position_ids": IDS + 2},  # as those of RoBERTa
-        ],
-    )
+    @pytest.mark.parametrize("entries", [
+        {"cu_seq_lens_q": CUMULATIVE},
+        {"cu_seq_lens_q": CUMULATIVE[None]},
+        {"cu_seq_lens_q": torch.tensor([0, 1, 1, 3, 5, 10, 10])},  # documents without a token are none
+        {"seq_idx": NUMBERS},
+        {"seq_idx": NUMBERS, "cu_seq_lens_q": CUMULATIVE, "cu_seq_lens_k": CUMULATIVE[None].long()},
+        {"cu_seq_lens_q": CUMULATIVE, "max_length_q": 5, "max_length_k": torch.tensor(8)},
+        {"position_ids": IDS, "seq_idx": NUMBERS, "cu_seq_lens_q": CUMULATIVE, "seq_idx_": None},
+        {"position_ids": IDS + 2},  # as those of RoBERTa
+    ])  # fmt: skip
     def test_each_entry_tells_them(self, entries: dict[str, Any]) -> None:
         found = read(**entries)
         assert found.starts == STARTS
@@ -96,9 +93,8 @@ class TestDocuments:
 
     def test_rows_of_one_document_each(self) -> None:
         assert read(position_ids=torch.arange(5).expand(2, 5)).starts is None
-        assert (
-            read("off", cu_seq_lens_q=torch.tensor([0, 5, 10]), seq_idx=torch.tensor([[0] * 5, [1] * 5])).starts is None
-        )
+        edges = {"cu_seq_lens_q": torch.tensor([0, 5, 10]), "seq_idx": torch.tensor([[0] * 5, [1] * 5])}
+        assert read("off", **edges).starts is None
 
     def test_edges_within_padding_do_not_count(self) -> None:
         """Collators fill it with ones, or begin a document there."""
@@ -138,19 +134,16 @@ class TestDocuments:
         assert found.labels.tolist() == [[6, 7, IGNORED, IGNORED, 4, IGNORED]]
         assert found.inputs[0].tolist() == [[5, 6, 7, 8, 9, 4]]
 
-    @pytest.mark.parametrize(
-        ("other", "message"),
-        [
-            (
-                {"cu_seq_lens_q": torch.tensor([0, 1, 5, 10])},
-                "position_ids and cu_seq_lens_q .* token 3 of row 0, .* by position_ids and none by cu_seq_lens_q",
-            ),
-            (
-                {"seq_idx": torch.tensor([[3, 7, 7, 2, 2], [2, 2, 2, 4, 4]])},
-                "position_ids and seq_idx .* token 3 of row 1, .* by seq_idx and none by position_ids",
-            ),
-        ],
-    )
+    @pytest.mark.parametrize(("other", "message"), [
+        (
+            {"cu_seq_lens_q": torch.tensor([0, 1, 5, 10])},
+            "position_ids and cu_seq_lens_q .* token 3 of row 0, .* by position_ids and none by cu_seq_lens_q",
+        ),
+        (
+            {"seq_idx": torch.tensor([[3, 7, 7, 2, 2], [2, 2, 2, 4, 4]])},
+            "position_ids and seq_idx .* token 3 of row 1, .* by seq_idx and none by position_ids",
+        ),
+    ])  # fmt: skip
     def test_entries_that_differ(self, other: dict[str, Any], message: str) -> None:
         with pytest.raises(BatchError, match=message):
             read(position_ids=IDS, **other)
@@ -166,61 +159,54 @@ class TestDocuments:
         assert read("off", position_ids=ids).starts is None
 
 
-@pytest.mark.parametrize(
-    ("batch", "section", "message"),
-    [
-        (
-            {"token_type_ids": TOKENS},
-            {},
-            r"entry token_type_ids .*int64 \[2, 5\].* nothing reads it: call the tokenizer with",
-        ),
-        ({"num_items_in_batch": 7}, {}, "entry num_items_in_batch .* a mean over the labels of each micro-batch"),
-        (
-            {"pixel_values": torch.zeros(2, 3, 4, 4)},
-            {},
-            "entry pixel_values .*float32.* nothing reads it: leave it out",
-        ),
-        ({7: "x"}, {}, "entry 7 of a dict batch .'x'.: nothing reads it"),
-        ({"input_ids": None}, {}, "a dict batch needs input_ids, and has labels"),
-        ({"input_ids": TOKENS[0]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
-        ({"input_ids": [[1, 2]]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
-        ({"input_ids": TOKENS[:, :0]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
-        ({"labels": TOKENS.double()}, {}, r"entry labels .*float64.* integers \[rows, tokens\]"),
-        ({"labels": TOKENS[:, 1:]}, {}, r"entry labels .*\[2, 4\].* the shape of input_ids, \[2, 5\]"),
-        ({"shift_labels": TOKENS[:, 1:]}, {}, "entry shift_labels .* the shape of input_ids"),
-        ({"position_ids": IDS[:1]}, {}, "entry position_ids .* the shape of input_ids"),
-        ({"position_ids": IDS > 0}, {}, "entry position_ids .* integers"),
-        ({"seq_idx": NUMBERS[:1]}, {}, "entry seq_idx .* the shape of input_ids"),
-        ({"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, {}, "entry attention_mask .* integers"),
-        ({"attention_mask": TOKENS}, {}, "entry attention_mask .* 1 for each token and 0 for padding"),
-        (
-            {"attention_mask": torch.tensor([[1] * 5, [0, 1, 1, 1, 1]])},
-            {},
-            "entry attention_mask .* row 1 has padding before token 1.*at the end of rows",
-        ),
-        ({"attention_mask": torch.tensor([[1, 1, 0, 1, 0], [1] * 5])}, {}, "row 0 has padding before token 3"),
-        ({"cu_seq_lens_q": [0, 5]}, {}, r"entry cu_seq_lens_q .* integers \[documents \+ 1\]"),
-        ({"cu_seq_lens_q": CUMULATIVE.repeat(2, 1)}, {}, r"entry cu_seq_lens_q .* integers \[documents \+ 1\]"),
-        ({"cu_seq_lens_q": CUMULATIVE[:-1]}, {}, "entry cu_seq_lens_q .* from 0 to 10"),
-        ({"cu_seq_lens_q": CUMULATIVE[1:]}, {}, "entry cu_seq_lens_q .* from 0 to 10"),
-        ({"cu_seq_lens_q": torch.tensor([0, 5, 3, 10])}, {}, "entry cu_seq_lens_q .* ascending"),
-        ({"cu_seq_lens_q": torch.tensor([0, 3, 10])}, {}, "cu_seq_lens_q .* no document starts at 5, where row 1 does"),
-        (
-            {"cu_seq_lens_q": CUMULATIVE, "cu_seq_lens_k": torch.tensor([0, 5, 10])},
-            {},
-            "entry cu_seq_lens_k .* must equal cu_seq_lens_q",
-        ),
-        ({"cu_seq_lens_k": CUMULATIVE}, {}, "entry cu_seq_lens_k .* goes with cu_seq_lens_q"),
-        ({"position_ids": IDS, "max_length_q": 2}, {}, "entry max_length_q .* .2.: it goes with cu_seq_lens_q"),
-        ({"cu_seq_lens_q": CUMULATIVE, "max_length_k": 4}, {}, "entry max_length_k .* .4.: .* has 5 tokens"),
-        ({"cu_seq_lens_q": CUMULATIVE, "max_length_q": "x"}, {}, "entry max_length_q .* .'x'.: .* has 5 tokens"),
-        ({}, {"documents": "position_ids"}, "says nowhere where documents start: give position_ids, cu_seq_lens_q or"),
-        ({}, {"documents": 1}, 'documents = 1 is an index of a tuple .* give the name .* "position_ids"'),
-        ({}, {"documents": "seq_idx"}, 'documents = "seq_idx" must name the position ids'),
-        ({}, {"sequence_dim": 0}, "sequence_dim = 0, but the entries .*rows, tokens"),
-        ({}, {"sliced_inputs": [0, 1]}, r"sliced_inputs = \[0, 1\] are indices of a tuple .* remove the key"),
-    ],
-)
+@pytest.mark.parametrize(("batch", "section", "message"), [
+    (
+        {"token_type_ids": TOKENS},
+        {},
+        r"entry token_type_ids .*int64 \[2, 5\].* nothing reads it: call the tokenizer with",
+    ),
+    ({"num_items_in_batch": 7}, {}, "entry num_items_in_batch .* a mean over the labels of each micro-batch"),
+    ({"pixel_values": torch.zeros(2, 3, 4, 4)}, {}, "entry pixel_values .*float32.* nothing reads it: leave it out"),
+    ({7: "x"}, {}, "entry 7 of a dict batch .'x'.: nothing reads it"),
+    ({"input_ids": None}, {}, "a dict batch needs input_ids, and has labels"),
+    ({"input_ids": TOKENS[0]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
+    ({"input_ids": [[1, 2]]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
+    ({"input_ids": TOKENS[:, :0]}, {}, r"entry input_ids .* integers \[rows, tokens\]"),
+    ({"labels": TOKENS.double()}, {}, r"entry labels .*float64.* integers \[rows, tokens\]"),
+    ({"labels": TOKENS[:, 1:]}, {}, r"entry labels .*\[2, 4\].* the shape of input_ids, \[2, 5\]"),
+    ({"shift_labels": TOKENS[:, 1:]}, {}, "entry shift_labels .* the shape of input_ids"),
+    ({"position_ids": IDS[:1]}, {}, "entry position_ids .* the shape of input_ids"),
+    ({"position_ids": IDS > 0}, {}, "entry position_ids .* integers"),
+    ({"seq_idx": NUMBERS[:1]}, {}, "entry seq_idx .* the shape of input_ids"),
+    ({"attention_mask": torch.ones(2, 1, 5, 5, dtype=torch.bool)}, {}, "entry attention_mask .* integers"),
+    ({"attention_mask": TOKENS}, {}, "entry attention_mask .* 1 for each token and 0 for padding"),
+    (
+        {"attention_mask": torch.tensor([[1] * 5, [0, 1, 1, 1, 1]])},
+        {},
+        "entry attention_mask .* row 1 has padding before token 1.*at the end of rows",
+    ),
+    ({"attention_mask": torch.tensor([[1, 1, 0, 1, 0], [1] * 5])}, {}, "row 0 has padding before token 3"),
+    ({"cu_seq_lens_q": [0, 5]}, {}, r"entry cu_seq_lens_q .* integers \[documents \+ 1\]"),
+    ({"cu_seq_lens_q": CUMULATIVE.repeat(2, 1)}, {}, r"entry cu_seq_lens_q .* integers \[documents \+ 1\]"),
+    ({"cu_seq_lens_q": CUMULATIVE[:-1]}, {}, "entry cu_seq_lens_q .* from 0 to 10"),
+    ({"cu_seq_lens_q": CUMULATIVE[1:]}, {}, "entry cu_seq_lens_q .* from 0 to 10"),
+    ({"cu_seq_lens_q": torch.tensor([0, 5, 3, 10])}, {}, "entry cu_seq_lens_q .* ascending"),
+    ({"cu_seq_lens_q": torch.tensor([0, 3, 10])}, {}, "cu_seq_lens_q .* no document starts at 5, where row 1 does"),
+    (
+        {"cu_seq_lens_q": CUMULATIVE, "cu_seq_lens_k": torch.tensor([0, 5, 10])},
+        {},
+        "entry cu_seq_lens_k .* must equal cu_seq_lens_q",
+    ),
+    ({"cu_seq_lens_k": CUMULATIVE}, {}, "entry cu_seq_lens_k .* goes with cu_seq_lens_q"),
+    ({"position_ids": IDS, "max_length_q": 2}, {}, "entry max_length_q .* .2.: it goes with cu_seq_lens_q"),
+    ({"cu_seq_lens_q": CUMULATIVE, "max_length_k": 4}, {}, "entry max_length_k .* .4.: .* has 5 tokens"),
+    ({"cu_seq_lens_q": CUMULATIVE, "max_length_q": "x"}, {}, "entry max_length_q .* .'x'.: .* has 5 tokens"),
+    ({}, {"documents": "position_ids"}, "says nowhere where documents start: give position_ids, cu_seq_lens_q or"),
+    ({}, {"documents": 1}, 'documents = 1 is an index of a tuple .* give the name .* "position_ids"'),
+    ({}, {"documents": "seq_idx"}, 'documents = "seq_idx" must name the position ids'),
+    ({}, {"sequence_dim": 0}, "sequence_dim = 0, but the entries .*rows, tokens"),
+    ({}, {"sliced_inputs": [0, 1]}, r"sliced_inputs = \[0, 1\] are indices of a tuple .* remove the key"),
+])  # fmt: skip
 def test_bad_entries(batch: dict[Any, Any], section: dict[str, Any], message: str) -> None:
     tells = {"position_ids", "cu_seq_lens_q"} & batch.keys()
     documents = section.get("documents", "position_ids" if tells else "off")

@@ -451,9 +451,8 @@ def test_the_configuration_lists_all_schedules_and_conflicts() -> None:
 def test_contributing_has_the_rings_and_wings() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     rows = [re.findall(r"`(\w+)/?`", row) for row in re.findall(r"^\| \d \| (.*?) \|", text, re.MULTILINE)]
-    assert {name: ring for ring, names in enumerate(rows) for name in names} == {
-        name: ring for name, ring in RINGS.items() if name
-    }
+    told = {name: ring for ring, names in enumerate(rows) for name in names}
+    assert told == {name: ring for name, ring in RINGS.items() if name}
     wings = text.partition("| wing | what it does |")[2].partition("\n\n")[0]
     assert tuple(re.findall(r"^\| `(\w+)/?` \|", wings, re.MULTILINE)) == WINGS["runtime"]
     assert f"`runtime/` has at most\n{MOST_NAMES['runtime']} names." in text

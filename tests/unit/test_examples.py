@@ -138,9 +138,7 @@ def test_demo_compares_losses(demo: ModuleType, step: int, factor: float, agree:
     assert not demo.compare_losses(stock, write_run(demo, "sliced", losses[:-1], validation=3.0)), "steps are missing"
 
 
-def test_demo_measures_whole_sequences_with_the_sliced_config(
-    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_measures_whole_sequences_by_its_config(demo: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     from terapipe_ds.config import TeraPipeConfig
 
     Path("configs").symlink_to(ROOT / "configs")
@@ -167,9 +165,8 @@ def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyP
     seen: dict[str, Any] = {}
     monkeypatch.setattr(train_gpt, "PipelineModule", lambda **kwargs: seen.update(kwargs))
     train_gpt.build_model(train_gpt.parse_arguments(), num_stages=2)
-    expected = GPTConfig.from_name(
-        "tiny", vocab_size=256, max_sequence_length=1024, tied_embedding=True, seed=7, **given
-    )
+    sizes = {"vocab_size": 256, "max_sequence_length": 1024, "tied_embedding": True}
+    expected = GPTConfig.from_name("tiny", **sizes, seed=7, **given)
     assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
     assert seen["num_stages"] == 2
 

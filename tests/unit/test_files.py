@@ -239,15 +239,12 @@ def test_every_file_is_written_by_the_helper() -> None:
     assert not found, "write by terapipe_ds.files.atomic, so that a killed process leaves no half: " + "; ".join(found)
 
 
-@pytest.mark.parametrize(
-    "source",
-    [
-        "open(path, 'w')", "open(path, mode='ab')", "path.open('x')", "open(path, mode)", "Path(p).write_text(text)",
-        "path.write_bytes(b'')", "os.open(path, os.O_WRONLY)", "json.dump(x, file)", "torch.save(x, path)",
-        "figure.savefig(path)",
-        "write_atomically(path, write); path.write_text('')",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("source", [
+    "open(path, 'w')", "open(path, mode='ab')", "path.open('x')", "open(path, mode)", "Path(p).write_text(text)",
+    "path.write_bytes(b'')", "os.open(path, os.O_WRONLY)", "json.dump(x, file)", "torch.save(x, path)",
+    "figure.savefig(path)",
+    "write_atomically(path, write); path.write_text('')",
+])  # fmt: skip
 def test_bare_writes_are_seen(source: str) -> None:
     good = "open(path); path.open('rb'); write_text(path, text); open(os.devnull, 'w')"
     assert len(list(bare_writes(f"{good}; write_atomically(path, lambda t: figure.savefig(t)); {source}"))) == 1

@@ -67,9 +67,7 @@ def test_of_a_chat_the_answers_count(hf_data: ModuleType, tokenizer: PreTrainedT
     assert tokenizer.decode(marked.tokens).count("<user>") == 2
 
 
-def test_an_answer_that_is_written_otherwise_later_ends_a_document(
-    hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast
-) -> None:
+def test_an_answer_that_changes_later_ends_a_document(hf_data: ModuleType, tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = THINKS
     first, second = hf_data.chat_documents(CHAT, tokenizer)
     assert [len(counted(each, tokenizer)) for each in (first, second)] == [1, 1]
@@ -94,17 +92,14 @@ def test_what_the_template_does_not_take(hf_data: ModuleType, tokenizer: PreTrai
 # -- reading ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"conversations": []}', """line 2 has 'conversations': give {"messages": """),
-        ('["messages"]', "line 2 has list: give"),
-        ('{"messages": []', "line 2 is no JSON"),
-        ('{"messages": [{"role": "user"}]}', 'line 2: some of "messages" lacks "role" or "content"'),
-        ('{"messages": [{"role": "user", "content": "?"}]}', 'line 2: no message has the role "assistant"'),
-        ('{"text": 5}', 'line 2: "text" is a int'),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ('{"conversations": []}', """line 2 has 'conversations': give {"messages": """),
+    ('["messages"]', "line 2 has list: give"),
+    ('{"messages": []', "line 2 is no JSON"),
+    ('{"messages": [{"role": "user"}]}', 'line 2: some of "messages" lacks "role" or "content"'),
+    ('{"messages": [{"role": "user", "content": "?"}]}', 'line 2: no message has the role "assistant"'),
+    ('{"text": 5}', 'line 2: "text" is a int'),
+])  # fmt: skip
 def test_a_line_that_is_no_chat(line: str, message: str, hf_data: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     file.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
@@ -172,14 +167,8 @@ def test_rows_are_shared_out_and_come_once_in_each_epoch(hf_data: ModuleType) ->
     rows = [[document] for document in documents_of_lengths(hf_data, *range(2, 10))]
 
     def draw(replica: int, replicas: int, size: int) -> list[list[int]]:
-        share = {
-            "replica_id": replica,
-            "num_replicas": replicas,
-            "length": 64,
-            "multiple": 1,
-            "pad": 0,
-            "with_positions": False,
-        }
+        share = {"replica_id": replica, "num_replicas": replicas, "length": 64, "multiple": 1, "pad": 0}
+        share["with_positions"] = False
         drawn = hf_data.batches(hf_data.training_rows(rows, seed=1), size, **share)
         return [batch["input_ids"][:, 0].tolist() for batch in itertools.islice(drawn, 4)]
 
@@ -206,9 +195,7 @@ def test_a_stream_goes_on_where_it_was(hf_data: ModuleType, tokenizer: PreTraine
         stream = hf_data.TextStream([ROOT / "README.md"], tokenizer, 32, **which)
         return [entry["input_ids"].tolist() for entry in itertools.islice(stream, count)]
 
-    whole = list(
-        itertools.takewhile(lambda row: True, hf_data.TextStream([ROOT / "README.md"], tokenizer, 32)._epoch())
-    )
+    whole = list(hf_data.TextStream([ROOT / "README.md"], tokenizer, 32)._epoch())
     training, held_out = rows(len(whole) - -(-len(whole) // 20)), rows(-(-len(whole) // 20), held_out=True)
     assert [row for i, row in enumerate(whole) if i % 20] == training
     assert whole[::20] == held_out
@@ -224,15 +211,12 @@ def test_a_stream_goes_on_where_it_was(hf_data: ModuleType, tokenizer: PreTraine
 # -- scripts ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "config"),
-    [
-        ("", "hf_tiny"),
-        ("--lora 4", "hf_tiny"),
-        ("--model x", "finetune_hf"),
-        ("--model x --lora 4", "finetune_hf_lora"),
-    ],
-)
+@pytest.mark.parametrize(("options", "config"), [
+    ("", "hf_tiny"),
+    ("--lora 4", "hf_tiny"),
+    ("--model x", "finetune_hf"),
+    ("--model x --lora 4", "finetune_hf_lora"),
+])  # fmt: skip
 def test_each_case_has_its_config(options: str, config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     finetune_hf = example("finetune_hf", monkeypatch)
     expected = json.loads((ROOT / f"configs/{config}.json").read_text())
@@ -259,15 +243,12 @@ def test_a_folder_of_adapters_is_gone_on_with(
     assert "has a whole model: transformers would put the adapters onto it" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--stages 3", "2 ranks do not divide by --stages 3"),
-        (f"--pack --deepspeed_config {ROOT}/configs/stock.json", "--pack needs an enabled terapipe section"),
-        ("--deepspeed_config nowhere.json", "nowhere.json cannot be read"),
-        ("--held-out 0", "--held-out is a share between 0 and 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--stages 3", "2 ranks do not divide by --stages 3"),
+    (f"--pack --deepspeed_config {ROOT}/configs/stock.json", "--pack needs an enabled terapipe section"),
+    ("--deepspeed_config nowhere.json", "nowhere.json cannot be read"),
+    ("--held-out 0", "--held-out is a share between 0 and 1"),
+])  # fmt: skip
 def test_options_that_cannot_be(
     options: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

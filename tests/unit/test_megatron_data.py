@@ -146,21 +146,18 @@ def test_a_failure_leaves_what_was_there(index_text: ModuleType, corpus: Path, o
     assert names(out.parent) == ["text.bin", "text.idx"]
 
 
-@pytest.mark.parametrize(
-    ("text", "tokenizer", "reason"),
-    [
-        ("", "bytes", "there is no text"),
-        ('["a"]', "bytes", "x.jsonl:1 has no text under 'text': give objects that have it, or another --json-key"),
-        ('{"text": 3}', "bytes", "has no text under 'text'"),
-        ('{"text": "\\ud800"}', "bytes", "x.jsonl:1: the tokenizer cannot take it"),
-        ('{"text": "5 x"}', "null:9", "x.jsonl:1: the tokenizer cannot take it"),
-        ('{"text": "5 10"}', "null:9", "token ids from 5 to 10 do not fit in a vocabulary of 10"),
-        ('{"text": "5 99999999999999999999"}', "null:9", "do not fit in a vocabulary of 10"),
-        ('{"text": "5"}', "null:none", "give bytes, null:N, huggingface:PATH"),
-        ('{"text": "5"}', "huggingface", "give bytes, null:N, huggingface:PATH"),
-        ('{"text": "5"}', "sentencepiece:no/such", "'sentencepiece:no/such' cannot be loaded: "),
-    ],
-)
+@pytest.mark.parametrize(("text", "tokenizer", "reason"), [
+    ("", "bytes", "there is no text"),
+    ('["a"]', "bytes", "x.jsonl:1 has no text under 'text': give objects that have it, or another --json-key"),
+    ('{"text": 3}', "bytes", "has no text under 'text'"),
+    ('{"text": "\\ud800"}', "bytes", "x.jsonl:1: the tokenizer cannot take it"),
+    ('{"text": "5 x"}', "null:9", "x.jsonl:1: the tokenizer cannot take it"),
+    ('{"text": "5 10"}', "null:9", "token ids from 5 to 10 do not fit in a vocabulary of 10"),
+    ('{"text": "5 99999999999999999999"}', "null:9", "do not fit in a vocabulary of 10"),
+    ('{"text": "5"}', "null:none", "give bytes, null:N, huggingface:PATH"),
+    ('{"text": "5"}', "huggingface", "give bytes, null:N, huggingface:PATH"),
+    ('{"text": "5"}', "sentencepiece:no/such", "'sentencepiece:no/such' cannot be loaded: "),
+])  # fmt: skip
 def test_what_is_refused(
     index_text: ModuleType, tmp_path: Path, out: Path, text: str, tokenizer: str, reason: str
 ) -> None:
@@ -210,9 +207,7 @@ def test_splits_share_no_document(data: ModuleType, prefix: str) -> None:
 
 @pytest.mark.parametrize("reset_position_ids", [False, True])
 @pytest.mark.parametrize("eod_mask_loss", [False, True])
-def test_positions_and_masks_end_with_documents(
-    data: ModuleType, prefix: str, reset_position_ids: bool, eod_mask_loss: bool
-) -> None:
+def test_positions_and_masks(data: ModuleType, prefix: str, reset_position_ids: bool, eod_mask_loss: bool) -> None:
     train = built(data, prefix, reset_position_ids=reset_position_ids, eod_mask_loss=eod_mask_loss)[0]
     ends = 0
     for (tokens, positions), (_, mask) in data.micro_batches(train, 1, count=20):
@@ -236,18 +231,15 @@ def test_files_made_anew_are_read_anew(data: ModuleType, index_text: ModuleType,
     assert list((tmp_path / "cache").rglob("*train-shuffle_index.npy"))
 
 
-@pytest.mark.parametrize(
-    ("samples", "path", "changes", "reason"),
-    [
-        ((5, 5, 0), "", {"split": "1"}, "none of its 40 documents is for validation"),
-        ((5, 0, 5), "", {"split": "998,1,1"}, "none of its 40 documents is for test"),
-        ((5, 0, 0), "no/such", {}, "no/such.bin does not exist: give the path without"),
-        ((5, 0, 0), "0 a 1 b", {}, "the weights"),
-        ((5, 0, 0), "nan a 1 b", {}, "the weights"),
-        ((5, 0, 0), "", {"tokenizer": "bytes", "eod_mask_loss": True}, "ends with token 4000, .* document is 256"),
-    ],
-)
-def test_what_datasets_refuse(
+@pytest.mark.parametrize(("samples", "path", "changes", "reason"), [
+    ((5, 5, 0), "", {"split": "1"}, "none of its 40 documents is for validation"),
+    ((5, 0, 5), "", {"split": "998,1,1"}, "none of its 40 documents is for test"),
+    ((5, 0, 0), "no/such", {}, "no/such.bin does not exist: give the path without"),
+    ((5, 0, 0), "0 a 1 b", {}, "the weights"),
+    ((5, 0, 0), "nan a 1 b", {}, "the weights"),
+    ((5, 0, 0), "", {"tokenizer": "bytes", "eod_mask_loss": True}, "ends with token 4000, .* document is 256"),
+])  # fmt: skip
+def test_bad_datasets(
     data: ModuleType, prefix: str, samples: Any, path: str, changes: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ValueError, match=reason):
@@ -268,9 +260,7 @@ def test_files_that_are_no_index(data: ModuleType, prefix: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("num_replicas", "size"), [(1, 1), (1, 4), (2, 2), (3, 1)])
-def test_replicas_share_out_the_dataset_in_its_order(
-    data: ModuleType, prefix: str, num_replicas: int, size: int
-) -> None:
+def test_replicas_share_the_dataset_in_its_order(data: ModuleType, prefix: str, num_replicas: int, size: int) -> None:
     train = built(data, prefix)[0]
     whole = [tuple(train[i]["tokens"].tolist()) for i in range(24)]
     share = {"num_replicas": num_replicas, "count": 3}

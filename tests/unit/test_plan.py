@@ -39,17 +39,14 @@ def test_impossible_lengths(bad: object) -> None:
         SlicePlan(bad)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("sequence_length", "num_slices", "granularity", "expected"),
-    [
-        (2048, 8, 64, (256,) * 8),
-        (10, 3, 1, (4, 3, 3)),
-        (640, 4, 64, (192, 192, 128, 128)),  # ten granules
-        (100, 2, 64, (64, 36)),  # the last granule is partial
-        (129, 3, 64, (64, 64, 1)),  # a single token last
-        (1, 1, 1, (1,)),
-    ],
-)
+@pytest.mark.parametrize(("sequence_length", "num_slices", "granularity", "expected"), [
+    (2048, 8, 64, (256,) * 8),
+    (10, 3, 1, (4, 3, 3)),
+    (640, 4, 64, (192, 192, 128, 128)),  # ten granules
+    (100, 2, 64, (64, 36)),  # the last granule is partial
+    (129, 3, 64, (64, 64, 1)),  # a single token last
+    (1, 1, 1, (1,)),
+])  # fmt: skip
 def test_equal(sequence_length: int, num_slices: int, granularity: int, expected: tuple[int, ...]) -> None:
     assert SlicePlan.equal(sequence_length, num_slices, granularity).lengths == expected
 

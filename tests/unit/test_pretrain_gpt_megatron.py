@@ -107,9 +107,7 @@ def test_precision_is_deepspeeds(
     assert (config.bf16, config.fp16) == (dtype == torch.bfloat16, dtype == torch.float16)
 
 
-def test_attention_keeps_to_documents(
-    arguments: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_of_attention(arguments: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     both, file = ("--reset-position-ids", "--reset-attention-mask"), tmp_path / "ds.json"
     assert parsed(arguments, *both).ds_config["terapipe"]["documents"] == 1
     assert "documents" not in parsed(arguments, both[0]).ds_config["terapipe"]
@@ -122,26 +120,23 @@ def test_attention_keeps_to_documents(
 # -- what is wrong ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--micro-batch-size 4", "set train_micro_batch_size_per_gpu in the DeepSpeed JSON"),
-        ("--lr=1e-3", "--lr: set optimizer.params.lr in the DeepSpeed JSON"),
-        ("--bf16 --clip-grad 1", "--bf16: set bf16.enabled in the DeepSpeed JSON; --clip-grad: set gradient_clipping"),
-        ("--num-layer 4", "--num-layer: unknown; did you mean --num-layers?"),
-        ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
-        ("--tokenizer huggingface:gpt2", "needs --data-path"),
-        ("--reset-attention-mask", "--reset-attention-mask needs --reset-position-ids"),
-        ("--window-size 4,0", "--window-size: unknown"),
-        ("--split 9,x", "argument --split: '9,x': give shares of training, validation and test"),
-        ("--split 0,0", "argument --split"),
-        ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
-        ("--hidden-size 0", "0 is not a number >= 1"),
-        ("--eval-iters -1", "argument --eval-iters"),
-        ("--seq-length 256 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 256"),
-        ("--seq-length 263 --tensor-parallel 2 --sequence-parallel", "--seq-length 263 does not divide by 2"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ("--micro-batch-size 4", "set train_micro_batch_size_per_gpu in the DeepSpeed JSON"),
+    ("--lr=1e-3", "--lr: set optimizer.params.lr in the DeepSpeed JSON"),
+    ("--bf16 --clip-grad 1", "--bf16: set bf16.enabled in the DeepSpeed JSON; --clip-grad: set gradient_clipping"),
+    ("--num-layer 4", "--num-layer: unknown; did you mean --num-layers?"),
+    ("--seq-length 3", "4 slices cut at multiples of 1 tokens do not fit in a sequence of 3 tokens"),
+    ("--tokenizer huggingface:gpt2", "needs --data-path"),
+    ("--reset-attention-mask", "--reset-attention-mask needs --reset-position-ids"),
+    ("--window-size 4,0", "--window-size: unknown"),
+    ("--split 9,x", "argument --split: '9,x': give shares of training, validation and test"),
+    ("--split 0,0", "argument --split"),
+    ("--num-query-groups 2", "--num-query-groups needs --group-query-attention"),
+    ("--hidden-size 0", "0 is not a number >= 1"),
+    ("--eval-iters -1", "argument --eval-iters"),
+    ("--seq-length 256 --max-position-embeddings 32", "--max-position-embeddings 32 is less than --seq-length 256"),
+    ("--seq-length 263 --tensor-parallel 2 --sequence-parallel", "--seq-length 263 does not divide by 2"),
+])  # fmt: skip
 def test_wrong_options(arguments: ModuleType, capsys: pytest.CaptureFixture[str], options: str, message: str) -> None:
     error = said(arguments, capsys, f"--deepspeed_config={CONFIG}", *options.split())
     assert error.startswith("pretrain_gpt_megatron.py: error: ")
@@ -149,9 +144,7 @@ def test_wrong_options(arguments: ModuleType, capsys: pytest.CaptureFixture[str]
     assert len(error.splitlines()) == 1  # every rank of a machine could say it
 
 
-def test_a_config_that_cannot_be_read(
-    arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_unreadable_configs(arguments: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "half.json").write_text('{"zero')
     for name in ("none.json", "half.json"):
         assert f"{name} cannot be read" in said(arguments, capsys, f"--deepspeed_config={tmp_path}/{name}")

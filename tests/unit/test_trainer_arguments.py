@@ -84,14 +84,10 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
 
 
 def test_sections_that_are_null_are_absent() -> None:
-    args = types.SimpleNamespace(
-        deepspeed={
-            "terapipe": {"enabled": True, "slices": 2},
-            **dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size")),
-        }
-    )
-    config = enabled_config(args)  # type: ignore[arg-type]
-    assert config == {"terapipe": {"enabled": True, "slices": 2}}
+    section = {"terapipe": {"enabled": True, "slices": 2}}
+    null = dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"))
+    config = enabled_config(types.SimpleNamespace(deepspeed=section | null))  # type: ignore[arg-type]
+    assert config == section
     with mock.patch("torch.distributed.get_world_size", lambda: 3):
         topology = without_start(Stages, _raw=config, section=config["terapipe"])._wanted_topology()
     assert (topology.axes, topology.dims) == (["pipe", "data"], [3, 1])
@@ -159,17 +155,14 @@ def test_each_argument_is_served_or_refused_by_name() -> None:
             setattr(args, name, kept)
 
 
-@pytest.mark.parametrize(
-    ("args", "ds_config", "problem"),
-    [
-        ({"label_names": ["labels"]}, {}, ""),
-        ({"label_names": []}, {}, "label_names=[]: "),
-        ({"optim": "schedule_free_adamw"}, {}, "optim=schedule_free_adamw: "),
-        ({"optim": "adafactor"}, {"zero_optimization": {"stage": 0}}, ""),
-        ({"optim": "adafactor"}, {"zero_optimization": {"stage": 1}}, "optim=adafactor: "),
-        ({"optim": "adafactor", "bf16": True}, {}, "optim=adafactor: "),
-    ],
-)
+@pytest.mark.parametrize(("args", "ds_config", "problem"), [
+    ({"label_names": ["labels"]}, {}, ""),
+    ({"label_names": []}, {}, "label_names=[]: "),
+    ({"optim": "schedule_free_adamw"}, {}, "optim=schedule_free_adamw: "),
+    ({"optim": "adafactor"}, {"zero_optimization": {"stage": 0}}, ""),
+    ({"optim": "adafactor"}, {"zero_optimization": {"stage": 1}}, "optim=adafactor: "),
+    ({"optim": "adafactor", "bf16": True}, {}, "optim=adafactor: "),
+])  # fmt: skip
 def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
     problems = list(_of_args(TrainingArguments("folder", use_cpu=True, report_to=[], **args), ds_config))
     assert "; ".join(problems).startswith(problem) and len(problems) == bool(problem)

@@ -170,17 +170,6 @@ def test_a_probe_that_runs_again_in_its_backward_reads_what_it_read_before() -> 
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-def test_rows_that_begin_a_document_read_zeros_and_give_no_gradient() -> None:
-    sums = Sums(rows=3, starts=((0, 3), (0,), (0, 3, 4)))
-    sums.forward_all()
-    first, second = sums.states[1:]
-    assert first is not None and first[:, 0].tolist() == [0.0, 3.0, 0.0]
-    assert second is not None and second[:, 0].tolist() == [1.0, 4.0, 0.0]
-    sums.backward_all()
-    gradients = [leaf.grad[:, -1, 0].tolist() for leaf in sums.leaves if leaf.grad is not None]
-    assert gradients == [[1.0, 6.0, 1.0], [5.0, 5.0, 1.0], [1.0, 1.0, 1.0]]
-
-
 def test_a_document_that_begins_in_all_rows_reads_none() -> None:
     sums = Sums(starts=((0, 3), (0, 3)))
     sums.forward_all()

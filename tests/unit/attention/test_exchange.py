@@ -108,18 +108,11 @@ def test_a_rank_knows_where_its_tokens_start() -> None:
     assert SequenceRanks().part_of(alone) is alone
 
 
-@pytest.mark.parametrize(
-    ("q", "k", "message"),
-    [
-        ((1, 3, 2, 4), (1, 3, 2, 4), "3 query heads cannot be divided over 2 sequence ranks"),
-        (
-            (1, 4, 4, 4),
-            (1, 4, 4, 4),
-            r"\[0, 2\) has 2 tokens on this sequence rank, so q must be \[B, H, 2, D\]",
-        ),
-        ((1, 4, 2, 4), (1, 3, 2, 4), "query heads must be a multiple of the key heads"),
-    ],
-)
+@pytest.mark.parametrize(("q", "k", "message"), [
+    ((1, 3, 2, 4), (1, 3, 2, 4), "3 query heads cannot be divided over 2 sequence ranks"),
+    ((1, 4, 4, 4), (1, 4, 4, 4), r"\[0, 2\) has 2 tokens on this sequence rank, so q must be \[B, H, 2, D\]"),
+    ((1, 4, 2, 4), (1, 3, 2, 4), "query heads must be a multiple of the key heads"),
+])  # fmt: skip
 def test_shapes_that_do_not_fit_are_refused(q: tuple[int, ...], k: tuple[int, ...], message: str) -> None:
     with push_slice(part()), pytest.raises(ValueError, match=message):
         sliced_attention(drawn(*q), drawn(*k), drawn(*k), "layer 0")

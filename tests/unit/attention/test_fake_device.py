@@ -18,14 +18,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, backends, push_slice
+from terapipe_ds.attention import SliceStore, backends, push_slice
 from terapipe_ds.attention.backends import first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.blocks import Block
 from terapipe_ds.attention.call import Options, prepare
 from terapipe_ds.models import positions
 from terapipe_ds.models.gpt import DecoderLayer, FinalNorm, GPTConfig, LMHead, TokenEmbedding, gpt_loss
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.loss_weights import weighted_loss
 from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 
@@ -184,93 +183,68 @@ def _run(
 # -- GPT's layers, on tensors without values -------------------------------------------------------------------
 
 
-DEVICES = ["meta"] if "+cpu" in torch.__version__ else ["meta", "cuda"]
-PLAN = SlicePlan((200, 300, 12))
 MODELS: dict[str, dict[str, Any]] = {
-    "all heads": {"num_kv_heads": 8},
-    "grouped": {"num_kv_heads": 2},
+    "all heads": {"num_kv_heads": 8}, "grouped": {"num_kv_heads": 2},
     "GPT-3": {"num_kv_heads": 8, "bias": True, "positions": "learned", "gated_mlp": False},
-}
+}  # fmt: skip
 
 
-@contextlib.contextmanager
-def _pretended(device: str, kernel: type) -> Any:
-    """`kernel` is what computes attention on `device`; autocast does not know `meta`."""
+@contextmanager
+def _pretended(kernel: type) -> Iterator[None]:
+    """`kernel` is what computes attention on `meta`, which autocast does not know."""
     asks, refusal = torch.is_autocast_enabled, fused.cuda_refusal
     other = fused.Cudnn if kernel is flash_attn.CudaFlash else flash_attn.CudaFlash
 
     def refuses(q: torch.Tensor, need: Need) -> str | None:
-        return None if q.device.type == device and q.element_size() == 2 else refusal(q, need)
+        return None if q.device.type == "meta" and q.element_size() == 2 else refusal(q, need)
 
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         for module, name, stand_in in (
             *((module, "cuda_capability", lambda: (9, 0)) for module in (fused, flash_attn)),
-            (flash_attn, "has_flash_attn", lambda: False),
             *((module, "cuda_refusal", refuses) for module in (fused, flash_attn)),
+            (flash_attn, "has_flash_attn", lambda: False),
             (first_use, "wrong_result", lambda *key: None),
             (other, "is_available", lambda self: False),
             (backends, "_chosen", {}),
+            (torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and asks(kind)),
+            (torch, "autocast", lambda *args, **options: contextlib.nullcontext()),
         ):
             stack.enter_context(mock.patch.object(module, name, stand_in))
-        if device == "meta":
-            off = mock.patch.object(torch, "is_autocast_enabled", lambda kind=None: kind != "meta" and asks(kind))
-            stack.enter_context(off)
-            stack.enter_context(mock.patch.object(torch, "autocast", lambda *args, **options: contextlib.nullcontext()))
-        else:
-            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kernel", [flash_attn.CudaFlash, fused.Cudnn], ids=["one call", "blocks"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_model_in_slices(model: str, dtype: str, kernel: Any, device: str) -> None:
-    config = GPTConfig(
-        hidden_size=512, num_heads=8, num_layers=1, max_sequence_length=512, dtype=dtype, **MODELS[model]
-    )
+def test_a_model_in_slices(model: str, dtype: str, kernel: Any) -> None:
+    sizes = {"hidden_size": 512, "num_heads": 8, "num_layers": 1, "max_sequence_length": 512}
+    config = GPTConfig(**sizes, dtype=dtype, **MODELS[model])
     positions._tables.clear()
-    calls: list[tuple[int, int]] = []
-    run = kernel.run
+    calls, run, store, losses = list[tuple[int, int]](), kernel.run, SliceStore(), []
 
     def watched(self: Any, inputs: Any, *rest: Any) -> Any:
         tokens = 2 if isinstance(inputs, Block) else 1
         calls.append((inputs[0].shape[tokens], inputs[1].shape[tokens]))
         return run(self, inputs, *rest)
 
-    with _pretended(device, kernel), mock.patch.object(kernel, "run", watched):
-        with torch.device(device):
+    with _pretended(kernel), mock.patch.object(kernel, "run", watched):
+        with torch.device("meta"):
             layers = nn.Sequential(TokenEmbedding(config), DecoderLayer(config, 0), FinalNorm(config), LMHead(config))
         accumulate_in_products(layers, None)
-        store = SliceStore()
-        losses = _forwards(layers, config, store, device)
-        if device == "meta":
-            for active, loss in reversed(losses):
-                with push_slice(active.replace(mode="recompute")):
-                    loss.backward()
-            for name, parameter in layers.named_parameters():
-                assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype, name
-                assert parameter.grad.shape == parameter.shape, name
+        for active in slices_of((200, 300, 12), store):
+            tokens = torch.zeros(2, active.num_tokens, dtype=torch.int64, device="meta")
+            with push_slice(active):
+                logits = layers(tokens)
+                losses.append((active, weighted_loss(logits, tokens, 0.5, gpt_loss)))
+            assert (logits.device.type, logits.dtype) == ("meta", config.torch_dtype)
+        for active, loss in reversed(losses):
+            with push_slice(active.replace(mode="recompute")):
+                loss.backward()
+        for name, parameter in layers.named_parameters():
+            assert parameter.grad is not None and parameter.grad.dtype == parameter.dtype, name
+            assert parameter.grad.shape == parameter.shape, name
         store.release(0, 0)
         store.assert_drained()
     positions._tables.clear()
     blocks = [(200, 200), (300, 300), (300, 200), (12, 12), (12, 500)]
     assert calls == (blocks if kernel is fused.Cudnn else [(200, 200), (300, 500), (12, 512)])
-
-
-def _forwards(
-    layers: nn.Module, config: GPTConfig, store: SliceStore, device: str
-) -> list[tuple[ActiveSlice, torch.Tensor]]:
-    """The loss of every slice, whose logits are on the device and in the model's dtype."""
-    tokens = torch.zeros(2, 512, dtype=torch.int64, device=device)
-    losses = []
-    with contextlib.nullcontext() if device == "meta" else torch.no_grad():
-        for slice_id in range(PLAN.num_slices):
-            mode = "train" if device == "meta" else "eval"
-            active = ActiveSlice(*PLAN.span(slice_id), 512, slice_id=slice_id, store=store, mode=mode)
-            part = tokens[:, active.start : active.stop].contiguous()
-            with push_slice(active):
-                logits = layers(part)
-                assert (logits.device.type, logits.dtype) == (device, config.torch_dtype)
-                losses.append((active, weighted_loss(logits, part, 0.5, gpt_loss)))
-    return losses

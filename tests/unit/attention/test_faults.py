@@ -93,9 +93,7 @@ def gradients_out_of_reach_not_zero(make_room: Any, self: Any, start: int, stop:
 
 
 @fault(WINDOW, TokenBuffer, "reserve")
-def gradients_dropped_where_the_window_moves(
-    reserve: Any, self: Any, first: int, room: int, kept: Any = (0, 0)
-) -> None:
+def gradients_dropped_where_a_window_moves(reserve: Any, self: Any, first: int, room: int, kept: Any = (0, 0)) -> None:
     reserve(self, first, room, kept)
     for x in self.at(*kept) if kept[1] > kept[0] else ():
         x.zero_()

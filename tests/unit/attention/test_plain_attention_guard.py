@@ -26,7 +26,8 @@ from terapipe_ds.attention import (
 from terapipe_ds.attention.document_edges import Documents
 
 PART = ActiveSlice(4, 8, 12)
-X = torch.ones(2, 3, 4, 8)  # four tokens, as PART has
+X, LONG = torch.ones(2, 3, 4, 8), torch.ones(2, 3, 7, 8)  # four tokens, as PART has, and seven
+TOKENS = torch.ones(4, 3, 8)
 
 
 def test_self_attention_on_a_slice() -> None:
@@ -58,15 +59,21 @@ def attend() -> Tensor:
     return F.scaled_dot_product_attention(X, X, X)
 
 
-def test_what_passes() -> None:
-    expected, memory, module = attend(), torch.ones(2, 3, 7, 8), nn.MultiheadAttention(8, 2)
-    with guard_plain_attention():
-        assert torch.equal(attend(), expected)
+@pytest.mark.parametrize("intercept", [False, True])
+def test_what_passes_as_it_is(intercept: bool) -> None:
+    def causal() -> Tensor:
+        return F.scaled_dot_product_attention(X, X, X, None, 0.0, True)
+
+    expected, module = causal(), nn.MultiheadAttention(8, 2)
+    with guard_plain_attention(intercept):
+        assert torch.equal(causal(), expected)
         with push_slice(ActiveSlice(0, 4, 4)):
-            assert torch.equal(attend(), expected)
+            assert torch.equal(causal(), expected)
+        with push_slice(PART), allow_attention_within_slice():
+            assert torch.equal(causal(), expected)
         with push_slice(PART):  # cross-attention
-            assert F.scaled_dot_product_attention(X, memory, memory).shape == X.shape
-            assert module(torch.ones(4, 3, 8), *[torch.ones(7, 3, 8)] * 2)[0].shape == (4, 3, 8)
+            assert F.scaled_dot_product_attention(X, LONG, LONG).shape == X.shape
+            assert module(TOKENS, *[torch.ones(7, 3, 8)] * 2)[0].shape == TOKENS.shape
 
 
 @pytest.mark.parametrize("guard", [guard_plain_attention, GuardCapturedNames])
@@ -124,15 +131,11 @@ def test_what_is_allowed_in_a_forward_that_is_recomputed(guard: Callable[[], Any
 def test_the_attention_module_of_torch(batch_first: bool, need_weights: bool, training: bool) -> None:
     """With and without weights, and in evaluation, where torch takes a shortcut around its own functions."""
     module = nn.MultiheadAttention(8, 2, batch_first=batch_first).train(training)
+    layer = nn.TransformerEncoderLayer(8, 2, batch_first=batch_first).train(training)
     x = torch.ones((3, 4, 8) if batch_first else (4, 3, 8))
-    with torch.no_grad(), guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
-        module(x, x, x, need_weights=need_weights)
-
-
-def test_the_encoder_layer_of_torch_in_evaluation() -> None:
-    layer = torch.nn.TransformerEncoderLayer(8, 2, batch_first=True).eval()
-    with torch.no_grad(), guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
-        layer(torch.ones(3, 4, 8))
+    for call in (lambda: module(x, x, x, need_weights=need_weights), lambda: layer(x)):
+        with torch.no_grad(), guard_plain_attention(), push_slice(PART), pytest.raises(PlainAttentionError):
+            call()
 
 
 def test_what_was_there_comes_back() -> None:
@@ -235,9 +238,7 @@ class Calls(nn.Module):
         return call()
 
 
-LONG = torch.ones(2, 3, 7, 8)
 MULTI = nn.MultiheadAttention(8, 2)
-TOKENS = torch.ones(4, 3, 8)
 REFUSED: dict[str, Callable[[], Any]] = {
     "it has an attn_mask": lambda: F.scaled_dot_product_attention(X, X, X, torch.ones(4, 4, dtype=torch.bool)),
     "is_causal is False": lambda: F.scaled_dot_product_attention(X, X, X),
@@ -258,18 +259,6 @@ def test_what_is_not_plain_causal_attention(cause: str) -> None:
 def test_a_function_has_no_name() -> None:
     with guard_plain_attention(True), push_slice(PART), pytest.raises(PlainAttentionError, match="but a function"):
         F.scaled_dot_product_attention(X, X, X, is_causal=True)
-
-
-def test_what_passes_an_interception_as_it_is() -> None:
-    expected = F.scaled_dot_product_attention(X, X, X, is_causal=True)
-    with guard_plain_attention(True):
-        assert torch.equal(F.scaled_dot_product_attention(X, X, X, is_causal=True), expected)
-        with push_slice(ActiveSlice(0, 4, 4)):
-            assert torch.equal(F.scaled_dot_product_attention(X, X, X, None, 0.0, True), expected)
-        with push_slice(PART), allow_attention_within_slice():
-            assert torch.equal(F.scaled_dot_product_attention(X, X, X, is_causal=True), expected)
-        with push_slice(PART):  # cross-attention
-            assert F.scaled_dot_product_attention(X, LONG, LONG).shape == X.shape
 
 
 def test_whole_rows_of_documents() -> None:

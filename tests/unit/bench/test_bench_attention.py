@@ -31,9 +31,7 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("fastest", "by_torch"), [("cudnn", []), ("flash_attn_3", ["FA3"]), ("cuda_flash", [])])
-def test_the_fastest_kernel_computes_both_sides(
-    fastest: str, by_torch: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_kernel_computes_both(fastest: str, by_torch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "available_backends", lambda: ("flash_attn_3", "cudnn", "cuda_flash"))
     monkeypatch.setattr(bench, "backend_name", lambda q: fastest)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: None)

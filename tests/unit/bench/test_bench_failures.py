@@ -20,9 +20,8 @@ def test_the_rank_that_failed_first_says_why(tmp_path: Path) -> None:
     positions[2].at("deepspeed 1f1b")
     positions[2].failed(ValueError("no room\nfor 3 tensors"))
     positions[1].failed(RuntimeError("Connection closed by peer"))
-    assert cause_of(RankError(1, {1: 1, 2: 1}), tmp_path).startswith(
-        "deepspeed 1f1b failed: ValueError: no room; leave"
-    )
+    first = "deepspeed 1f1b failed: ValueError: no room; leave"
+    assert cause_of(RankError(1, {1: 1, 2: 1}), tmp_path).startswith(first)
     positions[0].failed(AssertionError())
     assert cause_of(RankError(0, {0: 1}), tmp_path).startswith("torch zbv at m = 4 failed: AssertionError; leave")
 

@@ -129,19 +129,16 @@ def test_the_headline_is_worked_out_per_accumulation() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("runs", "expected"),
-    [
-        ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
-        ([STOCK, failed("no", "terapipe", "seq1f1b")], "not measured at accumulation 1 (none of its runs"),
-        ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
-        ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
-        ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),
-        ([run | {"replayed": True} for run in (STOCK, SLICED)], "(1.25 s instead of 2.00 s, replayed)"),
-        ([STOCK | {"schedule": "dualpipev"}, SLICED], "without a stock run"),
-        ([STOCK, row("torch", step_s=0.5)], "not measured"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("runs", "expected"), [
+    ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
+    ([STOCK, failed("no", "terapipe", "seq1f1b")], "not measured at accumulation 1 (none of its runs"),
+    ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
+    ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
+    ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),
+    ([run | {"replayed": True} for run in (STOCK, SLICED)], "(1.25 s instead of 2.00 s, replayed)"),
+    ([STOCK | {"schedule": "dualpipev"}, SLICED], "without a stock run"),
+    ([STOCK, row("torch", step_s=0.5)], "not measured"),
+])  # fmt: skip
 def test_the_headline_does_not_flatter(runs: list[dict[str, Any]], expected: str) -> None:
     assert expected in headline(read_result(result(*runs)))
 
@@ -310,19 +307,16 @@ def test_a_required_key_that_is_absent_is_named() -> None:
             read_result({name: value for name, value in result(STOCK).items() if name != key})
 
 
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"system": "jax"}, "system = 'jax': expected 'deepspeed', 'terapipe' or 'torch'"),
-        ({"step_s": 0}, r"runs\[0\].step_s = 0: expected greater than 0"),
-        ({"step_s": float("nan")}, "step_s = nan"),
-        ({"step_s_all": []}, r"step_s_all = \[\]: expected at least 1 item"),
-        ({"slices": [5, 0]}, r"slices\[1\] = 0: expected greater than or equal to 1"),
-        ({"predicted_peak_bytes": [1]}, "1 predicted_peak_bytes for 2 stages"),
-        ({"peak_bytes": [1, 2, 3]}, "3 peak_bytes for 2 stages"),
-        ({"timeline": "{}"}, r"timeline: not a timeline: the file lacks format"),
-    ],
-)
+@pytest.mark.parametrize(("change", "expected"), [
+    ({"system": "jax"}, "system = 'jax': expected 'deepspeed', 'terapipe' or 'torch'"),
+    ({"step_s": 0}, r"runs\[0\].step_s = 0: expected greater than 0"),
+    ({"step_s": float("nan")}, "step_s = nan"),
+    ({"step_s_all": []}, r"step_s_all = \[\]: expected at least 1 item"),
+    ({"slices": [5, 0]}, r"slices\[1\] = 0: expected greater than or equal to 1"),
+    ({"predicted_peak_bytes": [1]}, "1 predicted_peak_bytes for 2 stages"),
+    ({"peak_bytes": [1, 2, 3]}, "3 peak_bytes for 2 stages"),
+    ({"timeline": "{}"}, r"timeline: not a timeline: the file lacks format"),
+])  # fmt: skip
 def test_wrong_values_are_named(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(ReportError, match=expected):
         read_result(result(row(**change)))
@@ -352,9 +346,7 @@ def test_a_report_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pyt
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
 
 
-def test_the_command_makes_a_report_of_a_result_that_was_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_makes_a_report_of_a_kept_result(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     kept, out = tmp_path / "result.json", tmp_path / "report.html"
     kept.write_text(json.dumps(result(STOCK, SLICED)))
     words = ["bench", "--from", str(kept), "--html"]
@@ -376,11 +368,6 @@ def test_the_command_makes_a_report_of_a_result_that_was_kept(
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert expected in error and error.count("\n") == 1
-
-
-def test_an_installed_package_has_the_template() -> None:
-    setup = (Path(__file__).parents[3] / "setup.py").read_text()
-    assert '"terapipe_ds.bench.report": ["page.html"]' in setup.partition("package_data=")[2].partition("\n")[0]
 
 
 def eight_stages() -> dict[str, Any]:

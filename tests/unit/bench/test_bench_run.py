@@ -437,7 +437,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--share-device", "--device", "cuda", "--stages", "1"], "one stage shares with no other"),
     (["--share-device", "--device", "cuda"], "need 2 CUDA devices, here are 0; use the cpu"),
 ])  # fmt: skip
-def test_refusals_are_one_line(
+def test_refusals(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})

@@ -16,9 +16,7 @@ TIMED_AND_RECORDED = ["synchronize", "barrier", "clock", "step", "synchronize", 
 @pytest.mark.parametrize(("on_device", "expected"), [
     (True, TIMED_AND_RECORDED), (False, ["synchronize", "barrier", "clock", "recorded step", "synchronize", "clock"]),
 ], ids=["on a device two steps", "on the CPU one"])  # fmt: skip
-def test_the_step_that_is_timed_and_the_one_that_is_recorded(
-    on_device: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_timed_and_the_recorded_step(on_device: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
     clock, losses, recorder = count(), count(1), Recorder()
 

@@ -14,21 +14,18 @@ USUAL = "--micro-batch-size 2 --global-batch-size 8 --lr 3e-4 --train-iters 40"
 
 
 def test_a_usual_command_line() -> None:
-    text = (
-        f"{USUAL} --num-layers 24 --swiglu --bf16 --use-distributed-optimizer --adam-beta2 0.95 --overlap-grad-reduce"
-    )
+    text = f"{USUAL} --num-layers 24 --swiglu --bf16 --use-distributed-optimizer --adam-beta2 0.95"
+    text += " --overlap-grad-reduce"
     result = convert(text.replace(" --bf16", " \\\n  --bf16"))
     found = result.ds_config
-    assert found["train_micro_batch_size_per_gpu"], found["train_batch_size"] == (2, 8)
+    assert (found["train_micro_batch_size_per_gpu"], found["train_batch_size"]) == (2, 8)
     assert found["optimizer"]["type"] == "AdamW" and found["optimizer"]["params"]["betas"] == [0.9, 0.95]
     assert found["bf16"] == {"enabled": True} and found["zero_optimization"] == {"stage": 1}
     assert found["gradient_clipping"] == 1.0  # Megatron-LM's default, which DeepSpeed does not have
     assert result.kept == ["--train-iters 40", "--num-layers 24", "--swiglu"]
     assert list(result.lost) == ["--overlap-grad-reduce", "--weight-decay"]
     assert found["data_types"] == {"grad_accum_dtype": "fp32"}  # as Megatron-LM sets it with --bf16
-    assert convert(f"{USUAL} --bf16").ds_config["zero_optimization"] == {
-        "stage": 1
-    }  # without it DeepSpeed refuses them
+    assert convert(f"{USUAL} --bf16").ds_config["zero_optimization"] == {"stage": 1}  # else DeepSpeed refuses them
     narrow = convert(f"{text} --grad-reduce-in-bf16 --weight-decay 0 --sgd-momentum 0.9")
     assert narrow.ds_config["data_types"] == {"grad_accum_dtype": "bf16"} and "--weight-decay" not in narrow.lost
     assert narrow.ds_config["optimizer"]["params"].keys() == {"lr", "weight_decay", "betas", "eps"}
@@ -39,29 +36,18 @@ def test_deepspeed_reads_every_key() -> None:
     """DeepSpeed's own config class takes the result, with each of the values where the argument says."""
     runtime = pytest.importorskip("deepspeed.runtime.config")
     text = f"{USUAL} --fp16 --initial-loss-scale 65536 --min-loss-scale 2 --loss-scale-window 500 --hysteresis 4"
-    config = runtime.DeepSpeedConfig(
-        {**convert(f"{text} --log-interval 7 --clip-grad 0.5").ds_config, "train_batch_size": 2}
-    )
+    found = convert(f"{text} --log-interval 7 --clip-grad 0.5").ds_config
+    config = runtime.DeepSpeedConfig({**found, "train_batch_size": 2})
     scale = config.float16_config
-    assert (scale.initial_scale_power, scale.min_loss_scale, scale.loss_scale_window, scale.hysteresis) == (
-        16,
-        2,
-        500,
-        4,
-    )
+    assert (scale.initial_scale_power, scale.min_loss_scale) == (16, 2)
+    assert (scale.loss_scale_window, scale.hysteresis) == (500, 4)
     assert config.gradient_clipping == 0.5 and config.steps_per_print == 7
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "--lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 10",
-        "--lr-decay-style cosine --lr-decay-iters 30",
-        "--lr-warmup-fraction 0.25",
-        "",
-        "--lr-decay-style constant --lr-warmup-iters 8",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "--lr-decay-style cosine --min-lr 3e-5 --lr-warmup-iters 10", "--lr-decay-style cosine --lr-decay-iters 30",
+    "--lr-warmup-fraction 0.25", "", "--lr-decay-style constant --lr-warmup-iters 8",
+])  # fmt: skip
 def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
     """Each step's rate lies among the rates of Megatron's scheduler from two steps before to one step after.
 
@@ -75,9 +61,8 @@ def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
     steps = int(words.get("--lr-decay-iters", 40))
     warmup = int(words.get("--lr-warmup-iters", 0)) or int(steps * float(words.get("--lr-warmup-fraction", 0)))
     least, style = float(words.get("--min-lr", 0)), words["--lr-decay-style"]
-    theirs = scheduler(
-        SimpleNamespace(param_groups=[]), 0.0, 3e-4, least, warmup, steps, style, 0.0, 0.0, 1, "constant"
-    )
+    groups = SimpleNamespace(param_groups=[])
+    theirs = scheduler(groups, 0.0, 3e-4, least, warmup, steps, style, 0.0, 0.0, 1, "constant")
     made = convert(f"{USUAL} {text}").ds_config["scheduler"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     ours = getattr(schedules, made["type"])(optimizer, **made["params"])
@@ -99,17 +84,12 @@ def test_all_problems_at_once() -> None:
             "--num-layer 4 --nonsense --lr x $MORE --lr-decay-style WSD --fp16 --bf16 --initial-loss-scale inf "
             "--clip-grad nan --micro-batch-size 0"
         )
+    for value in ("--initial-loss-scale inf", "--clip-grad nan", "--micro-batch-size 0"):
+        assert f"{value}: this is no value" in str(raised.value)
     for part in (
-        "--bf16 and --fp16: give one",
-        "--initial-loss-scale inf: this is no value",
-        "--clip-grad nan: this is no value",
-        "--micro-batch-size 0: this is no value",
-        "--num-layer; did you mean --num-layers?",
-        "--nonsense",
-        "--lr x",
-        "WSD: DeepSpeed has",
-        "$MORE: give",
-    ):
+        "--bf16 and --fp16: give one", "--num-layer; did you mean --num-layers?", "--nonsense", "--lr x",
+        "WSD: DeepSpeed has", "$MORE: give",
+    ):  # fmt: skip
         assert part in str(raised.value)
 
 

@@ -51,26 +51,23 @@ def test_another_way_to_say_the_same_is_no_contradiction(same: dict[str, Any], t
     assert config_of(tmp_path, same, strategy={"slices": [12, 11], "recompute": [0, 1]}).slices == (12, 11)
 
 
-@pytest.mark.parametrize(
-    ("section", "beside", "given", "wanted"),
-    [
-        ({"schedule": "terapipe"}, {}, "terapipe.schedule = 'terapipe'", "'seq1f1b'"),
-        ({"schedule": "auto"}, {}, "terapipe.schedule = 'auto'", "'seq1f1b'"),
-        ({"slices": "auto"}, {}, "terapipe.slices = 'auto'", "[9, 8, 6]"),
-        ({"slices": 3}, {}, "terapipe.slices = 3", "[9, 8, 6]"),
-        ({"slices": [8, 9, 6]}, {}, "terapipe.slices = [8, 9, 6]", "[9, 8, 6]"),
-        ({"partition": [0, 4, 7]}, {}, "terapipe.partition = [0, 4, 7]", "[0, 3, 7]"),
-        ({"recompute": "off"}, {}, "terapipe.recompute = 'off'", "[1]"),
-        ({"recompute": [0]}, {}, "terapipe.recompute = [0]", "[1]"),
-        ({}, {"train_batch_size": 13}, "train_batch_size = 13", "12"),
-        ({}, {"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1", "2"),
-        ({}, {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1", "3"),
-        ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "1"),
-        ({}, {"bf16": {}}, "the precision = 'float32'", "'bfloat16'"),
-        ({}, {"bf16": {}, "fp16": {"enabled": True}}, "the precision = 'float16'", "'bfloat16'"),
-    ],
-)  # fmt: skip
-def test_a_contradiction_names_both_values(
+@pytest.mark.parametrize(("section", "beside", "given", "wanted"), [
+    ({"schedule": "terapipe"}, {}, "terapipe.schedule = 'terapipe'", "'seq1f1b'"),
+    ({"schedule": "auto"}, {}, "terapipe.schedule = 'auto'", "'seq1f1b'"),
+    ({"slices": "auto"}, {}, "terapipe.slices = 'auto'", "[9, 8, 6]"),
+    ({"slices": 3}, {}, "terapipe.slices = 3", "[9, 8, 6]"),
+    ({"slices": [8, 9, 6]}, {}, "terapipe.slices = [8, 9, 6]", "[9, 8, 6]"),
+    ({"partition": [0, 4, 7]}, {}, "terapipe.partition = [0, 4, 7]", "[0, 3, 7]"),
+    ({"recompute": "off"}, {}, "terapipe.recompute = 'off'", "[1]"),
+    ({"recompute": [0]}, {}, "terapipe.recompute = [0]", "[1]"),
+    ({}, {"train_batch_size": 13}, "train_batch_size = 13", "12"),
+    ({}, {"train_micro_batch_size_per_gpu": 1}, "train_micro_batch_size_per_gpu = 1", "2"),
+    ({}, {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1", "3"),
+    ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "1"),
+    ({}, {"bf16": {}}, "the precision = 'float32'", "'bfloat16'"),
+    ({}, {"bf16": {}, "fp16": {"enabled": True}}, "the precision = 'float16'", "'bfloat16'"),
+])  # fmt: skip
+def test_contradictions(
     section: dict[str, Any], beside: dict[str, Any], given: str, wanted: str, tmp_path: Path
 ) -> None:
     with pytest.raises(TeraPipeConfigError) as caught:

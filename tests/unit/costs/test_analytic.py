@@ -187,18 +187,15 @@ def test_parts() -> None:
     assert all(p.dtype == "bf16" for p in analytic_costs("tiny", "h100", num_stages=2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"tensor_parallel": 3}, AnalyticCostError, "tensor_parallel = 3: num_heads = 40 of gpt3-13b does not divide"),
-        ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
-        ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
-        ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to the 40 layers"),
-        ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
-        ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),
-        ({"model": "gpt3-14b"}, ModelSizeError, "did you mean 'gpt3-1.?b'"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "error", "message"), [
+    ({"tensor_parallel": 3}, AnalyticCostError, "tensor_parallel = 3: num_heads = 40 of gpt3-13b does not divide"),
+    ({"tensor_parallel": 0}, AnalyticCostError, "tensor_parallel = 0: give an integer >= 1"),
+    ({"num_stages": 41}, AnalyticCostError, "num_stages = 41: gpt3-13b has 40 layers; give at most"),
+    ({"layers_per_part": [20, 19]}, AnalyticCostError, r"\[20, 19\]: give 2 integers that add up to the 40 layers"),
+    ({"dtype": "bf16"}, DeviceError, "dtype = 'bf16': NVIDIA V100.*give one of fp32, fp16, or auto"),
+    ({"device": "v1000"}, DeviceError, "did you mean 'v100'"),
+    ({"model": "gpt3-14b"}, ModelSizeError, "did you mean 'gpt3-1.?b'"),
+])  # fmt: skip
 def test_bad_input(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     options = {"model": "gpt3-13b", "device": "v100", "num_stages": 2} | arguments
     with pytest.raises(error, match=message):

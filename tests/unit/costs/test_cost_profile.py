@@ -60,9 +60,8 @@ def test_what_came_later_is_kept() -> None:
     kinds = LayerProfile(SAMPLES, 7, 5, 64.0, memory), LayerProfile(SAMPLES, 0, 0, 0.5)
     layers = LayerProfiles(kinds, (0, 1, 0), (0, 3))
     link = LinkSample(256, 1e-4, 0, num_bytes=4096)
-    profile = dataclasses.replace(
-        one_part(0, num_stages=4), parts=(part,), links=(link,), pipeline_stages=2, layers=layers
-    )
+    parts = {"parts": (part,), "links": (link,), "pipeline_stages": 2, "layers": layers}
+    profile = dataclasses.replace(one_part(0, num_stages=4), **parts)
     assert Profile.from_json(profile.to_json()) == profile
 
 
@@ -98,35 +97,32 @@ KIND = {"samples": [SAMPLE], "parameters": 7, "trained_parameters": 7, "output_b
 LAYERS = {"kinds": [KIND], "kind_of": [0, 0], "bounds": [0, 2]}
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        ("format", "something", "is not a profile.*give the file"),
-        ("version", 3, "version 3, this package reads 2: update terapipe_ds"),
-        ("version", 1, "version 1, this package reads 2: measure again and replace it"),
-        ("version", 0, "version 0.*measure again"),
-        ("extra", 1, "the file has an unknown key 'extra'"),
-        ("parts", [], "parts = .*: expected at least 1 item"),
-        ("key.micro_batch", 0, "key.micro_batch = 0: expected greater than or equal to 1"),
-        ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
-        ("key.surprise", 1, "key has an unknown key 'surprise'"),
-        ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
-        ("layers", LAYERS | {"kind_of": [0, 1]}, "kind_of = 1: expected an index of the 1 kinds"),
-        ("layers", LAYERS | {"bounds": [0, 1]}, "expected rising layer numbers, 0 to 2"),
-        ("layers", LAYERS | {"bounds": [0, 1, 2]}, r"layers.bounds = \[0, 1, 2\]: expected 1 part"),
-        ("layers", LAYERS | {"kinds": [KIND | {"trained_parameters": 8}]}, "trained_parameters = 8: expected .* to 7"),
-        ("layers", LAYERS | {"kinds": [KIND | {"samples": [SAMPLE | {"prefix": 900}]}]}, "expected what was .* 1156"),
-        ("parts.0.overheads", [{"tokens": 8, "forward_s": 0.0, "backward_s": -1.0}], "backward_s = -1.0"),
-        ("parts.0.memory", {"static_bytes": -1}, "memory.static_bytes.* = -1: expected greater than or equal to 0"),
-        ("parts.0.step_s", 0.0, "step_s = 0.0: expected greater than 0"),
-        ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].forward_s = nan: expected a finite"),
-        ("parts.0.samples.0.backward_s", True, "backward_s = True"),
-        ("parts.0.samples.0.tokens", 1.5, "tokens = 1.5: expected a valid integer"),
-        ("parts.0.samples.0.weight_s", 0.5, "weight_s = 0.5: expected at most the whole backward"),
-        ("parts.0.samples.0.prefix", 512, r"\(tokens, prefix\) = \(256, 512\) occurs twice"),
-        ("links.0.send_s", -1e-4, r"links\[0\].send_s = -0.0001"),
-    ],
-)
+@pytest.mark.parametrize(("path", "value", "message"), [
+    ("format", "something", "is not a profile.*give the file"),
+    ("version", 3, "version 3, this package reads 2: update terapipe_ds"),
+    ("version", 1, "version 1, this package reads 2: measure again and replace it"),
+    ("version", 0, "version 0.*measure again"),
+    ("extra", 1, "the file has an unknown key 'extra'"),
+    ("parts", [], "parts = .*: expected at least 1 item"),
+    ("key.micro_batch", 0, "key.micro_batch = 0: expected greater than or equal to 1"),
+    ("key.sequence_length", 100, "sequence_length = 100: expected what was measured, 768"),
+    ("key.surprise", 1, "key has an unknown key 'surprise'"),
+    ("pipeline_stages", 3, "pipeline_stages = 3: expected 1 to the number of parts, 2"),
+    ("layers", LAYERS | {"kind_of": [0, 1]}, "kind_of = 1: expected an index of the 1 kinds"),
+    ("layers", LAYERS | {"bounds": [0, 1]}, "expected rising layer numbers, 0 to 2"),
+    ("layers", LAYERS | {"bounds": [0, 1, 2]}, r"layers.bounds = \[0, 1, 2\]: expected 1 part"),
+    ("layers", LAYERS | {"kinds": [KIND | {"trained_parameters": 8}]}, "trained_parameters = 8: expected .* to 7"),
+    ("layers", LAYERS | {"kinds": [KIND | {"samples": [SAMPLE | {"prefix": 900}]}]}, "expected what was .* 1156"),
+    ("parts.0.overheads", [{"tokens": 8, "forward_s": 0.0, "backward_s": -1.0}], "backward_s = -1.0"),
+    ("parts.0.memory", {"static_bytes": -1}, "memory.static_bytes.* = -1: expected greater than or equal to 0"),
+    ("parts.0.step_s", 0.0, "step_s = 0.0: expected greater than 0"),
+    ("parts.0.samples.0.forward_s", math.nan, r"parts\[0\].samples\[0\].forward_s = nan: expected a finite"),
+    ("parts.0.samples.0.backward_s", True, "backward_s = True"),
+    ("parts.0.samples.0.tokens", 1.5, "tokens = 1.5: expected a valid integer"),
+    ("parts.0.samples.0.weight_s", 0.5, "weight_s = 0.5: expected at most the whole backward"),
+    ("parts.0.samples.0.prefix", 512, r"\(tokens, prefix\) = \(256, 512\) occurs twice"),
+    ("links.0.send_s", -1e-4, r"links\[0\].send_s = -0.0001"),
+])  # fmt: skip
 def test_bad_fields(path: str, value: Any, message: str) -> None:
     wrong = document()
     holder, last = at(wrong, path)

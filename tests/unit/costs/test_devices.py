@@ -73,18 +73,15 @@ def test_dtypes() -> None:
         h100.resolve_dtype(16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "message"),
-    [
-        ("kernel_floor_s", 0.0, "kernel_floor_s = 0.0: expected greater than 0"),
-        ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5: expected less than or equal to 1"),
-        ("node_link", {"bandwidth_bytes_per_s": 1e9, "latency_s": float("inf")}, "node_link.latency_s = inf: expected"),
-        ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
-        ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
-        ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
-        ("surprise", 1, "has an unknown key 'surprise'"),
-    ],
-)
+@pytest.mark.parametrize(("field", "value", "message"), [
+    ("kernel_floor_s", 0.0, "kernel_floor_s = 0.0: expected greater than 0"),
+    ("matmul_efficiency", 1.5, "matmul_efficiency = 1.5: expected less than or equal to 1"),
+    ("node_link", {"bandwidth_bytes_per_s": 1e9, "latency_s": float("inf")}, "node_link.latency_s = inf: expected"),
+    ("network_link", {"latency_s": 1.0}, "network_link lacks bandwidth_bytes_per_s"),
+    ("peak_flops", {"tf32": 1e12}, "peak_flops = {'tf32': 1"),
+    ("peak_flops", {"fp64": 1e12}, "peak_flops = {'fp64': 1"),
+    ("surprise", 1, "has an unknown key 'surprise'"),
+])  # fmt: skip
 def test_bad_cards(tmp_path: Path, field: str, value: Any, message: str) -> None:
     card, path = json.loads(FILE.read_text())["devices"][1], tmp_path / "card.json"
     path.write_text(json.dumps(card | {field: value}))

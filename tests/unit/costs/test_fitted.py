@@ -102,16 +102,13 @@ def test_left_out_means_left_out() -> None:
     assert "part 0, forward: fitted max" in model.report and "left out of the fit max 50.00%" in model.report
 
 
-@pytest.mark.parametrize(
-    ("pairs", "kept"),
-    [
-        ([(256, 512)], (3,)),  # one point: attention to the prefix alone
-        ([(256, 512), (256, 1024)], (0, 3)),  # one size of slice: nothing tells i from 1 nor j from i j
-        ([(256, 512), (512, 512)], (0, 3)),
-        ([(256, 512), (256, 1024), (512, 512)], (0, 2, 3)),
-        ([(256, 512), (256, 1024), (512, 512), (512, 1024)], (0, 1, 2, 3)),
-    ],
-)
+@pytest.mark.parametrize(("pairs", "kept"), [
+    ([(256, 512)], (3,)),  # one point: attention to the prefix alone
+    ([(256, 512), (256, 1024)], (0, 3)),  # one size of slice: nothing tells i from 1 nor j from i j
+    ([(256, 512), (512, 512)], (0, 3)),
+    ([(256, 512), (256, 1024), (512, 512)], (0, 2, 3)),
+    ([(256, 512), (256, 1024), (512, 512), (512, 1024)], (0, 1, 2, 3)),
+])  # fmt: skip
 def test_few_samples_give_a_reduced_form_that_meets_them(pairs: list[tuple[int, int]], kept: tuple[int, ...]) -> None:
     model = CostModel(samples(pairs))
     terms = model.forward_curve.terms
@@ -138,18 +135,15 @@ def test_one_size_only() -> None:
     assert CostModel([CostSample(256, 0, 0.1, 0.2)], allow_extrapolation=True).forward_s(512, 0) == 0.2
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((2049, 0), "part 3: tokens = 2049: slices without prefix up to 2048 tokens were measured; measure that far"),
-        ((64, 1985), r"tokens \+ prefix = 2049: with a prefix up to 2048 tokens together was measured"),
-        ((np.array([1, 99]), np.array([0, 5000])), r"tokens \+ prefix = 5099.*allow_extrapolation=True"),
-        ((0, 0), "tokens = 0: give at least 1 token"),
-        ((math.nan, 0), "tokens = nan"),
-        ((1, -1), "prefix = -1: give 0 or more"),
-        ((1, math.nan), "prefix = nan"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ((2049, 0), "part 3: tokens = 2049: slices without prefix up to 2048 tokens were measured; measure that far"),
+    ((64, 1985), r"tokens \+ prefix = 2049: with a prefix up to 2048 tokens together was measured"),
+    ((np.array([1, 99]), np.array([0, 5000])), r"tokens \+ prefix = 5099.*allow_extrapolation=True"),
+    ((0, 0), "tokens = 0: give at least 1 token"),
+    ((math.nan, 0), "tokens = nan"),
+    ((1, -1), "prefix = -1: give 0 or more"),
+    ((1, math.nan), "prefix = nan"),
+])  # fmt: skip
 def test_questions_out_of_range(arguments: tuple[Any, Any], message: str) -> None:
     model = CostModel(samples(), part_id=3)
     for ask in (model.forward_s, model.backward_s, model.weight_s):
@@ -251,9 +245,8 @@ class Windowed:
 def test_costs_that_end_to_grow_where_the_window_ends(window: int, share: float) -> None:
     """The fit is exact, so that the plan is no worse than any of equal slices; without the window it is not."""
     length, stages, part = 2048, 4, Windowed(window, share)
-    measured = [
-        CostSample(i, j, part.forward_s(i, j), part.backward_s(i, j)) for i, j in [*((i, 0) for i in BASE), *GRID]
-    ]
+    pairs = [*((i, 0) for i in BASE), *GRID]
+    measured = [CostSample(*pair, part.forward_s(*pair), part.backward_s(*pair)) for pair in pairs]
     profile = Profile(KEY, (PartProfile(0, tuple(measured), memory={"window_tokens": window - 1}),))
     (model,) = CostModel.from_profile(profile)
     for i, j in [(192, 64), (192, 640), (96, 1900), (700, 500), (1000, 0)]:

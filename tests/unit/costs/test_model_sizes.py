@@ -71,17 +71,14 @@ def test_names() -> None:
         model_size(3)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_layers": 0}, "num_layers = 0"),
-        ({"ffn_size": -4}, "ffn_size = -4"),
-        ({"vocab_size": 3.5}, "vocab_size = 3.5"),
-        ({"num_kv_heads": True}, "num_kv_heads = True"),
-        ({"num_kv_heads": 3}, "does not divide by num_kv_heads = 3"),
-        ({"positions": "alibi"}, "positions = 'alibi'"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"num_layers": 0}, "num_layers = 0"),
+    ({"ffn_size": -4}, "ffn_size = -4"),
+    ({"vocab_size": 3.5}, "vocab_size = 3.5"),
+    ({"num_kv_heads": True}, "num_kv_heads = True"),
+    ({"num_kv_heads": 3}, "does not divide by num_kv_heads = 3"),
+    ({"positions": "alibi"}, "positions = 'alibi'"),
+])  # fmt: skip
 def test_impossible_sizes(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ModelSizeError, match=f"model size 'tiny': .*{message}"):
         dataclasses.replace(model_size("tiny"), **changes)  # type: ignore[arg-type]

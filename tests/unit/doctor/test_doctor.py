@@ -220,9 +220,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
      "planner.profile", "fail", "cannot read the profile nothing.json"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
-def test_what_is_wrong_with_a_config(
-    changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path
-) -> None:
+def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path) -> None:
     line = of_config(tmp_path, stages=3, data=2, **changes)[name]
     assert line.verdict == verdict and words in line.found and (line.fix or verdict == "ok")
 
@@ -297,18 +295,15 @@ def test_failures_stand_first_and_quiet_prints_nothing_else(tmp_path: Path, caps
     assert first.splitlines()[-2] == quiet.splitlines()[-2] == "2 ok, 1 note, 1 fail"
 
 
-@pytest.mark.parametrize(
-    ("slices", "granularity", "length", "verdict", "part"),
-    [
-        ([512, 256, 256], 1, 1024, "ok", "[512, 256, 256]"),
-        ([512, 256, 256], 1, 2048, "fail", "adds up to 1024 tokens"),
-        (8, 64, 256, "fail", "slices"),
-        (4, 64, 256, "ok", "[64, 64, 64, 64]"),
-        ("auto", 512, 256, "fail", "larger than a sequence of 256 tokens"),
-        ("auto", 64, 256, "ok", "planner"),
-    ],
-)
-def test_slices_against_a_length(
+@pytest.mark.parametrize(("slices", "granularity", "length", "verdict", "part"), [
+    ([512, 256, 256], 1, 1024, "ok", "[512, 256, 256]"),
+    ([512, 256, 256], 1, 2048, "fail", "adds up to 1024 tokens"),
+    (8, 64, 256, "fail", "slices"),
+    (4, 64, 256, "ok", "[64, 64, 64, 64]"),
+    ("auto", 512, 256, "fail", "larger than a sequence of 256 tokens"),
+    ("auto", 64, 256, "ok", "planner"),
+])  # fmt: skip
+def test_slices_and_a_length(
     tmp_path: Path, slices: Any, granularity: int, length: int, verdict: str, part: str
 ) -> None:
     section = {"enabled": True, "slices": slices, "granularity_tokens": granularity}

@@ -28,17 +28,14 @@ def test_none_is_set() -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "verdict"),
-    [
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warning"),
-        ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
-        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", "warning"),
-        ("TORCH_NCCL_BLOCKING_WAIT", "1", "warning"),
-        ("NCCL_MAX_CTAS", "16", "note"),
-        ("CUDA_MODULE_LOADING", "LAZY", "note"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "verdict"), [
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "1", "warning"),
+    ("CUDA_DEVICE_MAX_CONNECTIONS", "8", "note"),
+    ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128", "warning"),
+    ("TORCH_NCCL_BLOCKING_WAIT", "1", "warning"),
+    ("NCCL_MAX_CTAS", "16", "note"),
+    ("CUDA_MODULE_LOADING", "LAZY", "note"),
+])  # fmt: skip
 def test_one_of_them_is_not(name: str, value: str, verdict: str) -> None:
     assert verdicts({**BEST, name: value}) == {name: verdict}
     (line,) = (line for line in variables({**BEST, name: value}, on_cuda=True) if line.name == name)

@@ -172,14 +172,11 @@ def test_a_token_that_does_not_count_may_have_any_numbers(label_smoothing: float
         assert max(error_of(found, wanted), error_of(loss(logits, labels), wanted)) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"label_smoothing": 1.0}, "label_smoothing = 1.0"),
-        ({"scale": 0.0}, "scale = 0.0"),
-        ({"softcap": -1.0}, "softcap = -1.0"),
-    ],
-)
+@pytest.mark.parametrize(("options", "text"), [
+    ({"label_smoothing": 1.0}, "label_smoothing = 1.0"),
+    ({"scale": 0.0}, "scale = 0.0"),
+    ({"softcap": -1.0}, "softcap = -1.0"),
+])  # fmt: skip
 def test_impossible_options(options: dict[str, float], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         LinearCrossEntropy(**options)  # type: ignore[arg-type]

@@ -167,7 +167,7 @@ LENGTH, WIDTH = 384, 256
 
 @pytest.mark.parametrize("recipe", [BlockScaling(), Float8BlockScaling()], ids=["mxfp8", "blockwise"])
 @pytest.mark.parametrize(("lengths", "is_same"), [((128, 256), True), ((100, 284), False)])
-def test_slices_of_whole_blocks_have_the_same_numbers(
+def test_slices_of_whole_blocks_are_equal(
     recipe: BlockScaling, lengths: tuple[int, ...], is_same: bool, engine: Any
 ) -> None:
     """Of outputs and gradients of inputs always; of weight gradients up to the order of additions."""
@@ -211,9 +211,7 @@ class _Block(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_layers_run_in_fp8_and_keep_no_weights_in_it(
-    recompute: bool, engine: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_in_fp8_keep_no_weights_in_it(recompute: bool, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
 
     def context(config: Any, layer_no: int) -> Any:

@@ -40,9 +40,8 @@ class Layers(nn.Module):
 
     def __init__(self, dtype: torch.dtype = torch.float64, **column: Any) -> None:
         super().__init__()
-        config = TransformerConfig(
-            num_layers=1, hidden_size=IN, num_attention_heads=1, use_cpu_initialization=True, params_dtype=dtype
-        )
+        sizes = {"num_layers": 1, "hidden_size": IN, "num_attention_heads": 1}
+        config = TransformerConfig(**sizes, use_cpu_initialization=True, params_dtype=dtype)
         init = {"config": config, "init_method": nn.init.normal_, "tp_group": dist.group.WORLD}
         options = {"bias": True, "skip_bias_add": False, **column}
         self.up = ColumnParallelLinear(IN, OUT, gather_output=False, **init, **options)

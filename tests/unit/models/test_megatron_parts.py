@@ -105,9 +105,8 @@ def test_the_engine_looks_where_the_model_writes() -> None:
 
 
 def test_experts_stand_where_the_frequency_says() -> None:
-    shape = config(
-        num_moe_experts=2, moe_layer_freq=[0, 1, 0, 1], moe_router_load_balancing_type="none", add_bias_linear=False
-    )
+    experts = {"num_moe_experts": 2, "moe_router_load_balancing_type": "none", "add_bias_linear": False}
+    shape = config(**experts, moe_layer_freq=[0, 1, 0, 1])
     assert [spec.submodules.mlp.module is MoELayer for spec in layer_specs(shape)] == [False, True, False, True]
 
 
@@ -118,15 +117,12 @@ def changed(**submodules: Any) -> ModuleSpec:
     return spec
 
 
-@pytest.mark.parametrize(
-    ("spec", "what"),
-    [
-        (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
-        (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
-        (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),
-        (changed(cross_attention=ModuleSpec(module=CrossAttention)), "has cross_attention"),
-    ],
-)
+@pytest.mark.parametrize(("spec", "what"), [
+    (ModuleSpec(module=IdentityOp), "is of IdentityOp"),
+    (changed(self_attention=IdentityOp), "has the self_attention IdentityOp"),
+    (get_gpt_layer_local_spec(multi_latent_attention=True), "has the self_attention MLASelfAttention"),
+    (changed(cross_attention=ModuleSpec(module=CrossAttention)), "has cross_attention"),
+])  # fmt: skip
 def test_specs_whose_attention_cannot_be_replaced_are_refused(spec: ModuleSpec, what: str) -> None:
     with pytest.raises(MegatronConfigError, match=f"transformer_layer_spec {what}"):
         layer_specs(config(), spec)

@@ -180,9 +180,8 @@ def test_refused_with_the_name_of_the_field(named: str) -> None:
 
 
 def test_latent_attention() -> None:
-    fields, common = (
-        {field.name for field in dataclasses.fields(c)} for c in (MLATransformerConfig, TransformerConfig)
-    )
+    both = MLATransformerConfig, TransformerConfig
+    fields, common = ({field.name for field in dataclasses.fields(each)} for each in both)
     assert fields - common == {*OF_LATENT_ATTENTION, "cache_mla_latents"}
     check_config(MLATransformerConfig(**SIZES))
     with pytest.raises(MegatronConfigError, match="cache_mla_latents=True: it is for inference"):
@@ -193,19 +192,16 @@ def test_latent_attention() -> None:
         MegatronGPT(MLATransformerConfig(**SIZES), vocab_size=8, max_sequence_length=8, rotary_base=5)
 
 
-@pytest.mark.parametrize(
-    ("size", "frequency", "windows"),
-    [
-        (None, 2, [None, None, None]),
-        ((3, 0), None, [4, 4, 4]),
-        ((0, 0), None, [1, 1, 1]),
-        ((-1, 0), None, [None, None, None]),
-        ((3, 0), 2, [4, None, 4]),
-        ((3, 0), 1, [None, None, None]),
-        ((3, 0), [0, 1, 0], [None, 4, None]),
-    ],
-)
-def test_windows_count_the_token_itself_and_are_where_megatron_has_them(
+@pytest.mark.parametrize(("size", "frequency", "windows"), [
+    (None, 2, [None, None, None]),
+    ((3, 0), None, [4, 4, 4]),
+    ((0, 0), None, [1, 1, 1]),
+    ((-1, 0), None, [None, None, None]),
+    ((3, 0), 2, [4, None, 4]),
+    ((3, 0), 1, [None, None, None]),
+    ((3, 0), [0, 1, 0], [None, 4, None]),
+])  # fmt: skip
+def test_windows_count_the_token_itself_where_megatron_has_them(
     size: Any, frequency: Any, windows: list[int | None]
 ) -> None:
     shape = config(window_size=size, window_attn_skip_freq=frequency)

@@ -1,14 +1,12 @@
 """Every slice is asked once, with the right numbers, and what cannot be a time is refused by name."""
 
 import math
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pytest
 from planner_cases import LinkCosts, TableCosts, random_costs
 
-from studies.slice_program import solve
 from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.slice_program.cost_table import tabulate
 
@@ -28,19 +26,6 @@ def test_a_table_by_hand() -> None:
     assert table.send_s is not None and table.send_s.tolist() == [[0.4, 0.8, 1.0], [0.4, 0.6, inf], [0.2, inf, inf]]
     band = table.band
     assert (band.forward[1, 1], band.backward[0, 0], band.total[2, 0]) == (60.004 + 0.6, 80.4, 20.008 + 40.008)
-
-
-@pytest.mark.parametrize(("length", "granularity"), [(64, 8), (61, 8), (7, 7), (9, 7), (5, 1)])
-def test_each_pair_is_asked_once_with_ints(length: int, granularity: int) -> None:
-    costs = random_costs(np.random.default_rng(0), length, granularity, "random", links=True)
-    solve(costs, length, 4, 2, granularity, max_slices=2)
-    assert max(Counter(costs.asked).values()) == 1
-    assert all(type(x) is int for _, tokens, prefix in costs.asked for x in (tokens, prefix))
-    starts = range(0, length, granularity)
-    pairs = {(stop - start, start) for start in starts for stop in [*starts, length] if stop > start}
-    for name in ("forward", "backward"):
-        assert {(tokens, prefix) for what, tokens, prefix in costs.asked if what == name} == pairs
-    assert {tokens for what, tokens, _ in costs.asked if what == "send"} == {tokens for tokens, _ in pairs}
 
 
 class Vectorized:
@@ -97,11 +82,3 @@ def test_bad_times_of_vectorized_costs_and_of_links() -> None:
     scalars.backward = lambda tokens, prefix: object()  # type: ignore[assignment,return-value]
     with pytest.raises(PlannerError, match=r"backward_s\(tokens=8, prefix=0\) = <object.*: times are finite seconds"):
         tabulate(scalars, 16, 8)
-
-
-@pytest.mark.parametrize(
-    "wrong", [(0, 2, 1, 8), (16, 0, 1, 8), (16, 2, 0, 8), (16, 2, 1, 0), (16, 2, 1, 8, 0), (16, 2.0)]
-)
-def test_numbers_that_cannot_be(wrong: tuple[Any, ...]) -> None:
-    with pytest.raises(PlannerError, match=r"= .*: give an integer >= 1"):
-        solve(coded(), *wrong)

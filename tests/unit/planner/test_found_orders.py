@@ -9,13 +9,7 @@ import pytest
 from studies.orders import Costs
 from terapipe_ds import planner, simulate
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import (
-    MemoryLimitError,
-    MemoryModel,
-    PartMemory,
-    PlannerError,
-    describe,
-)
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, describe
 from terapipe_ds.schedule import ScheduleError, build, from_csv, validate
 from terapipe_ds.schedule.placement import v_shape
 from tests.costs import CostsOf
@@ -53,9 +47,7 @@ def test_the_outer_micro_batches_get_more_slices() -> None:
     same = best_order(Costs(), found.plans[0], 4, 8)
     assert found.predicted_s < same.predicted_s
     text = "\n".join(describe(found))
-    assert (
-        "micro-batches 0 to" in text and "which no order of these slices beats" in text and "schedule  search" in text
-    )
+    assert all(said in text for said in ("micro-batches 0 to", "which no order of these slices beats", "  search"))
     told = json.loads(json.dumps(found.to_dict()))
     assert told["plan"] is None and [len(lengths) for lengths in told["plans"]] == list(counts)
     assert from_csv(told["order"], "search") == found.order

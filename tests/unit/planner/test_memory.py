@@ -45,8 +45,7 @@ def config_and_size(family: dict[str, Any], dtype: str, num_layers: int = 1) -> 
 
 
 def saved_bytes(run: Callable[[], Tensor], parameters: Iterable[nn.Parameter], received: Tensor | None = None) -> int:
-    """Bytes of the storages that ``run`` saves for its backward, parameters and shared tables left out, and of what
-    the engine has ``received`` and keeps, saved or not."""
+    """Bytes that ``run`` saves for its backward, without parameters and tables, and of what the engine ``received``."""
     known = {p.untyped_storage().data_ptr() for p in parameters}
     given = [] if received is None else [received.untyped_storage()]
     storages = {storage.data_ptr(): storage.nbytes() for storage in given}
@@ -240,24 +239,21 @@ def test_parameters_are_those_of_the_layers(family: dict[str, Any], tied: bool) 
 # --- worked by hand
 
 
-@pytest.mark.parametrize(
-    ("options", "bytes_per_parameter"),
-    [
-        ({"dtype": "float32"}, 4 + 4 + 8),
-        ({"dtype": "float32", "zero_stage": 1, "data_parallel": 4}, 4 + 4 + 12 / 4),
-        ({"dtype": "float64"}, 8 + 8 + 16),
-        ({"dtype": "float16"}, 2 + 2 + 12),
-        ({"dtype": "float16", "data_parallel": 4}, 2 + 2 + 12),
-        ({"dtype": "float16", "zero_stage": 1, "data_parallel": 4}, 2 + 2 + 12 / 4),
-        ({"dtype": "bfloat16"}, 2 + 4 + 12),
-        ({"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, 2 + 2 + 12),
-        ({"dtype": "bfloat16", "data_parallel": 4}, 2 + 4 + 12 / 4),
-        # it adds each gradient to its sum, and drops it
-        ({"dtype": "bfloat16", "offload_optimizer": True}, 2 + 4),
-        ({"dtype": "float16", "zero_stage": 1, "offload_optimizer": True}, 2 + 2),
-        ({"dtype": "float32", "optimizer": "sgd"}, 4 + 4),
-    ],
-)
+@pytest.mark.parametrize(("options", "bytes_per_parameter"), [
+    ({"dtype": "float32"}, 4 + 4 + 8),
+    ({"dtype": "float32", "zero_stage": 1, "data_parallel": 4}, 4 + 4 + 12 / 4),
+    ({"dtype": "float64"}, 8 + 8 + 16),
+    ({"dtype": "float16"}, 2 + 2 + 12),
+    ({"dtype": "float16", "data_parallel": 4}, 2 + 2 + 12),
+    ({"dtype": "float16", "zero_stage": 1, "data_parallel": 4}, 2 + 2 + 12 / 4),
+    ({"dtype": "bfloat16"}, 2 + 4 + 12),
+    ({"dtype": "bfloat16", "gradient_dtype": "bfloat16"}, 2 + 2 + 12),
+    ({"dtype": "bfloat16", "data_parallel": 4}, 2 + 4 + 12 / 4),
+    # it adds each gradient to its sum, and drops it
+    ({"dtype": "bfloat16", "offload_optimizer": True}, 2 + 4),
+    ({"dtype": "float16", "zero_stage": 1, "offload_optimizer": True}, 2 + 2),
+    ({"dtype": "float32", "optimizer": "sgd"}, 4 + 4),
+])  # fmt: skip
 def test_bytes_per_parameter(options: dict[str, Any], bytes_per_parameter: float) -> None:
     size = model_size("llama-2-7b")
     model = MemoryModel.of_model(size, num_stages=1, micro_batch=1, **options)
@@ -293,18 +289,15 @@ def test_tensor_parallelism_divides_all_but_norms_and_residuals() -> None:
     assert sequence.slice_bytes_per_token == pytest.approx(one.slice_bytes_per_token / 8, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dtype": "int8"}, "dtype = 'int8': give one of float64, float32"),
-        ({"optimizer": "adamm"}, "optimizer = 'adamm'"),
-        ({"zero_stage": 2}, "zero_stage = 2: give one of 0, 1"),
-        ({"micro_batch": 0}, "micro_batch = 0: give an integer >= 1"),
-        ({"num_stages": 9}, "num_stages = 9: mini has 8 layers"),
-        ({"tensor_parallel": 3}, "tensor_parallel = 3: num_heads = 8 of mini does not divide"),
-        ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 integers that add up to the 8 layers"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dtype": "int8"}, "dtype = 'int8': give one of float64, float32"),
+    ({"optimizer": "adamm"}, "optimizer = 'adamm'"),
+    ({"zero_stage": 2}, "zero_stage = 2: give one of 0, 1"),
+    ({"micro_batch": 0}, "micro_batch = 0: give an integer >= 1"),
+    ({"num_stages": 9}, "num_stages = 9: mini has 8 layers"),
+    ({"tensor_parallel": 3}, "tensor_parallel = 3: num_heads = 8 of mini does not divide"),
+    ({"layers_per_part": (3, 4)}, r"layers_per_part = \[3, 4\]: give 2 integers that add up to the 8 layers"),
+])  # fmt: skip
 def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     options = {"num_stages": 2, "dtype": "float32", "micro_batch": 1} | changes
     with pytest.raises(PlannerError, match=message):
@@ -317,22 +310,19 @@ def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
 # --- the peak of a schedule
 
 
-@pytest.mark.parametrize(
-    ("schedule", "stages", "m", "lengths", "part", "peaks"),
-    [
-        # Two stages: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0. Most at B0.1: both micro-batches are live,
-        # 2 * (50 + 500), gradients of the store 5000, working 2 + 1.5 (rounded up: 4). On stage 1 one is live.
-        ("1f1b", 2, 2, (3, 2), PartMemory(7, 10, 100, 1000, 0, 1, 0.5), (7 + 1100 + 5004, 7 + 550 + 5004)),
-        # Gradients of parameters come with the first backward. B0.1 begins with 50 and ends with 30 and the gradients:
-        # 15 bytes of them are largest at the begin, 25 at its end. B1.1 begins with 50 and those of the first one.
-        ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=15), (7 + 50,)),
-        ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 55,)),
-        ("1f1b", 1, 2, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 75,)),
-        # A sequence in one slice does not use the store.
-        ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 50,)),
-        ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 110 + 5000,)),
-    ],
-)
+@pytest.mark.parametrize(("schedule", "stages", "m", "lengths", "part", "peaks"), [
+    # Two stages: F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 on stage 0. Most at B0.1: both micro-batches are live,
+    # 2 * (50 + 500), gradients of the store 5000, working 2 + 1.5 (rounded up: 4). On stage 1 one is live.
+    ("1f1b", 2, 2, (3, 2), PartMemory(7, 10, 100, 1000, 0, 1, 0.5), (7 + 1100 + 5004, 7 + 550 + 5004)),
+    # Gradients of parameters come with the first backward. B0.1 begins with 50 and ends with 30 and the gradients:
+    # 15 bytes of them are largest at the begin, 25 at its end. B1.1 begins with 50 and those of the first one.
+    ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=15), (7 + 50,)),
+    ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 55,)),
+    ("1f1b", 1, 2, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 75,)),
+    # A sequence in one slice does not use the store.
+    ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 50,)),
+    ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 110 + 5000,)),
+])  # fmt: skip
 def test_peaks_worked_by_hand(
     schedule: str, stages: int, m: int, lengths: tuple[int, ...], part: PartMemory, peaks: tuple[int, ...]
 ) -> None:

@@ -9,18 +9,9 @@ from planner_cases import CHUNKED, Costs, brute_force_s, every_plan, parts_of, s
 
 from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import (
-    MemoryLimitError,
-    MemoryModel,
-    PartMemory,
-    PlannerError,
-    PlanResult,
-    best_schedule,
-    choose,
-    granularity_for,
-    plan_slices,
-    ranked_schedules,
-)
+from terapipe_ds.planner import MemoryLimitError, MemoryModel, PartMemory, PlannerError, PlanResult, best_schedule
+
+from terapipe_ds.planner import choose, granularity_for, plan_slices, ranked_schedules  # isort: skip
 from terapipe_ds.planner.search import problem
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
@@ -44,14 +35,9 @@ ON_A_LINE = [
     [*ON_A_LINE, *((*shape, m, seed) for shape in CHUNKED for m, seed in ((1, 3), (4, 5)))],
 )
 def test_against_brute_force(
-    schedule: str,
-    num_stages: int,
-    chunks: int,
-    num_parts: int,
-    num_micro_batches: int,
-    seed: int,
+    schedule: str, num_stages: int, chunks: int, num_parts: int, num_micro_batches: int, seed: int,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Judging all is exact, climbing from a few within 1 % (2 % with W, 3 % with chunks); the bound is below all."""
     parts = (parts_of if schedule in SCHEDULES else split_parts)(seed, num_parts)
     question = parts, 8, num_stages, num_micro_batches, 1, schedule
@@ -243,22 +229,19 @@ def test_choose() -> None:
 # --- bad input
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"schedule": "zigzag"}, "schedule = 'zigzag': the planner knows gpipe, 1f1b, dapple, terapipe, seq1f1b, "),
-        ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
-        ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
-        ({"num_stages": True}, "num_stages = True"),
-        ({"num_micro_batches": 1.5}, "num_micro_batches = 1.5"),
-        ({"max_slices": 0}, "max_slices = 0"),
-        ({"memory_limit_bytes": 5}, "memory_limit_bytes needs memory"),
-        ({"memory": memory_of(2), "memory_limit_bytes": -5}, "memory_limit_bytes = -5"),
-        ({"memory": memory_of(2), "memory_limit_bytes": float("nan")}, "memory_limit_bytes = nan"),
-        ({"costs": [Costs(0)] * 3}, "3 costs for 2 parts"),
-        ({"costs": object()}, r"no forward_s\(tokens, prefix\)"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"schedule": "zigzag"}, "schedule = 'zigzag': the planner knows gpipe, 1f1b, dapple, terapipe, seq1f1b, "),
+    ({"granularity_tokens": 21}, "granularity_tokens = 21 is larger than the sequence of 20 tokens"),
+    ({"granularity_tokens": 0}, "granularity_tokens = 0: give an integer >= 1"),
+    ({"num_stages": True}, "num_stages = True"),
+    ({"num_micro_batches": 1.5}, "num_micro_batches = 1.5"),
+    ({"max_slices": 0}, "max_slices = 0"),
+    ({"memory_limit_bytes": 5}, "memory_limit_bytes needs memory"),
+    ({"memory": memory_of(2), "memory_limit_bytes": -5}, "memory_limit_bytes = -5"),
+    ({"memory": memory_of(2), "memory_limit_bytes": float("nan")}, "memory_limit_bytes = nan"),
+    ({"costs": [Costs(0)] * 3}, "3 costs for 2 parts"),
+    ({"costs": object()}, r"no forward_s\(tokens, prefix\)"),
+])  # fmt: skip
 @pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b"])
 def test_refused(schedule: str, changes: dict[str, Any], message: str) -> None:
     arguments = {"costs": Costs(0), "sequence_length": 20, "num_stages": 2, "granularity_tokens": 2}

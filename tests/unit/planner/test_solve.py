@@ -49,30 +49,12 @@ def test_equals_brute_force(kind: str) -> None:
 @pytest.mark.parametrize("num_stages", [2, 96])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("block", [1 << 16, 1, 20])
-def test_equals_brute_force_with_eleven_granules(
-    kind: str, num_stages: int, block: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equals_brute_force_in_blocks(kind: str, num_stages: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the programs go through a band: row by row, or in blocks of a few numbers."""
     monkeypatch.setattr(dynamic_programs, "BLOCK_ELEMENTS", block)
     rng = np.random.default_rng(100 + KINDS.index(kind))
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 1)
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 2, most=4)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_stages", [2, 48])
-def test_every_table_of_64_granules_is_proven(kind: str, num_stages: int) -> None:
-    costs = random_costs(np.random.default_rng(5), 64, 1, kind)
-    assert solve(costs, 64, num_stages, 1, 1).optimal
-    assert solve(costs, 64, num_stages, 3, 1, max_slices=5).optimal
-
-
-def test_a_worked_example() -> None:
-    """4 granules, f = b = tokens + 1: s slices of 4 / s take m * 2 * (4 + s) + 2 * (K - 1) * (4 / s + 1)."""
-    costs = TableCosts(lambda tokens, prefix: tokens + 1.0, lambda tokens, prefix: tokens + 1.0)
-    assert [solve(costs, 4, k, 1, 1).plan.num_slices for k in (1, 3, 5)] == [1, 2, 4]
-    assert [solve(costs, 4, k, 1, 1).predicted_s for k in (1, 3, 5)] == [10.0, 24.0, 32.0]
-    assert solve(costs, 4, 5, 4, 1).predicted_s == 4 * 2 * 6 + 2 * 4 * 3
 
 
 @given(st.integers(0, 10**6), st.integers(1, 7), st.sampled_from([1, 2, 8]), st.none() | st.integers(1, 7))

@@ -2,12 +2,13 @@
 
 import dataclasses
 import json
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
 
-from terapipe_ds.schedule import SCHEDULE_NAMES, Action, Schedule, build
+from terapipe_ds.schedule import SCHEDULE_NAMES, Action, Kind, Schedule, build
 
 GOLDEN: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "schedules.json").read_text(encoding="utf-8")
@@ -97,3 +98,33 @@ OTHER_KINDS = {"zero_bubble": zero_bubble, "bidirectional": bidirectional, "v_sh
 
 def with_orders(schedule: Schedule, orders: list[list[Action]]) -> Schedule:
     return dataclasses.replace(schedule, orders=tuple(map(tuple, orders)))
+
+
+def obeys_the_rules(schedule: Schedule) -> bool:
+    """The rules once more, by brute force: something can always run, and links keep their order."""
+    queues = [list(order) for order in schedule.orders]
+    done: set[tuple[Kind, int, int, int]] = set()
+    while ready := [queue for queue in queues if queue and done.issuperset(_needs(queue[0], schedule))]:
+        done |= {queue.pop(0).key for queue in ready}
+    homes = {a.key: k for k, order in enumerate(schedule.orders) for a in order}
+    sent, taken = defaultdict(list), defaultdict(list)
+    for k, order in enumerate(schedule.orders):
+        for a in order:
+            step = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.WEIGHT: 99}[a.kind]
+            to, source = (homes.get((a.kind, a.part_id + d, *a.unit), k) for d in (step, -step))
+            if to != k:
+                sent[a.kind, a.part_id, k, to].append(a.unit)
+            if source != k:
+                taken[a.kind, a.part_id - step, source, k].append(a.unit)
+    return sent == taken and not any(queues)
+
+
+def _needs(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int, int]]:
+    """What has to run before: the slice before or after it, its neighbour part, the F of a B, the B of a W."""
+    part, (m, s) = action.part_id, action.unit
+    if action.kind is Kind.WEIGHT:
+        return [(Kind.BACKWARD, part, m, s)]
+    step = 1 if action.kind is Kind.FORWARD else -1
+    others = [(action.kind, part - step, m, s), (action.kind, part, m, s - step)]
+    others = [key for key in others if 0 <= key[1] < schedule.num_parts and 0 <= key[3] < schedule.num_slices[m]]
+    return [*others, *([(Kind.FORWARD, part, m, s)] if action.kind is Kind.BACKWARD else [])]

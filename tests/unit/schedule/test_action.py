@@ -17,17 +17,14 @@ def test_a_computation_prints_and_parses_back(action: Action) -> None:
     assert Action.parse(action.text(with_chunk=True)) == action
 
 
-@pytest.mark.parametrize(
-    ("action", "text"),
-    [
-        (Action(Kind.FORWARD, 0, 3), "F0.3"),
-        (Action(Kind.BACKWARD, 1, 0, 5, 1), "B1.0c1"),
-        (Action(Kind.LOAD, 4), "L4"),
-        (Action(Kind.SEND_ACTIVATION, 0, 3, peer_stage_id=1, peer_part_id=1), "SA0.3>1"),
-        (Action(Kind.RECV_GRAD, 2, 1, chunk_id=1, peer_stage_id=3, peer_part_id=7), "RG2.1c1<3"),
-        (Action(Kind.OPTIMIZER_STEP), "ST"),
-    ],
-)
+@pytest.mark.parametrize(("action", "text"), [
+    (Action(Kind.FORWARD, 0, 3), "F0.3"),
+    (Action(Kind.BACKWARD, 1, 0, 5, 1), "B1.0c1"),
+    (Action(Kind.LOAD, 4), "L4"),
+    (Action(Kind.SEND_ACTIVATION, 0, 3, peer_stage_id=1, peer_part_id=1), "SA0.3>1"),
+    (Action(Kind.RECV_GRAD, 2, 1, chunk_id=1, peer_stage_id=3, peer_part_id=7), "RG2.1c1<3"),
+    (Action(Kind.OPTIMIZER_STEP), "ST"),
+])  # fmt: skip
 def test_actions_print_short(action: Action, text: str) -> None:
     assert str(action) == text
 

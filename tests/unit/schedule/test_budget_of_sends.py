@@ -29,12 +29,8 @@ def plays_to_the_end(schedule: Schedule, budget: int) -> bool:
         action = actions[k][at[k]]
         if action.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRAD):
             computation = COMPUTE_OF[action.kind]
-            posted[k][computation, action.part_id, action.unit] = (
-                computation,
-                action.peer_part_id,
-                action.peer_stage_id,
-                k,
-            )
+            wire = computation, action.peer_part_id, action.peer_stage_id, k
+            posted[k][computation, action.part_id, action.unit] = wire
         elif action.kind in (Kind.FORWARD, Kind.BACKWARD):
             wire = posted[k].get((action.kind, action.part_id, action.unit))
             if wire is not None:
@@ -100,9 +96,7 @@ def test_few_slices_run_with_the_usual_budget(name: str, forward_only: bool) -> 
     ("name", "shape", "least"),
     [("interleaved", (2, 1, 24), 12), ("1f1b", (4, 2, 32), 32), ("zbv", (2, 1, 32), 11), ("seq1f1b", (4, 2, 32), 8)],
 )
-def test_orders_of_whole_micro_batches_need_more_for_many_slices(
-    name: str, shape: tuple[int, int, int], least: int
-) -> None:
+def test_orders_of_whole_micro_batches_need_more_for_slices(name: str, shape: tuple[int, int, int], least: int) -> None:
     schedule = build(name, *shape, chunks_per_stage=1 + ("interleaved" in name))
     assert budget_of_sends(schedule) == least
     assert plays_to_the_end(schedule, least) and (least == 8 or not plays_to_the_end(schedule, least - 1))

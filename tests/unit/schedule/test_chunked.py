@@ -35,16 +35,13 @@ def peaks_of_chunks(schedule: Schedule, stage_id: int) -> list[int]:
 # --- placements
 
 
-@pytest.mark.parametrize(
-    ("name", "num_stages", "chunks", "columns"),
-    [
-        ("1f1b", 3, 1, [[0, 1, 2]]),
-        ("interleaved", 3, 1, [[0, 1, 2]]),
-        ("seq1f1b-interleaved", 2, 3, [[0, 1], [2, 3], [4, 5]]),
-        *((name, 4, given, [[0, 1, 2, 3], [3, 2, 1, 0]]) for name in BIDIRECTIONAL for given in (1, 2)),
-        *(("zbv", 3, given, [[0, 1, 2], [5, 4, 3]]) for given in (1, 2)),
-    ],
-)
+@pytest.mark.parametrize(("name", "num_stages", "chunks", "columns"), [
+    ("1f1b", 3, 1, [[0, 1, 2]]),
+    ("interleaved", 3, 1, [[0, 1, 2]]),
+    ("seq1f1b-interleaved", 2, 3, [[0, 1], [2, 3], [4, 5]]),
+    *((name, 4, given, [[0, 1, 2, 3], [3, 2, 1, 0]]) for name in BIDIRECTIONAL for given in (1, 2)),
+    *(("zbv", 3, given, [[0, 1, 2], [5, 4, 3]]) for given in (1, 2)),
+])  # fmt: skip
 def test_where_the_parts_of_a_schedule_are(name: str, num_stages: int, chunks: int, columns: list[list[int]]) -> None:
     """Per chunk, the parts of stage 0, 1, ..."""
     placement = {(k, c): part_id for c, column in enumerate(columns) for k, part_id in enumerate(column)}
@@ -55,15 +52,12 @@ def test_where_the_parts_of_a_schedule_are(name: str, num_stages: int, chunks: i
         assert (schedule.placement, schedule.chunks_per_stage) == (placement, len(columns))
 
 
-@pytest.mark.parametrize(
-    ("name", "num_stages", "chunks", "advice"),
-    [
-        ("gpipe", 4, 2, "chunks_per_stage is 2: .*one part per stage, leave it at 1"),
-        ("zbv", 4, 3, "chunks_per_stage is 3: .*give 2"),
-        ("chimera", 4, 4, "chunks_per_stage is 4: .*give 2"),
-        *((name, 3, 1, "num_stages is 3: .* even number") for name in BIDIRECTIONAL),
-    ],
-)
+@pytest.mark.parametrize(("name", "num_stages", "chunks", "advice"), [
+    ("gpipe", 4, 2, "chunks_per_stage is 2: .*one part per stage, leave it at 1"),
+    ("zbv", 4, 3, "chunks_per_stage is 3: .*give 2"),
+    ("chimera", 4, 4, "chunks_per_stage is 4: .*give 2"),
+    *((name, 3, 1, "num_stages is 3: .* even number") for name in BIDIRECTIONAL),
+])  # fmt: skip
 def test_counts_that_no_placement_has(name: str, num_stages: int, chunks: int, advice: str) -> None:
     with pytest.raises(ScheduleError, match=advice):
         placement_for(name, num_stages, chunks)

@@ -101,27 +101,24 @@ def test_csv_as_programs_write_it(text: str) -> None:
     assert from_csv(text).orders == build("gpipe", 2, 1, 1).orders
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("", "the CSV is empty"),
-        ("F0.0,B0.0\nF0.0,G0.0\n", "row 2, cell 2: cannot read 'G0.0'"),
-        ("F0.0,,B0.0\n", "row 1, cell 2: cannot read ''"),
-        ("F0.0,B0.0\n\nF0.0,B0.0\n", "row 2 is empty"),
-        ("F0.0;B0.0\n", "row 1, cell 1: .*separate cells by commas"),
-        ('"F0.0\n', "the CSV cannot be read"),
-        ("F0.0,F2.0\n", "has micro-batch 2 but no micro-batch 1"),
-        ("F0.1\n", "has micro-batch 0 slice 1 but no micro-batch 0 slice 0"),
-        ("F0.0c1\n", "has chunk 1 but no chunk 0"),
-        ("placement,0\n", "a placement but no stage"),
-        ("placement,0\nF0.0,B0.0\nF0.0,B0.0\n", "row 1: the placement has 1 stages, 2 rows follow"),
-        ("placement,0,x\nF0.0,B0.0\nF0.0,B0.0\n", "row 1, cell 3: cannot read 'x' as the parts"),
-        ("placement,0,2\nF0.0,B0.0\nF0.0,B0.0\n", "number the parts from 0 without a gap"),
-        ("placement,0/1\nF0.0c2,B0.0c2\n", "has chunk 2 but its placement 2 parts per stage"),
-        ("F0.0,B0.0\nB0.0,F0.0\n", "B0.0 runs before F0.0"),
-        ("F0.0,B0.0\nF0.0\n", "B0.0 of part 1 is missing"),
-    ],
-)
+@pytest.mark.parametrize(("text", "reason"), [
+    ("", "the CSV is empty"),
+    ("F0.0,B0.0\nF0.0,G0.0\n", "row 2, cell 2: cannot read 'G0.0'"),
+    ("F0.0,,B0.0\n", "row 1, cell 2: cannot read ''"),
+    ("F0.0,B0.0\n\nF0.0,B0.0\n", "row 2 is empty"),
+    ("F0.0;B0.0\n", "row 1, cell 1: .*separate cells by commas"),
+    ('"F0.0\n', "the CSV cannot be read"),
+    ("F0.0,F2.0\n", "has micro-batch 2 but no micro-batch 1"),
+    ("F0.1\n", "has micro-batch 0 slice 1 but no micro-batch 0 slice 0"),
+    ("F0.0c1\n", "has chunk 1 but no chunk 0"),
+    ("placement,0\n", "a placement but no stage"),
+    ("placement,0\nF0.0,B0.0\nF0.0,B0.0\n", "row 1: the placement has 1 stages, 2 rows follow"),
+    ("placement,0,x\nF0.0,B0.0\nF0.0,B0.0\n", "row 1, cell 3: cannot read 'x' as the parts"),
+    ("placement,0,2\nF0.0,B0.0\nF0.0,B0.0\n", "number the parts from 0 without a gap"),
+    ("placement,0/1\nF0.0c2,B0.0c2\n", "has chunk 2 but its placement 2 parts per stage"),
+    ("F0.0,B0.0\nB0.0,F0.0\n", "B0.0 runs before F0.0"),
+    ("F0.0,B0.0\nF0.0\n", "B0.0 of part 1 is missing"),
+])  # fmt: skip
 def test_csv_that_is_refused(text: str, reason: str) -> None:
     with pytest.raises(ScheduleError, match=reason):
         from_csv(text)
@@ -134,14 +131,11 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     assert load(path) == load(str(path)) == dataclasses.replace(schedule, name="mine")
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (None, "No such file or directory; give the path of a CSV file"),
-        (b"\xff\xfe", "codec can't decode byte 0xff .*; give the path of a CSV file in UTF-8"),
-        (b"F0.0,x", "row 1, cell 2"),
-    ],
-)
+@pytest.mark.parametrize(("content", "reason"), [
+    (None, "No such file or directory; give the path of a CSV file"),
+    (b"\xff\xfe", "codec can't decode byte 0xff .*; give the path of a CSV file in UTF-8"),
+    (b"F0.0,x", "row 1, cell 2"),
+])  # fmt: skip
 def test_a_file_without_a_schedule(tmp_path: Path, content: bytes | None, reason: str) -> None:
     path = tmp_path / "mine.csv"
     if content is not None:
@@ -152,15 +146,12 @@ def test_a_file_without_a_schedule(tmp_path: Path, content: bytes | None, reason
         load("\0.csv")
 
 
-@pytest.mark.parametrize(
-    ("num_stages", "num_slices", "problem"),
-    [
-        (2, [2, 3], None),
-        (3, [2, 3], "has 2 stages (rows), the pipeline 3"),
-        (2, [2], "has 2 micro-batches, a batch 1: set gradient_accumulation_steps to 2"),
-        (2, [2, 2], "has 3 slices of micro-batch 1, the plan 2: cut it into 3"),
-    ],
-)
+@pytest.mark.parametrize(("num_stages", "num_slices", "problem"), [
+    (2, [2, 3], None),
+    (3, [2, 3], "has 2 stages (rows), the pipeline 3"),
+    (2, [2], "has 2 micro-batches, a batch 1: set gradient_accumulation_steps to 2"),
+    (2, [2, 2], "has 3 slices of micro-batch 1, the plan 2: cut it into 3"),
+])  # fmt: skip
 def test_whether_a_batch_fits(num_stages: int, num_slices: list[int], problem: str | None) -> None:
     found = fits(build("seq1f1b", 2, 2, [2, 3]), num_stages, num_slices)
     assert found is None if problem is None else problem in str(found)

@@ -60,9 +60,8 @@ def test_no_stage_holds_more_than_the_limit(shape: tuple[int, list[int]], chunks
     chunks = 2 if name == V else chunks
     least = chunks * max(num_slices)
     for limit, given_limit in ((least + more, least + more), (least * min(num_stages, len(num_slices)), "default")):
-        schedule = build(
-            name, num_stages, len(num_slices), num_slices, chunks_per_stage=chunks, max_live_slices=given_limit
-        )
+        options = {"chunks_per_stage": chunks, "max_live_slices": given_limit}
+        schedule = build(name, num_stages, len(num_slices), num_slices, **options)
         validate(schedule)
         assert max(schedule.peak_live_slices()) <= limit
         assert all(_ends_are_weights(schedule, stage_id) for stage_id in range(num_stages))

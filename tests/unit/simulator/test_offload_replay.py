@@ -15,9 +15,7 @@ CASES = [("gpipe", 1, 4, (2, 2)), ("seq1f1b", 3, 4, (3, 2, 1)), ("1f1b", 6, 9, (
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "lengths"), CASES)
-def test_bytes_are_those_of_the_slices_that_are_there(
-    name: str, stages: int, micro_batches: int, lengths: tuple[int, ...]
-) -> None:
+def test_bytes_are_those_of_slices_there(name: str, stages: int, micro_batches: int, lengths: tuple[int, ...]) -> None:
     """Counted moment by moment: a slice is there up to one computation after its F, and from two before its B on."""
     schedule, plan = build(name, stages, micro_batches, len(lengths)), SlicePlan(lengths)
     memory = MemoryModel((PART,) * stages, offloads=True)

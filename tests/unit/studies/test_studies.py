@@ -10,7 +10,6 @@ import torch
 from studies import attention, compiled, hugging_face, ladder, losses, planner, replay, schedule_times, windows
 from studies.predict import PlannedCase, StepTimes, print_table
 from studies.slice_program import solve
-from terapipe_ds.attention import available_backends
 from terapipe_ds.attention.backends import backend_name
 from terapipe_ds.planner.errors import MemoryLimitError
 
@@ -25,7 +24,7 @@ def test_both_sides_compute_the_same() -> None:
         torch.testing.assert_close(torch.cat(parts, dim=1), whole)
 
 
-def test_attention_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_attention_as_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     attention.main([*SMALL, "--kv-heads", "2", "--slices", "1", "4", "--dtype", "bfloat16", "--json"])
     result = json.loads(capsys.readouterr().out)
     assert f"torch {torch.__version__}" in result["device"]
@@ -34,14 +33,9 @@ def test_attention_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (whole["num_slices"], whole["store_bytes"]) == (1, 0)
     assert sliced["store_bytes"] == 2 * 64 * 2 * 8 * (2 + 4)
     assert all(row[key] > 0 for row in (whole, sliced) for key in ("unsliced_s", "sliced_s", "ratio"))
-
-
-def test_attention_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     attention.main([*SMALL, "--slices", "2", "--backend", "reference", "--clock", "cpu"])
     text = capsys.readouterr().out
     assert "1 thread(s)" in text and "L=64" in text and "ratio" in text
-    assert text.splitlines()[-1].split()[0] == "2"
-    assert "cpu_flash" in available_backends()
     assert backend_name(torch.empty(1, 1, 1, 8)) == "cpu_flash"  # what was forced is forced no more
 
 
@@ -72,24 +66,20 @@ def test_a_model_of_transformers_is_as_fast_in_slices(capsys: pytest.CaptureFixt
     assert result["ratio"] <= 1.10
 
 
-def test_planner_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_planner_as_json_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     planner.main(["--granules", "64", "--shapes", "b = 2f", "measured", "--json"])
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["granules"], row["num_stages"], row["shape"]) for row in rows] == [
-        (64, 8, "b = 2f"),
-        (64, 8, "measured"),
-    ]
+    assert [[row[key] for key in ("granules", "num_stages", "shape")] for row in rows] == [
+        [64, 8, "b = 2f"], [64, 8, "measured"],
+    ]  # fmt: skip
     for row in rows:
         found = solve(planner.Noisy(2048, row["shape"]), 2048, 8, 1, 32)
         assert row["optimal"] is True and row["num_slices"] == found.plan.num_slices
         assert row["seconds"] > 0 and row["calls_s"] > 0 and row["num_programs"] == found.num_programs
-
-
-def test_planner_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    planner.main(["--granules", "16", "--shapes", "b ~ 2f", "b = 1.5f + c"])
+    planner.main(["--granules", "16", "--shapes", "b ~ 2f"])
     lines = capsys.readouterr().out.splitlines()
     assert "numpy" in lines[0] and "optimal" in lines[1]
-    assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "8", "48", "48", "96", "96")]
+    assert [line.split()[:2] for line in lines[2:]] == [["16", k] for k in ("8", "48", "96")]
 
 
 def test_the_table_says_how_far_predictions_are_off(capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,9 +113,7 @@ def test_a_replay_that_is_off_fails(capsys: pytest.CaptureFixture[str], tmp_path
         assert replay.main([str(path)]) == code and text in capsys.readouterr().out
 
 
-def test_the_ladder_tells_the_processor_time_of_its_searches(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ladder_tells_processor_times(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def searched(*_: Any, **__: Any) -> None:
         raise MemoryLimitError("too much")
 

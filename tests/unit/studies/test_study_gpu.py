@@ -37,21 +37,16 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 def made_up_profile(sizes: tuple[Any, ...], length: int, device: str) -> Profile:
     """A layer that takes 1 us a token forward, 2 us backward, and up to half as much again for its prefix."""
     key = ProfileKey("f", "1 Layer", "a pretended device", "bfloat16", 1, 1, 1, False, length, "cuda_flash")
-    spans = {
-        (length // n, prefix) for n in (1, 2, 4, 8, 16, 32, 64) for prefix in (0, length // 2, length - length // n)
-    }
+    spans = {(length // n, p) for n in (1, 2, 4, 8, 16, 32, 64) for p in (0, length // 2, length - length // n)}
     samples = tuple(
         CostSample(tokens, prefix, cost_s := 1e-6 * tokens * (1 + prefix / (2 * length)), 2 * cost_s)
-        for tokens, prefix in sorted(spans)
-        if tokens + prefix <= length
-    )
+        for tokens, prefix in sorted(spans) if tokens + prefix <= length
+    )  # fmt: skip
     return Profile(key, (PartProfile(0, samples),))
 
 
 @pytest.mark.parametrize("what", ["attention", "layer"])
-def test_it_ends_with_json_and_table_and_a_report_can_be_made(
-    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_ends_with_json_table_and_report(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = {kind: str(tmp_path / f"gpu.{kind}") for kind in ("json", "html")}
     gpu.main([what, "--json", files["json"]])
     lines, result = capsys.readouterr().out.splitlines(), load_result(files["json"])

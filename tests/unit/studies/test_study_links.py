@@ -11,9 +11,7 @@ from studies.links import WORK, Run
 
 
 @pytest.mark.full
-def test_a_few_steps_count_the_bytes_of_each_format(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_count_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     work = dataclasses.replace(WORK, sequence_length=32, micro_batch=1, layers=2)
     monkeypatch.setattr(links, "WORK", work)
     report, picture = tmp_path / "links.json", tmp_path / "links.svg"

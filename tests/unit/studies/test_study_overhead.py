@@ -35,9 +35,8 @@ def test_the_table_says_what_an_f_and_b_is_of() -> None:
     given = {system.name: [[reading(1e-3, 0.0, system.units(SHAPE))] * 2] for system in SYSTEMS}
     lines = table(rows_of(SHAPE, given)).splitlines()
     assert len(lines) == 1 + len(SYSTEMS)
-    assert [("a slice" in line, "a micro-batch" in line) for line in lines[1:]] == [(True, False)] * 2 + [
-        (False, True)
-    ] * 4
+    told = [("a slice" in line, "a micro-batch" in line) for line in lines[1:]]
+    assert told == [(True, False)] * 2 + [(False, True)] * 4
 
 
 @pytest.mark.parametrize("sizes", [["--fewer", "1"], ["--fewer", "8"]])

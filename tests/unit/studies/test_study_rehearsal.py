@@ -18,15 +18,9 @@ def asked(*schedules: str) -> argparse.Namespace:
 
 def test_the_shortest_slice_lasts_as_long_as_asked() -> None:
     runs = list(runs_of(asked("stock", "seq1f1b", "seq1f1b-interleaved-zb:4", "chimera-seq"), 3))
+    names = ("stock", 1), *((name, s) for name in ("seq1f1b", "seq1f1b-interleaved-zb") for s in (4, 8))
     assert [(run.schedule, run.num_micro_batches, run.num_slices) for run in runs] == [
-        (name, m, slices)
-        for m in (1, 2)
-        for name, slices in (
-            ("stock", 1),
-            ("seq1f1b", 4),
-            ("seq1f1b", 8),
-            *(("seq1f1b-interleaved-zb", s) for s in (4, 8)),
-        )
+        (name, m, slices) for m in (1, 2) for name, slices in names
     ], "a bidirectional schedule has no odd number of stages"
     costs = runs[2].costs
     plan = runs[2].plan

@@ -14,16 +14,12 @@ import pytest
 
 from terapipe_ds import SlicePlan, cli, simulate
 from terapipe_ds.schedule import build
-from terapipe_ds.timeline import Timeline, TimelineError, TimelineEvent
+from terapipe_ds.timeline import Timeline, TimelineError
 from terapipe_ds.timeline.export import to_chrome_trace
 from terapipe_ds.timeline.interactive import build_interactive, timeline_page
 from terapipe_ds.timeline.waits import find_waits
 from tests.costs import CostsOf
-
-
-def event(stage_id: int, action: str, start_s: float, end_s: float, chunk_id: int = 0) -> TimelineEvent:
-    micro_batch_id, slice_id = map(int, action[1:].split("."))
-    return TimelineEvent(stage_id, action, micro_batch_id, slice_id, action[0], start_s, end_s, chunk_id)
+from tests.unit.timeline.test_timeline import event
 
 
 def two_stages(zero_s: float = 100.0) -> Timeline:
@@ -47,11 +43,7 @@ def simulated(schedule: str = "seq1f1b", factor: float = 1.0) -> Timeline:
 
 def test_waits_by_hand() -> None:
     waits = [(w.stage_id, w.start_s - 100, w.end_s - 100, w.before.action) for w in find_waits(two_stages())]
-    assert waits == [
-        (0, 2, 8, "B0.0"),
-        (1, 0, 2.5, "F0.0"),
-        (1, 5, pytest.approx(5.2), "B0.0"),
-    ]
+    assert waits == [(0, 2, 8, "B0.0"), (1, 0, 2.5, "F0.0"), (1, 5, pytest.approx(5.2), "B0.0")]
     reasons = [wait.reason for wait in find_waits(two_stages())]
     assert reasons[0] == "B0.0 of stage 1"
     assert reasons[1] == "F0.0 of stage 0, for 80 % of the time; then the link, or this rank itself"
@@ -106,12 +98,7 @@ def test_measured_rows_are_beside_predicted_ones_and_tell_the_ratio() -> None:
     slower = two_stages(zero_s=0)
     slower = Timeline(2, tuple(event(e.stage_id, e.action, 2 * e.start_s, 2 * e.end_s) for e in slower.events))
     figure = build_interactive([("predicted", two_stages()), ("<measured>", slower)])
-    assert figure["rows"] == [
-        "stage 0 predicted",
-        "stage 0 &lt;measured&gt;",
-        "stage 1 predicted",
-        "stage 1 &lt;measured&gt;",
-    ]
+    assert figure["rows"] == [f"stage {k} {name}" for k in (0, 1) for name in ("predicted", "&lt;measured&gt;")]
     texts = [text for trace in figure["traces"] for text in trace["hovertext"]]
     (told,) = [text for text in texts if text.startswith("<b>B0.0</b>, stage 0, &lt;measured&gt;")]
     assert "micro-batch 0, slice 0" in told
@@ -134,7 +121,8 @@ def test_too_many_bars_and_none() -> None:
 
 def test_the_page_needs_nothing_else() -> None:
     plotly = pytest.importorskip("plotly.offline", reason="needs the extra plot")
-    page = timeline_page([("</script><b>", simulated()), ("measured", simulated(factor=1.3))], "A <step>")
+    titled = [("</script><b>", simulated()), ("measured", simulated(factor=1.3))]
+    page = timeline_page(titled, "A <step>")
     packed = re.search(r'<script type="text/plain" id="plotly-packed">([^<]*)</script>', page)
     assert packed is not None
     assert gzip.decompress(base64.b64decode(packed[1])).decode() == plotly.get_plotlyjs()
@@ -144,9 +132,7 @@ def test_the_page_needs_nothing_else() -> None:
     assert own.count("<script") == own.count("</script>") == 3, "a title cannot end a script"
     figure = re.search(r'<script type="application/json" id="timeline-figure">([^<]*)</script>', own)
     assert figure is not None
-    assert json.loads(figure[1]) == build_interactive(
-        [("</script><b>", simulated()), ("measured", simulated(factor=1.3))]
-    )
+    assert json.loads(figure[1]) == build_interactive(titled)
     assert len(page) < 2_500_000
 
 

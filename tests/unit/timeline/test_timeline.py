@@ -119,30 +119,27 @@ MEASURED, SIMULATED = (json.loads(make().to_json()) for make in (two_stages, sim
 LATE = [MEASURED["events"][0] | {"start_s": 1e9}]
 
 
-@pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        (MEASURED | {"format": "other"}, "not a timeline"),
-        (MEASURED | {"version": 2}, "version = 2: expected 1; give a file"),
-        (MEASURED | {"extra": 1}, "the file has an unknown key .extra."),
-        (
-            {"format": "terapipe_ds.timeline", "version": 1, "name": ""},
-            "the file lacks num_stages, peak_live_slices, .*; give a file of",
-        ),
-        (MEASURED | {"num_stages": 2.0}, "num_stages = 2.0: expected a valid integer"),
-        (MEASURED | {"num_stages": 1}, "is on stage 1 of 1 stages"),
-        (MEASURED | {"events": [3]}, r"events\[0\] = 3: expected an object"),
-        (MEASURED | {"events": [LATE[0] | {"start_s": "0"}]}, r"events\[0\].start_s = .0.: expected a valid"),
-        (MEASURED | {"events": [LATE[0] | {"start_s": 10**400}]}, "finite times"),
-        (MEASURED | {"events": LATE}, "runs from 1000000000.0 s to 10.0 s"),
-        (SIMULATED | {"bytes_over_time": [[[0, 1]], [[0, 1]]]}, "bytes_over_time has 2 entries for 1 stages"),
-        (SIMULATED | {"bytes_over_time": [[[0.0]]]}, r"bytes_over_time\[0\]\[0\] lacks 1"),
-        (SIMULATED | {"bytes_over_time": [[[math.nan, 1]]]}, r"bytes_over_time\[0\]\[0\]\[0\] = nan: "),
-        (SIMULATED | {"critical_path": [[2, "stage"]]}, "critical_path has event 2: give numbers below 2"),
-        (SIMULATED | {"critical_path": [[-1, "stage"]]}, r"critical_path\[0\]\[0\] = -1"),
-        (SIMULATED | {"critical_path": [0]}, r"critical_path\[0\] = 0"),
-    ],
-)
+@pytest.mark.parametrize(("content", "reason"), [
+    (MEASURED | {"format": "other"}, "not a timeline"),
+    (MEASURED | {"version": 2}, "version = 2: expected 1; give a file"),
+    (MEASURED | {"extra": 1}, "the file has an unknown key .extra."),
+    (
+        {"format": "terapipe_ds.timeline", "version": 1, "name": ""},
+        "the file lacks num_stages, peak_live_slices, .*; give a file of",
+    ),
+    (MEASURED | {"num_stages": 2.0}, "num_stages = 2.0: expected a valid integer"),
+    (MEASURED | {"num_stages": 1}, "is on stage 1 of 1 stages"),
+    (MEASURED | {"events": [3]}, r"events\[0\] = 3: expected an object"),
+    (MEASURED | {"events": [LATE[0] | {"start_s": "0"}]}, r"events\[0\].start_s = .0.: expected a valid"),
+    (MEASURED | {"events": [LATE[0] | {"start_s": 10**400}]}, "finite times"),
+    (MEASURED | {"events": LATE}, "runs from 1000000000.0 s to 10.0 s"),
+    (SIMULATED | {"bytes_over_time": [[[0, 1]], [[0, 1]]]}, "bytes_over_time has 2 entries for 1 stages"),
+    (SIMULATED | {"bytes_over_time": [[[0.0]]]}, r"bytes_over_time\[0\]\[0\] lacks 1"),
+    (SIMULATED | {"bytes_over_time": [[[math.nan, 1]]]}, r"bytes_over_time\[0\]\[0\]\[0\] = nan: "),
+    (SIMULATED | {"critical_path": [[2, "stage"]]}, "critical_path has event 2: give numbers below 2"),
+    (SIMULATED | {"critical_path": [[-1, "stage"]]}, r"critical_path\[0\]\[0\] = -1"),
+    (SIMULATED | {"critical_path": [0]}, r"critical_path\[0\] = 0"),
+])  # fmt: skip
 def test_other_files_are_refused(tmp_path: Path, content: dict[str, Any], reason: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps(content))

@@ -119,9 +119,7 @@ def whole_model(config: PretrainedConfig, weights: dict[str, Tensor], dtype: tor
     eager = {"attn_implementation": "eager"} if getattr(config, "attn_logit_softcapping", None) else {}
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, **eager).train()  # sdpa of 4.57 passes over soft caps
     found = model.load_state_dict({name: p.detach() for name, p in weights.items()}, strict=False)
-    tied = (
-        set() if not config.tie_word_embeddings else {"lm_head.weight", "output_projection.weight", "embed_out.weight"}
-    )
+    tied = {f"{head}.weight" for head in ("lm_head", "output_projection", "embed_out") if config.tie_word_embeddings}
     assert not found.unexpected_keys
     assert set(found.missing_keys) <= tied | {name for name, _ in model.named_buffers()}, found.missing_keys
     return model

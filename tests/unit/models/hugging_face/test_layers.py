@@ -121,12 +121,9 @@ def test_documents_train_as_if_each_were_alone(family: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("family", sorted(MIXING))
 def test_documents_are_refused_where_a_layer_would_mix_them(family: str) -> None:
-    with (
-        sliced_model.in_fp64(),
-        documents(torch.tensor([[0, 1, 0, 1]])),
-        pytest.raises(ModelRefusedError, match="mix the documents"),
-    ):
-        sliced_model.Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
+    with sliced_model.in_fp64(), documents(torch.tensor([[0, 1, 0, 1]])):
+        with pytest.raises(ModelRefusedError, match="mix the documents"):
+            sliced_model.Pipeline(config_of(family))(torch.ones(1, 4, dtype=torch.long))
 
 
 # -- what attention asks for
@@ -142,18 +139,14 @@ def _attend(pattern: Any = CAUSAL, module_is_causal: bool = True, **asked: Any) 
     return attention.attend(module, q, k, v, pattern, **asked)[0]
 
 
-@pytest.mark.parametrize(
-    ("asked", "named"),
-    [
-        ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
-        ({"module_is_causal": False}, "not causal"),
-        ({"module_is_causal": False, "is_causal": False}, "not causal"),
-        ({"pattern": torch.zeros(1)}, "a mask of its own, a Tensor"),
-        ({"pattern": attention.Pattern(None, "it masks padding")}, "masks padding"),
-        ({"sliding_window": 3}, "a window of None, and its attention one of 3"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("asked", "named"), [
+    ({"position_bias": torch.zeros(1)}, "asks for position_bias"),
+    ({"module_is_causal": False}, "not causal"),
+    ({"module_is_causal": False, "is_causal": False}, "not causal"),
+    ({"pattern": torch.zeros(1)}, "a mask of its own, a Tensor"),
+    ({"pattern": attention.Pattern(None, "it masks padding")}, "masks padding"),
+    ({"sliding_window": 3}, "a window of None, and its attention one of 3"),
+], ids=str)  # fmt: skip
 def test_what_attention_has_not_is_refused_by_name(asked: dict[str, Any], named: str) -> None:
     with pytest.raises(ModelRefusedError, match=named):
         _attend(**asked)
@@ -281,12 +274,7 @@ def test_a_broken_piece_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # graphs of a layer that is one kind; where layers see through two windows there are two kinds; experts break graphs
-FAMILIES = [
-    ("llama", 1),
-    pytest.param("gemma2", 2, marks=pytest.mark.full),
-    pytest.param("gpt2", 1, marks=pytest.mark.full),
-    pytest.param("mixtral", 8, marks=pytest.mark.full),
-]
+MORE = [pytest.param(*each, marks=pytest.mark.full) for each in (("gemma2", 2), ("gpt2", 1), ("mixtral", 8))]
 
 
 @pytest.fixture(autouse=True)
@@ -296,7 +284,7 @@ def fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize(("family", "most"), FAMILIES)
+@pytest.mark.parametrize(("family", "most"), [("llama", 1), *MORE])
 def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, most: int) -> None:
     config, graphs = config_of(family), CountedGraphs()
     if family == "llama":
@@ -313,7 +301,7 @@ def test_layers_of_any_index_share_graphs_over_slices_and_lengths(family: str, m
     assert 1 <= graphs.count <= most
 
 
-@pytest.mark.skipif(IS_4, reason="transformers 4.57 has no cache for the states of all families")
+@needs_states
 def test_a_layer_with_states_runs_as_it_is() -> None:
     pipeline = sliced_model.Pipeline(config_of("mamba2"))
     assert not [part for piece in pipeline.pieces for part in compiled_parts(piece)]

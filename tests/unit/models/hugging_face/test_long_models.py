@@ -110,19 +110,23 @@ def test_positions_end_where_the_model_itself_fails(family: str) -> None:
         assert found is None or found > 64, "angles that are scaled for more"
 
 
+def with_longrope(config: Any, original: int, scaling: dict[str, Any]) -> Any:
+    """Let a config choose its angles by the length: other ones for rows of more tokens than `original`."""
+    config.original_max_position_embeddings = original
+    of_length = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original}
+    config.rope_parameters = of_length | scaling
+    if IS_4:
+        config.rope_scaling = config.rope_parameters
+    return config
+
+
 @pytest.mark.parametrize("original", [8, 32])
 @pytest.mark.parametrize("family", ["llama", "phi3", *["phimoe"] * (not IS_4), "deepseek_v2"])
 def test_angles_chosen_by_the_length_are_those_of_the_whole_row(family: str, original: int) -> None:
     """Slices of 3, 5, 2 and 6 tokens are short, and their row may be long."""
-    config, scales = config_of(family), {"short_mscale": 1.1, "long_mscale": 1.3}
     width = 2 if family == "deepseek_v2" else 4  # whose angles are complex numbers
     factors = {key: values[:width] for key, values in FACTORS.items()}
-    config.original_max_position_embeddings = original
-    config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": original, **factors, **scales
-    }  # fmt: skip
-    if IS_4:
-        config.rope_scaling = config.rope_parameters
+    config = with_longrope(config_of(family), original, {**factors, "short_mscale": 1.1, "long_mscale": 1.3})
     with in_fp64():
         assert max(errors(config)) <= 1e-10
     model = AutoModelForCausalLM.from_config(config)
@@ -131,13 +135,7 @@ def test_angles_chosen_by_the_length_are_those_of_the_whole_row(family: str, ori
 
 
 def test_the_longest_document_chooses_the_angles_of_packed_rows() -> None:
-    config = config_of("llama")
-    config.original_max_position_embeddings = 8
-    config.rope_parameters = {
-        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 8, **FACTORS
-    }  # fmt: skip
-    if IS_4:
-        config.rope_scaling = config.rope_parameters
+    config = with_longrope(config_of("llama"), 8, FACTORS)
     pipeline, tokens = Pipeline(config), drawn_batch(VOCAB_SIZE, 16)["input_ids"]
     losses = [pipeline.loss(tokens, tokens, (3, 5, 2, 6), starts) for starts in (((0, 5, 10), (0, 8)), ((0, 7), (0,)))]
     whole = whole_model(config, pipeline.parameters)
@@ -151,17 +149,14 @@ def test_the_longest_document_chooses_the_angles_of_packed_rows() -> None:
         assert loss == pytest.approx(float(cross_entropy(logits.flatten(0, 1), tokens.flatten())), rel=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("rope", "end"),
-    [
-        ({"rope_type": "default", "rope_theta": 1e4}, None),
-        ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 128),
-        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
-        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 64),
-        ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 64),  # then other angles for each length
-        ({"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4, **FACTORS}, 64),
-    ],
-)
+@pytest.mark.parametrize(("rope", "end"), [
+    ({"rope_type": "default", "rope_theta": 1e4}, None),
+    ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}, 128),
+    ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 128),
+    ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4}, 64),
+    ({"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, 64),  # then other angles for each length
+    ({"rope_type": "longrope", "original_max_position_embeddings": 32, "rope_theta": 1e4, **FACTORS}, 64),
+])  # fmt: skip
 def test_scaled_angles_end(rope: dict[str, Any], end: int | None) -> None:
     config = config_of("llama")
     config.rope_parameters = rope

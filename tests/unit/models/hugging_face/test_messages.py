@@ -25,22 +25,18 @@ from tests.hugging_face_families import config_of
 
 
 @pytest.mark.parametrize("make", [terapipe_ds.from_config, terapipe_ds.from_pretrained], ids=lambda each: each.__name__)
-@pytest.mark.parametrize(
-    ("arguments", "remedy"),
-    [
-        ({"attn_implementation": "sdpa"}, "leave it out: sliced_attention"),
-        ({"device_map": "auto"}, "DeepSpeed gives each rank its device"),
-        ({"load_in_4bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)"),
-        ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
-        ({"cache_dir": "here"}, "HF_HUB_CACHE"),
-        ({"num_stage": 2}, "did you mean num_stages?"),
-        ({"xyz": 2}, "known are .*activation_checkpoint_interval.*topology"),
-        ({"dtype": "bf16"}, "dtype='bf16' is no floating dtype of torch.*leave it out"),
-        ({"torch_dtype": "int8"}, "give torch.bfloat16"),
-        ({"dtype": torch.int8}, "no floating dtype"),
-    ],
-    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
-)
+@pytest.mark.parametrize(("arguments", "remedy"), [
+    ({"attn_implementation": "sdpa"}, "leave it out: sliced_attention"),
+    ({"device_map": "auto"}, "DeepSpeed gives each rank its device"),
+    ({"load_in_4bit": True}, r"quantization_config=BitsAndBytesConfig\(load_in_4bit=True\)"),
+    ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
+    ({"cache_dir": "here"}, "HF_HUB_CACHE"),
+    ({"num_stage": 2}, "did you mean num_stages?"),
+    ({"xyz": 2}, "known are .*activation_checkpoint_interval.*topology"),
+    ({"dtype": "bf16"}, "dtype='bf16' is no floating dtype of torch.*leave it out"),
+    ({"torch_dtype": "int8"}, "give torch.bfloat16"),
+    ({"dtype": torch.int8}, "no floating dtype"),
+], ids=lambda each: "-".join(each) if isinstance(each, dict) else "")  # fmt: skip
 def test_arguments_that_nobody_takes(make: Callable[..., Any], arguments: dict[str, Any], remedy: str) -> None:
     """Before anything is read or built, so that they need neither a folder nor other ranks."""
     with pytest.raises(TypeError, match=remedy):
@@ -91,21 +87,17 @@ def test_arguments_of_pipeline_modules_are_taken() -> None:
         terapipe_ds.from_config("gpt2", activation_checkpoint_interval=1, seed_layers=True)
 
 
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        (AdaLoraConfig(target_modules=["q_proj"], total_step=10), "LoraConfig, and not of AdaLoraConfig"),
-        (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "LoraConfig, and not of IA3Config"),
-        (PromptTuningConfig(num_virtual_tokens=2), "LoraConfig, and not of PromptTuningConfig"),
-        (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]), 'modules_to_save=."embed_tokens"'),
-        (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]), "save a model that has them"),
-        (LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "alora_invocation_tokens=.*leave it out"),
-        (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
-        ({"r": 4}, "a LoraConfig or a folder of peft, not a dict"),
-        ("somebody/adapters", r"no folder with adapter_config.*snapshot_download\('somebody/adapters'\)"),
-    ],
-    ids=lambda each: "",
-)
+@pytest.mark.parametrize(("config", "says"), [
+    (AdaLoraConfig(target_modules=["q_proj"], total_step=10), "LoraConfig, and not of AdaLoraConfig"),
+    (IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "LoraConfig, and not of IA3Config"),
+    (PromptTuningConfig(num_virtual_tokens=2), "LoraConfig, and not of PromptTuningConfig"),
+    (LoraConfig(target_modules=["q_proj"], trainable_token_indices=[1, 2]), 'modules_to_save=."embed_tokens"'),
+    (LoraConfig(target_modules=["q_proj"], layer_replication=[(0, 2), (1, 2)]), "save a model that has them"),
+    (LoraConfig(target_modules=["q_proj"], alora_invocation_tokens=[1]), "alora_invocation_tokens=.*leave it out"),
+    (LoraConfig(target_modules=["q_proj"], init_lora_weights="pissa"), "init_lora_weights 'pissa'"),
+    ({"r": 4}, "a LoraConfig or a folder of peft, not a dict"),
+    ("somebody/adapters", r"no folder with adapter_config.*snapshot_download\('somebody/adapters'\)"),
+], ids=lambda each: "")  # fmt: skip
 def test_adapters_that_stages_do_not_hold(config: Any, says: str) -> None:
     with pytest.raises(ModelRefusedError, match=says):
         with_adapters(config, model_without_weights(config_of("llama"), None))
@@ -123,10 +115,8 @@ def test_other_kinds_of_models() -> None:
     model = AutoModelForSequenceClassification.from_config(config_of("llama"))
     with pytest.raises(ModelRefusedError, match="LlamaForSequenceClassification is not .*which is LlamaForCausalLM"):
         language_model_of(model)
-    adapted = get_peft_model(
-        AutoModelForCausalLM.from_config(config_of("llama")), LoraConfig(target_modules=["q_proj"])
-    )
-    assert type(language_model_of(adapted)) is LlamaForCausalLM
+    causal = AutoModelForCausalLM.from_config(config_of("llama"))
+    assert type(language_model_of(get_peft_model(causal, LoraConfig(target_modules=["q_proj"])))) is LlamaForCausalLM
     config = config_of("llama")
     config.architectures = ["LlamaForSequenceClassification"]  # of a folder
     with pytest.raises(ModelRefusedError, match="is a LlamaForSequenceClassification and no causal language model"):
@@ -149,9 +139,8 @@ def test_the_cache_argument_of_each_version() -> None:
 def test_a_version_with_another_name_is_blamed_and_no_family(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terapipe_ds.compat.versions.CACHE_ARGUMENTS", {"4.57": ("a_name_of_later",)})
     config = config_of(family)
-    says = (
-        f"transformers {installed} differs from the versions .* transformers=={compat.TESTED_VERSIONS['transformers']}"
-    )
+    tested = compat.TESTED_VERSIONS["transformers"]
+    says = f"transformers {installed} differs from the versions .* transformers=={tested}"
     with pytest.raises(ModelRefusedError, match=says) as raised, _family_named(config):
         Outline(model_without_weights(config, None))
     assert "PipelineModule" not in str(raised.value)
@@ -164,28 +153,18 @@ def test_a_change_of_another_kind_is_blamed_on_the_version(monkeypatch: pytest.M
 
 
 def test_a_family_that_cannot_run_is_not_blamed_on_the_version() -> None:
-    with (
-        pytest.raises(ModelRefusedError, match="ctrl cannot be trained.*PipelineModule"),
-        _family_named(config_of("ctrl")),
-    ):
+    says = "ctrl cannot be trained.*PipelineModule"
+    with pytest.raises(ModelRefusedError, match=says), _family_named(config_of("ctrl")):
         Outline(model_without_weights(config_of("ctrl"), None))
 
 
-@pytest.mark.parametrize(
-    ("stored", "asked", "text"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, None, r"quantized \(quant_method gptq\).*the folder of the original"),
-        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, r"quantized \(load_in_8bit\)"),
-        (
-            {"quant_method": "bitsandbytes", "load_in_4bit": True},
-            {"load_in_4bit": True},
-            "leave out quantization_config",
-        ),
-        (None, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' is for FSDP"),
-        (None, {"load_in_4bit": True, "llm_int8_enable_fp32_cpu_offload": True}, "needs a device_map"),
-    ],
-    ids=["other method", "8 bits", "twice", "storage", "offload"],
-)
+@pytest.mark.parametrize(("stored", "asked", "text"), [
+    ({"quant_method": "gptq", "bits": 4}, None, r"quantized \(quant_method gptq\).*the folder of the original"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, None, r"quantized \(load_in_8bit\)"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, {"load_in_4bit": True}, "leave out quantization_config"),
+    (None, {"load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"}, "'bfloat16' is for FSDP"),
+    (None, {"load_in_4bit": True, "llm_int8_enable_fp32_cpu_offload": True}, "needs a device_map"),
+], ids=["other method", "8 bits", "twice", "storage", "offload"])  # fmt: skip
 def test_ways_of_quantization(stored: dict[str, Any] | None, asked: dict[str, Any] | None, text: str) -> None:
     config = config_of("llama")
     if stored is not None:

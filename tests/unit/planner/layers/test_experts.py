@@ -27,13 +27,8 @@ NARROW = {
 }  # fmt: skip
 RANKS = {"kv_lora_rank": 8, "q_lora_rank": 12, "qk_rope_head_dim": 4, "v_head_dim": 6, "qk_nope_head_dim": 10}
 OF_ONE = {"moe_intermediate_size": 16}
-GROUPS = OF_ONE | {
-    "n_routed_experts": 8,
-    "n_group": 2,
-    "topk_group": 1,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-}
+GROUPS = OF_ONE | {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 2}
+GROUPS |= {"first_k_dense_replace": 1}
 MIXED = OF_ONE | {"num_experts": 8, "decoder_sparse_step": 2, "mlp_only_layers": [3], "head_dim": 8}
 FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8},
@@ -113,15 +108,12 @@ def test_a_plan_and_refusals(tmp_path: Path) -> None:
         size_of_config(str(path))
 
 
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"mlp_only_layers": 5}, "mlp_only_layers is no list of int"),
-        ({"mlp_only_layers": [[]]}, "mlp_only_layers is no list of int"),
-        ({"architectures": 5}, "architectures is no list of str"),
-        ({"num_hidden_layers": 10**12}, "1000000000000 layers are more than 10000"),
-    ],
-)
+@pytest.mark.parametrize(("fields", "text"), [
+    ({"mlp_only_layers": 5}, "mlp_only_layers is no list of int"),
+    ({"mlp_only_layers": [[]]}, "mlp_only_layers is no list of int"),
+    ({"architectures": 5}, "architectures is no list of str"),
+    ({"num_hidden_layers": 10**12}, "1000000000000 layers are more than 10000"),
+])  # fmt: skip
 def test_fields_of_a_stranger(fields: dict[str, Any], text: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(NARROW | {"model_type": "qwen3_moe"} | MIXED | fields))

@@ -64,14 +64,9 @@ def layers_of(kinds: Any, bounds: tuple[int, ...] = (0, 3, 6)) -> LayerProfiles:
 
 
 def profile(
-    times: float = 1.0,
-    parts: dict[str, Any] | None = None,
-    links: bool = True,
-    layers: bool = True,
-    memory: bool = True,
-    divided: int | None = None,
-    **key: Any,
-) -> Profile:
+    times: float = 1.0, parts: dict[str, Any] | None = None, links: bool = True, layers: bool = True,
+    memory: bool = True, divided: int | None = None, **key: Any,
+) -> Profile:  # fmt: skip
     known: dict[str, Any] = {
         "model_fingerprint": "a", "model": "1 Embedding, 4 Layer, 1 Head", "device": "my CPU", "dtype": "float32",
         "micro_batch": 1, "tensor_parallel": 1, "num_stages": 2, "activation_checkpointing": False,
@@ -79,9 +74,7 @@ def profile(
     }  # fmt: skip
     made = ProfileKey(**known | key)
     both = tuple(part(i, times, **(parts or {})) for i in range(2))
-    sent = [
-        LinkSample(tokens, 2e-3 + 8e-6 * tokens, i, num_bytes=16 * tokens) for i in range(2) for tokens in (64, 256)
-    ]
+    sent = [LinkSample(n, 2e-3 + 8e-6 * n, i, num_bytes=16 * n) for i in range(2) for n in (64, 256)]
     tensor = made.tensor_parallel if divided is None else divided
     kinds = [layer(i, index, times, tensor, memory) for i in range(2) for index in range(3)]
     return Profile(made, both, tuple(sent) if links else (), 2, layers_of(kinds) if layers else None)
@@ -167,10 +160,8 @@ def test_each_number_of_tensor_ranks_and_rows_has_its_profile(tmp_path: Path) ->
     two.save(tmp_path / "two.json")
     question: Any = {"global_batch_size": 4, "sequence_length": LENGTH, "schedule": "1f1b"}
     profiles = [profile(), tmp_path / "two.json", four]
-    best = {
-        name: rank_strategies(profiles, CLUSTER, **question, **{name: 2})[0]
-        for name in ("stages", "data_parallel", "tensor_parallel")
-    }
+    degrees = ("stages", "data_parallel", "tensor_parallel")
+    best = {name: rank_strategies(profiles, CLUSTER, **question, **{name: 2})[0] for name in degrees}
     whole_s, step_s = sum(map(sum, WHOLE_S)), 28 * 1500 / RATE
     assert best["tensor_parallel"].predicted_s == pytest.approx(4 * 0.6 * whole_s + step_s / 2, rel=1e-9)
     assert best["data_parallel"].micro_batch_size == 1  # four rows leave none for a second replica
@@ -195,22 +186,19 @@ def test_what_was_not_measured_is_refused_with_what_was() -> None:
         rank_strategies(profile(), CLUSTER, **question, dtype="bf16")
 
 
-@pytest.mark.parametrize(
-    ("others", "message"),
-    [
-        ([], "no profile: give at least one"),
-        ([profile(), profile()], "two profiles have 1 tensor ranks and micro-batches of 1: give one"),
-        ([profile(), profile(device="your CPU", micro_batch=2)], "different device: my CPU and your CPU"),
-        ([profile(), profile(sequence_length=512, micro_batch=2)], "different sequence_length: 256 and 512"),
-        ([profile(), profile(layers_fingerprint="c", micro_batch=2)], "profiles of different models"),
-        ([profile(), profile(tensor_parallel=4, divided=8)], "different models"),
-        ([profile(activation_checkpointing=True)], "activation_checkpoint_interval = 0"),
-        ([profile(dtype="float64")], "profiles are of float64"),
-        ([profile(num_stages=3)], "has 2 of 3 parts: measure all of them"),
-        ([profile(layers=False)], "its layers were not timed one by one; measure with terapipe.planner.cache_dir"),
-        ([profile(memory=False)], "the memory of its layers was not measured; measure in a running job"),
-    ],
-)
+@pytest.mark.parametrize(("others", "message"), [
+    ([], "no profile: give at least one"),
+    ([profile(), profile()], "two profiles have 1 tensor ranks and micro-batches of 1: give one"),
+    ([profile(), profile(device="your CPU", micro_batch=2)], "different device: my CPU and your CPU"),
+    ([profile(), profile(sequence_length=512, micro_batch=2)], "different sequence_length: 256 and 512"),
+    ([profile(), profile(layers_fingerprint="c", micro_batch=2)], "profiles of different models"),
+    ([profile(), profile(tensor_parallel=4, divided=8)], "different models"),
+    ([profile(activation_checkpointing=True)], "activation_checkpoint_interval = 0"),
+    ([profile(dtype="float64")], "profiles are of float64"),
+    ([profile(num_stages=3)], "has 2 of 3 parts: measure all of them"),
+    ([profile(layers=False)], "its layers were not timed one by one; measure with terapipe.planner.cache_dir"),
+    ([profile(memory=False)], "the memory of its layers was not measured; measure in a running job"),
+])  # fmt: skip
 def test_profiles_that_do_not_belong_together_are_refused(others: list[Profile], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         rank_strategies(others, CLUSTER, global_batch_size=4, sequence_length=LENGTH)

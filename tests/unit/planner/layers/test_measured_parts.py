@@ -52,20 +52,15 @@ def layers_of(seed: int, count: int) -> list[Factors]:
 
 
 def profile(
-    kinds: list[LayerProfile],
-    bounds: tuple[int, ...],
-    steps: tuple[float | None, ...] = (),
-    overhead: tuple[Overhead, ...] = (),
-    links: tuple[LinkSample, ...] = (),
-    has_layers: bool = True,
-) -> Profile:
+    kinds: list[LayerProfile], bounds: tuple[int, ...], steps: tuple[float | None, ...] = (),
+    overhead: tuple[Overhead, ...] = (), links: tuple[LinkSample, ...] = (),
+) -> Profile:  # fmt: skip
+    """Without kinds of layers only the parts were timed."""
     parts = len(bounds) - 1
-    key = ProfileKey(**{**vars(KEY), "num_stages": parts})
-    measured = [
-        PartProfile(n, samples(1 + n, 2 + n), step, None, overhead) for n, step in enumerate(steps or (None,) * parts)
-    ]
-    layers = LayerProfiles(tuple(kinds), tuple(range(len(kinds))), bounds) if has_layers else None
-    return Profile(key, tuple(measured), links, None, layers)
+    steps = steps or (None,) * parts
+    measured = [PartProfile(n, samples(1 + n, 2 + n), step, None, overhead) for n, step in enumerate(steps)]
+    layers = LayerProfiles(tuple(kinds), tuple(range(len(kinds))), bounds) if kinds else None
+    return Profile(ProfileKey(**{**vars(KEY), "num_stages": parts}), tuple(measured), links, None, layers)
 
 
 cuts = st.lists(st.integers(1, 8), max_size=5, unique=True).map(lambda inner: [0, *sorted(inner), 9])
@@ -78,22 +73,16 @@ def test_any_cut_is_the_sum_of_its_layers_and_what_each_part_has(
 ) -> None:
     layers = layers_of(seed, 9)
     beyond = (Overhead(64, 5.0, 7.0), Overhead(256, 6.0, 8.0))
-    of_layers = profile(
-        [kind(*layer) for layer in layers], tuple(measured), overhead=beyond, links=(LinkSample(64, 4.0),)
-    )
-    again = MeasuredParts.of_profile(of_layers).cut(len(wanted) - 1, wanted)
+    kinds, links = [kind(*layer) for layer in layers], (LinkSample(64, 4.0),)
+    again = MeasuredParts.of_profile(profile(kinds, tuple(measured), (), beyond, links)).cut(len(wanted) - 1, wanted)
     assert again is not None and len(again) == len(wanted) - 1
     for (start, stop), costs in zip(itertools.pairwise(wanted), again, strict=True):
         forward, backward = (sum(layer[way] for layer in layers[start:stop]) for way in (0, 1))
         for tokens, prefix in SLICES:
-            more = (tokens - 64) / 192
-            assert costs.forward_s(tokens, prefix) == pytest.approx(
-                seconds(forward, tokens, prefix) + 5 + more, rel=1e-6
-            )
-            assert costs.backward_s(tokens, prefix) == pytest.approx(
-                seconds(backward, tokens, prefix) + 7 + more, rel=1e-6
-            )
-            assert costs.weight_s(tokens, prefix) == pytest.approx(0.3 * seconds(backward, tokens, prefix), rel=1e-6)
+            more, (f, b) = (tokens - 64) / 192, (seconds(way, tokens, prefix) for way in (forward, backward))
+            assert costs.forward_s(tokens, prefix) == pytest.approx(f + 5 + more, rel=1e-6)
+            assert costs.backward_s(tokens, prefix) == pytest.approx(b + 7 + more, rel=1e-6)
+            assert costs.weight_s(tokens, prefix) == pytest.approx(0.3 * b, rel=1e-6)
         assert costs.send_s(64) == 4.0
 
 
@@ -185,7 +174,7 @@ def test_parts_of_a_profile_in_other_numbers() -> None:
 
 
 def test_parts_without_layers_are_joined_but_not_divided() -> None:
-    unknown = MeasuredParts.of_profile(profile([], (0, 1, 2, 3, 4), has_layers=False))
+    unknown = MeasuredParts.of_profile(profile([], (0, 1, 2, 3, 4)))
     assert unknown.cut(8) is None and unknown.cut(3) is None and not unknown.has_memory
     two = unknown.cut(2)
     assert two is not None

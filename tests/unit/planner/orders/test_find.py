@@ -79,32 +79,18 @@ def timed(orders: tuple[list, list], costs: list, plan: SlicePlan) -> float:
         for k in (0, 1):
             while at[k] < len(orders[k]):
                 kind, m, s = orders[k][at[k]]
-                takes = (kind is Kind.FORWARD and k == 1) or (kind is Kind.BACKWARD and k == 0)
-                came = ends.get((1 - k, kind, m, s)) if takes else 0.0
+                sends = (kind, k) in ((Kind.FORWARD, 0), (Kind.BACKWARD, 1))
+                came = 0.0 if sends else ends.get((1 - k, kind, m, s))
                 if came is None:
                     break
                 tokens, prefix = plan.lengths[s], plan.starts[s]
-                backward_s = costs[k].backward_s(tokens, prefix)
-                weight_s = costs[k].weight_s(tokens, prefix) if hasattr(costs[k], "weight_s") else 0.0
-                took = {Kind.FORWARD: costs[k].forward_s(tokens, prefix), Kind.BACKWARD: backward_s - weight_s}
-                free[k] = max(free[k], came) + took.get(kind, weight_s)
-                sends = (kind, k) in ((Kind.FORWARD, 0), (Kind.BACKWARD, 1))
+                takes = costs[k].forward_s if kind is Kind.FORWARD else costs[k].backward_s
+                free[k] = max(free[k], came) + takes(tokens, prefix)
                 if sends:
                     link[k] = max(link[k], free[k]) + costs[k].send_s(tokens)
                 ends[k, kind, m, s] = link[k] if sends else free[k]
                 at[k], moved = at[k] + 1, True
     return max(free) if at == [len(order) for order in orders] else float("inf")
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_equal_to_brute_force_with_four_slices(seed: int) -> None:
-    costs, plan = random_case(seed)[0][:2], SlicePlan((384, 256, 256, 128))
-    every = list(
-        merged([[(Kind.FORWARD, 0, s) for s in range(4)] + [(Kind.BACKWARD, 0, s) for s in reversed(range(4))]])
-    )
-    assert len(every) == 7 * 5 * 3
-    least = min(timed((first, second), costs, plan) for first, second in product(every, every))
-    assert find_order(costs, plan, 2, 1, 4).makespan_s == pytest.approx(least, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -52,11 +52,8 @@ def test_tokens_of_unsliced_1f1b_fill_the_first_stage() -> None:
     nodes = PricedNodes(placement_for("1f1b", 4, 1), whole, Costs())
     holdings = limited(nodes, live_sequences=4)
     peaks = [holdings.peak(*each) for each in enumerate(nodes.of_schedule(build("1f1b", 4, 6, 1)))]
-    assert (
-        peaks == [4 * LENGTH, 3 * LENGTH, 2 * LENGTH, LENGTH]
-        and holdings.fits(0, [0])
-        and holdings.limits[0] > 4 * LENGTH
-    )
+    assert peaks == [4 * LENGTH, 3 * LENGTH, 2 * LENGTH, LENGTH]
+    assert holdings.fits(0, [0]) and holdings.limits[0] > 4 * LENGTH
     halves = limited(PricedNodes(placement_for("zbv", 4, 2), whole, Costs()), live_sequences=4)
     assert halves.gain[0] == LENGTH / 2, "a part of two on a stage"
 
@@ -70,13 +67,10 @@ def test_orders_found_keep_a_limit_of_bytes(seed: int, chunks: int) -> None:
     name = "seq1f1b-zb" if chunks == 1 else "zbv"
     named = build(name, stages, 5, [plan.num_slices for plan in plans])
     limit = 1.05 * max(simulate(named, plans, costs, memory=memory).peak_bytes or ())
-    found = find_order(
-        costs, plans, stages, 5, memory=memory, memory_limit_bytes=limit, chunks_per_stage=chunks, evaluations=60
-    )
+    options = {"memory": memory, "chunks_per_stage": chunks}
+    found = find_order(costs, plans, stages, 5, memory_limit_bytes=limit, evaluations=60, **options)
     timeline = simulate(found.schedule, plans, costs, memory=memory)
     assert max(timeline.peak_bytes or ()) <= limit
     assert timeline.makespan_s <= simulate(named, plans, costs).makespan_s * (1 + 1e-12)
     with pytest.raises(ScheduleError, match="bytes: raise it"):
-        find_order(
-            costs, plans, stages, 5, memory=memory, memory_limit_bytes=1e6, chunks_per_stage=chunks, evaluations=8
-        )
+        find_order(costs, plans, stages, 5, memory_limit_bytes=1e6, evaluations=8, **options)

@@ -67,25 +67,15 @@ def every_memory(part: PartLayers, is_whole: bool) -> Iterator[tuple[tuple[int, 
     memory, layers = part.memory, part.layers
     for count in range(len(layers) + 1):
         for chosen in itertools.combinations(range(len(layers)), count):
-            kept = [
-                layer.input_bytes if index in chosen else layer.kept_bytes(is_whole)
-                for index, layer in enumerate(layers)
-            ]
+            kept = [x.input_bytes if i in chosen else x.kept_bytes(is_whole) for i, x in enumerate(layers)]
             besides = memory.slice_bytes_per_token - sum(layer.kept_bytes(False) for layer in layers)
             moments = [besides + sum(kept[:index]) + layers[index].kept_bytes(is_whole) for index in chosen]
             beyond = max([0.0, *(moment - besides - sum(kept) for moment in moments)])
             stays = [layer for index, layer in enumerate(layers) if index not in chosen]
             slices = besides + sum(layer.kept_bytes(False) for layer in stays)
             slices += sum(layers[index].input_bytes for index in chosen)
-            yield (
-                chosen,
-                replace(
-                    memory,
-                    slice_bytes_per_token=slices,
-                    whole_bytes_per_token=sum(layer.whole_bytes for layer in stays),
-                    working_bytes_per_token=memory.working_bytes_per_token + beyond,
-                ),
-            )
+            rates = {"slice_bytes_per_token": slices, "whole_bytes_per_token": sum(x.whole_bytes for x in stays)}
+            yield chosen, replace(memory, **rates, working_bytes_per_token=memory.working_bytes_per_token + beyond)
 
 
 def fastest_by_hand(parts: Sequence[PartLayers], schedule: Schedule, plan: SlicePlan, limit: float) -> float | None:
@@ -109,7 +99,7 @@ CASES = [("seq1f1b", 2, 3), ("1f1b", 2, 2), ("terapipe", 2, 2), ("seq1f1b-zb", 2
 @pytest.mark.parametrize(("name", "stages", "layers"), CASES)
 @pytest.mark.parametrize("lengths", [(8,), (3, 5), (4, 2, 2)], ids=str)
 @pytest.mark.parametrize("alike", [False, True])
-def test_no_subset_of_any_stage_makes_a_shorter_step(
+def test_no_subset_makes_a_shorter_step(
     name: str, stages: int, layers: int, lengths: tuple[int, ...], alike: bool
 ) -> None:
     rng, plan, answers = random.Random(f"{name} {lengths} {alike}"), SlicePlan(lengths), set()

@@ -44,17 +44,11 @@ class Instance:
         layers = rng.randint(1, 8)
         nodes, devices = rng.choice([(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 3), (2, 4)])
         forward = [rng.choice([0.001, 0.01, 0.02]) * rng.uniform(0.5, 2) for _ in range(layers)]
-        return cls(
-            forward,
-            [f * rng.uniform(1, 3) for f in forward],
-            [rng.uniform(0, 2e8) for _ in range(layers)],
-            [rng.uniform(1e8, 2e9) for _ in range(layers)],
-            [rng.choice([0.0, 1e7, 4e8]) * rng.uniform(0.5, 2) for _ in range(layers)],
-            nodes,
-            devices,
-            nodes * devices * rng.choice([1, 2, 4]),
-            rng.choice([8.0, 16.0, 32.0, 1000.0]),
-        )
+        backward, outputs = [f * rng.uniform(1, 3) for f in forward], [rng.uniform(0, 2e8) for _ in forward]
+        saved = [rng.uniform(1e8, 2e9) for _ in forward]
+        parameters = [rng.choice([0.0, 1e7, 4e8]) * rng.uniform(0.5, 2) for _ in forward]
+        batch, limit_gb = nodes * devices * rng.choice([1, 2, 4]), rng.choice([8.0, 16.0, 32.0, 1000.0])
+        return cls(forward, backward, outputs, saved, parameters, nodes, devices, batch, limit_gb)
 
     @property
     def chain(self) -> terapipe_ds.LayerChain:
@@ -92,15 +86,9 @@ def strategies(instance: Instance) -> Iterator[tuple[Any, ...]]:
 
 
 def step_s(
-    instance: Instance,
-    cut: tuple[int, ...],
-    replicas: int,
-    size: int,
-    count: int,
-    schedule: str,
-    zero: int,
+    instance: Instance, cut: tuple[int, ...], replicas: int, size: int, count: int, schedule: str, zero: int,
     pipe_outside: bool,
-) -> float | None:
+) -> float | None:  # fmt: skip
     """Return the seconds of a step, with a recomputation on the stages that need one; None: it does not fit."""
     stages = len(cut) - 1
     order = build(schedule, stages, count, 1)
@@ -112,11 +100,8 @@ def step_s(
     if max(peaks) > limit:
         return None
     nodes = nodes_of(instance, stages, replicas, pipe_outside)
-    wires = [
-        0.0,
-        *(wire_s(instance, nodes, k, size * instance.output_bytes[cut[k] - 1]) for k in range(1, stages)),
-        0.0,
-    ]
+    sent = [wire_s(instance, nodes, k, size * instance.output_bytes[cut[k] - 1]) for k in range(1, stages)]
+    wires = [0.0, *sent, 0.0]
     costs = []
     for k, (start, stop) in enumerate(itertools.pairwise(cut)):
         forward, backward = size * sum(instance.forward_s[start:stop]), size * sum(instance.backward_s[start:stop])

@@ -1,9 +1,7 @@
 """Test strategies for long sequences: sequence ranks, offload, recomputation, bytes by kind, and the acceptance."""
 
 import dataclasses
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +20,6 @@ from terapipe_ds.planner.strategy import (
     Strategy,
     plan_strategy,
     price_strategy,
-    rank_strategies,
     simulate_strategy,
 )
 from terapipe_ds.planner.strategy.space import Space
@@ -31,21 +28,9 @@ from terapipe_ds.simulator.offload import offloaded_until
 from terapipe_ds.simulator.peak_memory import host_bytes
 from terapipe_ds.strategy import Grid
 
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
-    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
-}  # fmt: skip
 LONG: dict[str, Any] = {"global_batch_size": 1, "sequence_length": 65536}
 CHAIN = LayerChain([1.0] * 4, [2.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4)
 SHORTER = LONG | {"sequence_length": 16384}
-
-
-@pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("qwen") / "config.json"
-    path.write_text(json.dumps(QWEN3_8B))
-    return str(path)
 
 
 def ranks(count: int, **changes: Any) -> AnalyticCosts:
@@ -160,10 +145,8 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
     plain = plan_strategy("llama-3-8b", cluster, **fixed, offload_activations=False, offload_optimizer=False)
     # at the end of a B the gradients of parameters are there, and the slice is gone
     small = plan_strategy("tiny", Cluster("v100", 1, 1), global_batch_size=1, sequence_length=63)
-    for strategy in (plain, small):
-        for stage_id, peak in enumerate(strategy.memory_bytes):
-            assert sum(of[stage_id] for of in strategy.memory_by_kind.values()) == peak
-            assert all(of[stage_id] >= 0 for of in strategy.memory_by_kind.values())
+    of_kinds = list(small.memory_by_kind.values())
+    assert [sum(of) for of in zip(*of_kinds, strict=True)] == small.memory_bytes and min(map(min, of_kinds)) >= 0
     # a context, and 4 MiB for each of 4 channels of the 2 wires to each of 2 neighbours
     assert plain.memory_by_kind["context_and_nccl"] == [(1343 + 4 * 4 * 4) * 2**20] * 4
     away = plan_strategy("llama-3-8b", cluster, **fixed, offload_activations=True, offload_optimizer=True)
@@ -183,14 +166,6 @@ def test_a_host_without_room_limits_what_goes_there() -> None:
         plan_strategy("llama-3-8b", Cluster(card, 1, 4), **words, schedule="seq1f1b")
     nothing_fixed = Space(Any, Cluster(card, 1, 4), 1, 1, 1.0)
     assert "give more devices, a larger memory_limit_gb, or" in str(nothing_fixed.host_memory_error())
-
-
-def test_a_strategy_is_priced_as_it_was_planned() -> None:
-    cluster = Cluster("h100", 1, 8)
-    strategy = rank_strategies("llama-3-8b", cluster, **SHORTER, stages=4, schedule="seq1f1b")[0]
-    again = price_strategy(strategy, "llama-3-8b", cluster)
-    assert again.predicted_s == pytest.approx(strategy.predicted_s, rel=1e-9)
-    assert again.memory_bytes == strategy.memory_bytes
 
 
 def test_an_optimizer_stays_on_a_device_that_has_room() -> None:
@@ -258,9 +233,9 @@ def test_llama_3_8b_with_262144_tokens_fits_in_60_gb() -> None:
 
 
 @pytest.mark.full
-def test_qwen3_8b_with_a_million_tokens_takes_less_than_380_s(qwen: str) -> None:
+def test_qwen3_8b_with_a_million_tokens_takes_less_than_380_s() -> None:
     words = {"global_batch_size": 1, "sequence_length": 1048576, "memory_limit_gb": 81.6}
-    strategy = plan_strategy(qwen, Cluster("h100", 1, 8), **words)
+    strategy = plan_strategy("qwen3-8b", Cluster("h100", 1, 8), **words)
     assert strategy.predicted_s <= 380 and max(strategy.memory_bytes) <= 81.6e9
     # keys, values and their fp32 gradients of all layers, divided over eight devices
     stored = 36 * 2 * 8 * 128 * (2 + 4) * 1048576 / 8
@@ -269,10 +244,3 @@ def test_qwen3_8b_with_a_million_tokens_takes_less_than_380_s(qwen: str) -> None
         stored, rel=0.01
     )
     assert math.isclose(strategy.mfu * 989.4e12, strategy.model_flops_per_s, rel_tol=1e-6)
-
-
-def test_the_config_of_the_tests_is_qwen3_8b(qwen: str) -> None:
-    from terapipe_ds.planner.strategy import size_of
-
-    read, known = size_of(Path(qwen)), model_size("qwen3-8b")
-    assert dataclasses.replace(read, name=known.name, rope_base=known.rope_base) == known

@@ -18,10 +18,10 @@ from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting
-from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, rank_strategies
+from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, price_strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
-from terapipe_ds.planner.strategy.shapes import NAMES, Shape
+from terapipe_ds.planner.strategy.shapes import NAMES
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.placement import LOOPED
 from terapipe_ds.simulator import simulate
@@ -73,20 +73,6 @@ def test_a_cut_is_the_best_of_all() -> None:
             return 2.5 * max(times) + 0.5 * (sum(times) + sum(extra[a, 0] for a in cut[:-1]))
 
         assert value <= min(map(by_hand, all_cuts(7, 3))) * (1 + 1e-6)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "seq1f1b", "terapipe"])
-def test_no_cut_and_no_plan_beats_the_bound(schedule: str) -> None:
-    cluster = Cluster("v100", 2, 4)
-    layers = CountedLayers(dataclasses.replace(model_size("gpt3-1b"), num_layers=5), cluster)
-    priced = Priced(layers, cluster, 2048, Candidate(Grid(3, 2, 1), 1, 4, 0))
-    for slices in (1,) if schedule == "1f1b" else (1, 2, 4):
-        plan = terapipe_ds.SlicePlan.equal(2048, slices)
-        for cut in all_cuts(7, 3):
-            score = priced.score(cut, Shape(schedule), plan, 1e15)
-            assert score is not None
-            assert score.seconds >= priced.cut_bound_s(cut) * (1 - 1e-12)
-            assert score.seconds >= priced.lower_bound_s(1e15) * (1 - 1e-12)
 
 
 def test_gradients_go_back_over_the_link_that_they_take() -> None:
@@ -266,20 +252,16 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
     assert size.num_parameters() == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
-        ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
-        ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
-        ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 8}, "gemma4_text are not all"),
-        ({"model_type": "moshi"}, "layers of moshi are not all attention"),
-        ({"model_type": "bert", "type_vocab_size": 2}, "bert is no decoder model"),
-        ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
-        ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
+    ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
+    ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
+    ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 8}, "layers of gemma4_text are not all attention"),
+    ({"model_type": "moshi"}, "layers of moshi are not all attention"),
+    ({"model_type": "bert", "type_vocab_size": 2}, "bert is no decoder model"),
+    ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
+    ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
+], ids=str)  # fmt: skip
 def test_configs_of_other_models_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_HF | change))
     with pytest.raises(PlannerError, match=message):
@@ -304,6 +286,8 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert free.recompute == "off" != tight.recompute
     assert max(tight.memory_bytes) <= 9e9
     assert tight.predicted_s > free.predicted_s
+    again = price_strategy(tight, "gpt3-1b", cluster)
+    assert again.predicted_s == pytest.approx(tight.predicted_s) and again.memory_bytes == tight.memory_bytes
     with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
@@ -321,22 +305,19 @@ def test_every_schedule_is_planned_with_its_numbers_of_parts_and_refuses_others(
                 plan_strategy("mini", Cluster("v100", 2, 2), **question)
 
 
-@pytest.mark.parametrize(
-    ("question", "message"),
-    [
-        (
-            {"tensor_parallel": 3},
-            "num_heads = 8 of mini does not divide by it.*Give tensor_parallel = .*, the nearest that works here",
-        ),
-        ({"stages": 3}, "no strategy has stages = 3; give 2, the nearest that works"),
-        ({"data_parallel": 4, "global_batch_size": 7}, "give global_batch_size = 8, the nearest that works"),
-        ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
-        ({"memory_limit_gb": -1}, "memory_limit_gb = -1: give a number > 0"),
-        ({"schedule": "chimera"}, "schedule = 'chimera': strategies have"),
-        ({"schedule": "zbv", "chunks_per_stage": 3}, "zbv.* two parts per stage"),
-        ({"chunks_per_stage": 9}, "no strategy has chunks_per_stage = 9; leave one of them out"),
-    ],
-)
+@pytest.mark.parametrize(("question", "message"), [
+    (
+        {"tensor_parallel": 3},
+        "num_heads = 8 of mini does not divide by it.*Give tensor_parallel = .*, the nearest that works here",
+    ),
+    ({"stages": 3}, "no strategy has stages = 3; give 2, the nearest that works"),
+    ({"data_parallel": 4, "global_batch_size": 7}, "give global_batch_size = 8, the nearest that works"),
+    ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
+    ({"memory_limit_gb": -1}, "memory_limit_gb = -1: give a number > 0"),
+    ({"schedule": "chimera"}, "schedule = 'chimera': strategies have"),
+    ({"schedule": "zbv", "chunks_per_stage": 3}, "zbv.* two parts per stage"),
+    ({"chunks_per_stage": 9}, "no strategy has chunks_per_stage = 9; leave one of them out"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_nearest_that_can(question: dict[str, Any], message: str) -> None:
     with pytest.raises(PlannerError, match=message):
         plan_strategy("mini", Cluster("v100", 2, 2), **(SMALL | question))
@@ -384,9 +365,7 @@ def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
 @pytest.mark.parametrize(
     ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]
 )
-def test_large_clusters_are_planned_within_a_quarter_of_the_bound(
-    model: str, nodes: int, batch: int, length: int
-) -> None:
+def test_large_clusters_are_planned_near_the_bound(model: str, nodes: int, batch: int, length: int) -> None:
     """The bound holds for several parts per stage, too, which hardly wait; these clusters have no memory for them."""
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
     assert best.gap < 0.25

@@ -35,7 +35,10 @@ from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # The arguments fill the keys that the JSON leaves out; DeepSpeed would take its own defaults
-_DEFAULTS: dict[str, Any] = dict.fromkeys(_SIZES, "auto") | {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, "auto"), **{key: {"enabled": "auto"} for key in ("bf16", "fp16")},
+    "zero_allow_untested_optimizer": True,  # as Trainer sets it
+}  # fmt: skip
 
 
 def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
@@ -130,16 +133,22 @@ class Stages:
         zero = filled.config["zero_optimization"] or {}
         if filled.config["bf16"]["enabled"] and "stage" not in zero:
             # Trainer resumes, and DeepSpeed cannot load the optimizer states of bf16 with stage 0, its default
-            filled.config |= {"zero_optimization": {"stage": 1, **zero}, "zero_allow_untested_optimizer": True}
+            filled.config["zero_optimization"] = {"stage": 1, **zero}
             filled.config["data_types"] = {"grad_accum_dtype": "fp32"} | (self._raw.get("data_types") or {})
         filled.config |= {"terapipe": self.section, "steps_per_print": math.inf}
         return filled
 
-    def start_engine(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Build the engine. Without `optimizer` the config has one. Schedulers come with each training run."""
-        config = {key: value for key, value in config.items() if key != "scheduler"}
+    def engine_config(self, args: TrainingArguments, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the config with all values. A scheduler comes with each training run, which knows its steps."""
+        filled = self.new_config(args)
+        filled.config.pop("scheduler", None)
+        filled.trainer_config_finalize(args, model, 1)
         if "tensor_parallel" in self._raw:
-            config["tensor_parallel"] = self._raw["tensor_parallel"]
+            filled.config["tensor_parallel"] = self._raw["tensor_parallel"]
+        return cast(dict[str, Any], filled.config)
+
+    def start_engine(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Build the engine. Without `optimizer` the config has one."""
         lay_out(self.module, config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}

@@ -46,7 +46,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "args": {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}},
         "iterable": True, "phases": ["evaluate"],
     },
-    "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
+    "ZeRO-1": {
+        "ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}},
+        "args": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
+    },
     "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
     "recomputed": {"args": {"gradient_checkpointing": True}},
     "zbv": {"section": {"schedule": "zbv"}, "fp64": True},

@@ -158,6 +158,8 @@ class Stages:
                 "let it call super().create_optimizer()"
             )
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
+        if not hasattr(self.engine.optimizer, "defaults"):  # DeepSpeed's wrappers have none, and schedulers read them
+            self.engine.optimizer.defaults = self.engine.basic_optimizer.defaults
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
         # dropout draws for other tokens and heads on each sequence rank; samplers draw on the CPU, and alike
@@ -224,12 +226,12 @@ class Stages:
         sequence = sequence_ranks_of(self.module.mpu())
         if sequence.size == 1:
             return of_pipeline
-        of_ranks = [of_pipeline] * sequence.size  # each has the sums of its own tokens
+        of_ranks = [
+            of_pipeline
+        ] * sequence.size  # each has the sums of its own tokens, or none if no label counts there
         torch_dist.all_gather_object(of_ranks, of_pipeline, group=sequence.group)
-        return {
-            index: [math.fsum(of_one) for of_one in zip(*(sums[index] for sums in of_ranks), strict=True)]
-            for index in of_pipeline
-        }
+        parts = {index: [sums[index] for sums in of_ranks if index in sums] for index in set().union(*of_ranks)}
+        return {index: [math.fsum(of_one) for of_one in zip(*each, strict=True)] for index, each in parts.items()}
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, one after the other."""

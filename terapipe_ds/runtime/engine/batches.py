@@ -169,8 +169,7 @@ class IncomingBatches:
         replicas of a stage with labels.
         """
         engine, replicas = self._engine, self._engine.grid.get_data_parallel_world_size()
-        has_loss = engine._compute_loss and all(each.labels is not None for each in drawn)
-        if self._config.loss_reduction != "mean_of_step" or not has_loss:
+        if self._config.loss_reduction != "mean_of_step" or not all(each.labels is not None for each in drawn):
             return [1.0] * len(drawn)
         counts = [counts_of(each.labels, self._config, engine.module.loss_fn) for each in drawn]
         divisors = engine.step_label_counts
@@ -189,10 +188,8 @@ class IncomingBatches:
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
         size, rank = self._sequence.size, self._sequence.rank
         shares = plan.divided(size)
-        weights: tuple[float, ...] = ()
-        if labels is not None and self._engine._compute_loss:  # without a loss, inputs may stand in place of labels
-            weights = weights_of(labels, shares, self._config, loss_fn)
-        if weights and not any(weights):
+        weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
+        if labels is not None and not any(weights):
             logger.warning(
                 "a micro-batch has no valid label at all: its loss and its gradients are zero (the mean over no labels "
                 "has no value; stock loss functions give NaN here)"

@@ -29,6 +29,7 @@ from tests.distributed.engines import (
     batches,
     differences,
     engine_of,
+    error_of,
     first_step_error,
     gpt_layers,
     logged,
@@ -212,6 +213,25 @@ def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
     """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
     for at, verify in ((0, "off"), (1, "first_batch"), (2, "off")):
         assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify)), (at, verify)
+
+
+def logits_with_and_without_labels(slices: Any, reduction: str) -> float:
+    """Return how far logits without labels, in the engine's first batch, are from those beside labels."""
+    inputs, labels = micro_batch(1)
+    options = {"compute_loss": False, "reduce_output": None, "num_micro_batches": 1}
+    terapipe = section(slices=slices, loss_reduction=reduction)
+    with engine_of(with_head(), terapipe, loss_fn=LinearCrossEntropy()) as engine:
+        alone, beside = (engine.eval_batch(iter([(inputs, each)]), **options) for each in (None, labels))
+        return error_of(alone, beside) if engine.is_last_stage() else 0.0
+
+
+@pytest.mark.parametrize(
+    ("slices", "reduction"), [([8, 12, 3], "mean_valid"), ([8, 12, 3], "mean_of_step"), ("auto", "mean_valid")]
+)
+def test_logits_need_no_labels(slices: Any, reduction: str) -> None:
+    """Though the loss counts labels by its `slice_weight`, and slices are measured with the loss."""
+    errors = rank_pool(2).run(logits_with_and_without_labels, slices=slices, reduction=reduction)
+    assert max(errors) <= 1e-12
 
 
 def two_losses(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -38,12 +38,18 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "largest logits": {"args": {**EVALUATE, "batch_eval_metrics": False}, "metrics": "largest"},
     "smoothed": {"args": {"label_smoothing_factor": 0.1, **EVALUATE}, "fp64": True},
     "by length": {"args": BY_LENGTH},
+    "steps without labels": {
+        "args": {"gradient_accumulation_steps": 1, "logging_steps": 3}, "blank": 5, "fp64": True,
+    },
     "stream": {"args": {"max_steps": 5, **EVALUATE}, "iterable": True, "metrics": "logits"},
     "stream, not dispatched": {
         "args": {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}},
         "iterable": True, "phases": ["evaluate"],
     },
-    "ZeRO-1": {"ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}},
+    "ZeRO-1": {
+        "ds": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}},
+        "args": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 1e-3}},
+    },
     "tied": {"model": {"tie_word_embeddings": True}, "fp64": True},
     "recomputed": {"args": {"gradient_checkpointing": True}},
     "zbv": {"section": {"schedule": "zbv"}, "fp64": True},
@@ -54,7 +60,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-USUAL = ("evaluated and saved", "resumed", "trained twice with another rate", "stream", "stream, not dispatched")
+USUAL = (
+    "steps without labels", "evaluated and saved", "resumed", "trained twice with another rate", "stream",
+    "stream, not dispatched",
+)  # fmt: skip
 
 
 def usual(names: Sequence[str], settings: Iterable[str]) -> list[Any]:
@@ -110,6 +119,18 @@ def test_a_pipeline_trains_as_deepspeed_without_stages(name: str, tmp_path: Path
     differ = trainer_jobs.differences(stock, staged)
     assert differ["logs"] <= limit and differ["results"] <= limit, differ
     assert name == "bf16" or differ["weights"] <= 1e-4
+
+
+def test_the_json_may_hold_numbers_of_steps_and_auto_and_the_engine_may_start_early(tmp_path: Path) -> None:
+    """Before a training run knows its steps; and ZeRO takes optimizers that DeepSpeed has not tested, as in Trainer."""
+    numbers = {"params": {**SCHEDULER["params"], "warmup_num_steps": 3, "total_num_steps": 6}}
+    zero = {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}}
+    runs = []
+    for scheduler, phases in ((SCHEDULER, ["train"]), (SCHEDULER | numbers, ["train"]), (SCHEDULER, ["save", "train"])):
+        given = {"ds": {"scheduler": scheduler, **zero}, "args": {"warmup_steps": 3, "optim": "sgd"}, "phases": phases}
+        job = {"given": given, "folder": str(tmp_path), "kind": trainer_jobs.PipelineTrainer}
+        runs.append(rank_pool(2).run(trainer_jobs.play_alone, **job)[0]["logs"])
+    assert runs[0] == runs[1] == runs[2]
 
 
 @pytest.mark.full

@@ -50,6 +50,11 @@ GROUPS: dict[str, dict[str, Any]] = {
         "args": {"assistant_only_loss": True, "max_steps": 3, "pad_to_multiple_of": 6, **EVALUATE},
         "ds": {"sequence_parallel_size": 2}, "section": {"slices": 3, "granularity_tokens": 2},
     },
+    "sequence ranks, labels on one of them": {
+        "args": {"max_steps": 2, "pad_to_multiple_of": 16, "per_device_train_batch_size": 1,
+                 "per_device_eval_batch_size": 1, **EVALUATE}, "data": "pairs",
+        "ds": {"sequence_parallel_size": 2}, "section": {"slices": 1, "granularity_tokens": 2},
+    },
     "sequence ranks, packed, LoRA": {
         "args": {"packing": True, "max_steps": 3, "pad_to_multiple_of": 6, **EVALUATE}, "lora": LORA,
         "ds": {"sequence_parallel_size": 2}, "section": {"slices": 3, "granularity_tokens": 2},
@@ -57,7 +62,7 @@ GROUPS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", usual(("tensor-parallel ranks", "sequence ranks"), GROUPS))
+@pytest.mark.parametrize("name", usual(("tensor-parallel ranks", "sequence ranks, labels on one of them"), GROUPS))
 def test_sft_trains_over_stages_of_two_ranks(name: str, tmp_path: Path) -> None:
     check_same(rank_pool(4).run(compare, given=GROUPS[name], folder=str(tmp_path))[0], 1e-4)
 

@@ -43,14 +43,14 @@ def model_of(setting: Mapping[str, Any], seed: int = 3) -> LlamaForCausalLM:
     return model.double() if setting["fp64"] else model
 
 
-def rows_of(number: int = ROWS) -> list[dict[str, list[int]]]:
-    """Return texts of different lengths; some tokens of each are no labels."""
+def rows_of(number: int = ROWS, blank: int = 0) -> list[dict[str, list[int]]]:
+    """Return texts of different lengths; some tokens of each are no labels, and all tokens of the first `blank`."""
     generator = torch.Generator().manual_seed(1)
     rows = []
     for _ in range(number):
         length = int(torch.randint(5, LENGTH + 1, (1,), generator=generator))
         ids = torch.randint(2, VOCABULARY, (length,), generator=generator).tolist()
-        prompt = int(torch.randint(0, length - 2, (1,), generator=generator))
+        prompt = int(torch.randint(0, length - 2, (1,), generator=generator)) if len(rows) >= blank else length
         rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
     return rows
 
@@ -120,7 +120,7 @@ def trainer_of(
         "adam_epsilon": 1e-4, **setting["args"],
     }  # fmt: skip
     args = TrainingArguments(folder, deepspeed=deepspeed, **options)
-    rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"])
+    rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"], setting["blank"])
     given: dict[str, Any] = {"train_dataset": rows, "data_collator": collate}
     given["eval_dataset"] = rows if setting["iterable"] else rows_of(8)
     if setting["metrics"]:
@@ -184,7 +184,7 @@ def alone() -> Iterator[None]:
 def setting_of(given: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "args": {}, "ds": {}, "section": {}, "model": {}, "fp64": False, "iterable": False, "metrics": "",
-        "phases": ["train"], "one": {}, "rows": ROWS,
+        "phases": ["train"], "one": {}, "rows": ROWS, "blank": 0,
     }  # fmt: skip
     return defaults | dict(given)
 

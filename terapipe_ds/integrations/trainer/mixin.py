@@ -142,11 +142,9 @@ class PipelineTrainerMixin(Trainer):
             return
         accepts_counts = self.model_accepts_loss_kwargs
         self._stages.section.setdefault("loss_reduction", "mean_of_step" if accepts_counts else "mean_valid")
-        # the number of steps only matters to a scheduler, which is made later
-        filled = self._stages.new_config(self.args)
-        filled.trainer_config_finalize(self.args, self.model, 1)
+        config = self._stages.engine_config(self.args, self.model)
         self._started_with = tuple((name, getattr(self.args, name)) for name in _OF_ENGINE)
-        self._stages.start_engine(filled.config, None if "optimizer" in filled.config else self.create_optimizer())
+        self._stages.start_engine(config, None if "optimizer" in config else self.create_optimizer())
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +182,7 @@ class PipelineTrainerMixin(Trainer):
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
         # the layers come to their stages before the optimizer lists their parameters
-        lay_out(self._stages.module, self.args.deepspeed_plugin.hf_ds_config.config)
+        lay_out(self._stages.module, self._stages.engine_config(self.args, self.model))
         own, modules = self._own_parameters(), self._stages.module.modules
         with replaced(self.model, "named_parameters", lambda *_, **__: own), replaced(self.model, "modules", modules):
             return super().create_optimizer()
@@ -218,14 +216,18 @@ class PipelineTrainerMixin(Trainer):
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
         self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
         if not self.accelerator.sync_gradients:
-            return torch.zeros((), device=self.args.device)
+            return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
         batches, counts = zip(*self._waiting, strict=True)
         self._waiting.clear()
         self.model.train()
         label_counts = None if counts[0] is None else [float(count) for count in counts]
         loss = self._stages.train(batches, label_counts)
         self._note_metrics("train", batches)
-        return loss.to(self.args.device)
+        return self._without_labels(loss.to(self.args.device), num_items_in_batch)
+
+    def _without_labels(self, loss: Tensor, count: Any) -> Tensor:
+        """Return NaN where no label counts, as the model's own loss does; `logging_nan_inf_filter` leaves it out."""
+        return torch.full_like(loss, math.nan) if count == 0 and not is_sft(type(self)) else loss
 
     def _note_metrics(self, mode: str, batches: Sequence[Mapping[str, Any]]) -> None:
         """Add what TRL logs of each micro-batch, from the sums of the stage that computed its loss."""
@@ -263,8 +265,7 @@ class PipelineTrainerMixin(Trainer):
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
         count = self._labels_of(inputs)
         loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
-        if count == 0 and not is_sft(type(self)):  # as the model's own loss, which logging_nan_inf_filter leaves out
-            loss = torch.full_like(loss, math.nan)
+        loss = self._without_labels(loss, count)
         self._note_metrics("eval", [inputs])
         state, dispatch = self.accelerator.gradient_state, self.args.accelerator_config.dispatch_batches
         if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0 and dispatch is None:

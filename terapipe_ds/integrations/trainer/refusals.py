@@ -128,7 +128,8 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
         yield "dispatch_batches: rank 0 would divide batches among stages; leave it out"
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if unserved := sorted(set(options) - {"use_reentrant"}):
-        yield f'gradient_checkpointing_kwargs {unserved}: set "recompute" in the terapipe section'
+        names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
+        yield f'{names} {unserved}: set "recompute" in the terapipe section'
 
 
 def _of_given(given: Mapping[str, Any]) -> Iterator[str]:

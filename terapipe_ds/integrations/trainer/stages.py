@@ -35,7 +35,10 @@ from terapipe_ds.runtime.register import lay_out, register
 
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 # The arguments fill the keys that the JSON leaves out; DeepSpeed would take its own defaults
-_DEFAULTS: dict[str, Any] = dict.fromkeys(_SIZES, "auto") | {key: {"enabled": "auto"} for key in ("bf16", "fp16")}
+_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(_SIZES, "auto"), **{key: {"enabled": "auto"} for key in ("bf16", "fp16")},
+    "zero_allow_untested_optimizer": True,  # as Trainer sets it
+}  # fmt: skip
 
 
 def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
@@ -130,16 +133,22 @@ class Stages:
         zero = filled.config["zero_optimization"] or {}
         if filled.config["bf16"]["enabled"] and "stage" not in zero:
             # Trainer resumes, and DeepSpeed cannot load the optimizer states of bf16 with stage 0, its default
-            filled.config |= {"zero_optimization": {"stage": 1, **zero}, "zero_allow_untested_optimizer": True}
+            filled.config["zero_optimization"] = {"stage": 1, **zero}
             filled.config["data_types"] = {"grad_accum_dtype": "fp32"} | (self._raw.get("data_types") or {})
         filled.config |= {"terapipe": self.section, "steps_per_print": math.inf}
         return filled
 
-    def start_engine(self, config: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
-        """Build the engine. Without `optimizer` the config has one. Schedulers come with each training run."""
-        config = {key: value for key, value in config.items() if key != "scheduler"}
+    def engine_config(self, args: TrainingArguments, model: PreTrainedModel) -> dict[str, Any]:
+        """Return the config with all values. A scheduler comes with each training run, which knows its steps."""
+        filled = self.new_config(args)
+        filled.config.pop("scheduler", None)
+        filled.trainer_config_finalize(args, model, 1)
         if "tensor_parallel" in self._raw:
-            config["tensor_parallel"] = self._raw["tensor_parallel"]
+            filled.config["tensor_parallel"] = self._raw["tensor_parallel"]
+        return cast(dict[str, Any], filled.config)
+
+    def start_engine(self, config: dict[str, Any], optimizer: torch.optim.Optimizer | None) -> None:
+        """Build the engine. Without `optimizer` the config has one."""
         lay_out(self.module, config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
@@ -149,6 +158,8 @@ class Stages:
                 "let it call super().create_optimizer()"
             )
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
+        if not hasattr(self.engine.optimizer, "defaults"):  # DeepSpeed's wrappers have none, and schedulers read them
+            self.engine.optimizer.defaults = self.engine.basic_optimizer.defaults
         if self._loss is not None:
             self._loss.store = self.engine.slice_store
         # dropout draws for other tokens and heads on each sequence rank; samplers draw on the CPU, and alike
@@ -215,12 +226,12 @@ class Stages:
         sequence = sequence_ranks_of(self.module.mpu())
         if sequence.size == 1:
             return of_pipeline
-        of_ranks = [of_pipeline] * sequence.size  # each has the sums of its own tokens
+        of_ranks = [
+            of_pipeline
+        ] * sequence.size  # each has the sums of its own tokens, or none if no label counts there
         torch_dist.all_gather_object(of_ranks, of_pipeline, group=sequence.group)
-        return {
-            index: [math.fsum(of_one) for of_one in zip(*(sums[index] for sums in of_ranks), strict=True)]
-            for index in of_pipeline
-        }
+        parts = {index: [sums[index] for sums in of_ranks if index in sums] for index in set().union(*of_ranks)}
+        return {index: [math.fsum(of_one) for of_one in zip(*each, strict=True)] for index, each in parts.items()}
 
     def gathered(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, one after the other."""

@@ -227,7 +227,8 @@ class BatchSource:
                 "(inputs, labels); only eval_batch(compute_loss=False) goes without"
             )
         indices = self._config.sliced_inputs or (0,)
-        return self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :])
+        # one tensor, as labels are: slices may be measured with the loss
+        return self._labels_of(self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :]).deciding)
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
         """Return labels to cut. In DeepSpeed's order, labels without `sequence_dim` (a class per image) are whole."""

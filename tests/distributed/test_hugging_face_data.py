@@ -188,15 +188,6 @@ def refusals(family: str, batches: Mapping[str, Batch], documents: str = "off") 
     return told
 
 
-def shuffled_apart() -> tuple[str, str]:
-    """Return the error if each rank shuffles samples of one length by a seed of its own."""
-    samples = [texts((9,), seed)[0] for seed in range(8)]
-    order = torch.Generator().manual_seed(torch.distributed.get_rank())
-    loader = DataLoader(samples, batch_size=2, shuffle=True, generator=order, collate_fn=language_modeling)
-    with engine_of(a_module(), SECTION) as engine:
-        return engines.step_error(engine, list(loader))
-
-
 def a_module(family: str = "llama") -> Any:
     return terapipe_ds.from_config(config_of(family), num_stages=2, dtype=torch.float64)
 
@@ -225,22 +216,6 @@ def bad_batches() -> dict[str, Batch]:
         "terapipe.slices": language_modeling(texts((3, 2), seed=3)),
         "position ids": {**right, "position_ids": torch.arange(2, 16).expand(2, 14)},
     }
-
-
-def evaluate(compute_loss: bool) -> float:
-    """Return the relative error of logits, or of a loss, for a batch in a `UserDict` of two rows of other lengths."""
-    batch = padded(texts((9, 14), seed=3))
-    given = {key: value for key, value in batch.items() if compute_loss or key != "labels"}
-    with in_fp64():
-        module = a_module()
-        whole = whole_model(config_of("llama"), weights_of_all_stages(module)).eval()
-        with engine_of(module, SECTION) as engine, torch.no_grad():
-            data = iter([given] * MICRO_BATCHES)
-            if compute_loss:
-                return engines.error_of(float(engine.eval_batch(data)), float(own_loss(whole, dict(batch))))
-            outputs = engine.eval_batch(data, compute_loss=False, reduce_output=None)
-            expected = whole(batch["input_ids"]).logits
-    return engines.error_of(outputs, [expected] * MICRO_BATCHES) if engine.is_last_stage() else 0.0
 
 
 def train_on_training_data() -> list[tuple[float, float]]:
@@ -320,13 +295,6 @@ def test_each_refusal_names_the_key_on_every_rank() -> None:
         assert 'set terapipe.documents to "position_ids"' in told["cu_seq_lens_q"][1]
 
 
-def test_stages_whose_loaders_shuffle_apart_are_refused() -> None:
-    """Inputs of some samples would be trained on the labels of others, without a sign."""
-    for kind, text in rank_pool(2).run(shuffled_apart):
-        assert kind == "BatchError" and "disagree on the token ids of dict batches: ranks [0]: checksum" in text
-        assert "Give the first and the last stage iterators over the same micro-batches" in text
-
-
 def test_positions_of_documents_that_layers_do_not_find_are_refused() -> None:
     batch = flattened(texts((5, 4), seed=1))
     batch["position_ids"] += 2
@@ -343,11 +311,6 @@ def test_documents_are_refused_where_layers_of_any_stage_mix_them(family: str) -
     for told in rank_pool(2).run(refusals, family=family, batches=batches, documents="position_ids"):
         for kind, text in told.values():
             assert kind in REFUSALS and "the rows hold several documents" in text and why in text
-
-
-@pytest.mark.parametrize("compute_loss", [True, False])
-def test_evaluation_with_labels_and_without(compute_loss: bool) -> None:
-    assert max(rank_pool(2).run(evaluate, compute_loss=compute_loss)) <= (1e-6 if compute_loss else 1e-10)
 
 
 def test_training_data_and_collate_fn_of_initialize() -> None:

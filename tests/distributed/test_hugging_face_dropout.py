@@ -11,7 +11,7 @@ import terapipe_ds
 from tests.distributed import engines
 from tests.distributed.cases import relative_error, worst_error
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import batches, engine_of, refusal_of, ways_of
+from tests.distributed.hugging_face_jobs import batches, engine_of, refusal_of, tuples, ways_of
 from tests.hugging_face_families import VOCAB_SIZE, config_of
 
 DROPPING: dict[str, dict[str, float]] = {
@@ -28,7 +28,7 @@ def evaluated_and_trained(family: str, fields: dict[str, float], checkpointing: 
         assert hasattr(config, name)
         setattr(config, name, value)
     module = terapipe_ds.from_config(config, num_stages=2, dtype=torch.float32)
-    data = [[module.to_tuple(batch) for batch in step] for step in batches(VOCAB_SIZE)]
+    data = tuples(module, batches(VOCAB_SIZE))
     section = engines.section(slices=[7, 3, 6], verify="off")
     with engine_of(module, section, **engines.CHECKPOINTING[checkpointing]) as engine:
         evaluated = float(engine.eval_batch(iter(data[0])))

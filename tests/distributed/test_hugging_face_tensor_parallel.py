@@ -29,7 +29,7 @@ from tests.distributed.cases import relative_error
 from tests.distributed.checkpoint_states import convert
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_files import write_model
-from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole
+from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, tuples
 from tests.distributed.test_strategy_runs import strategy_of
 from tests.hugging_face_families import VOCAB_SIZE, config_of
 from tests.unit.models.hugging_face.sliced_model import in_fp64, loss_of, whole_model
@@ -67,10 +67,6 @@ def changed_config(family: str, fields: dict[str, Any] | None) -> Any:
     for name, value in (fields or {}).items():
         setattr(config, name, value)
     return config
-
-
-def tuples(module: Any, data: Any) -> list[Any]:
-    return [[module.to_tuple(batch) for batch in step] for step in data]
 
 
 def compared(run: engines.Run, module: Any, trained: tuple[Any, Any, Any]) -> dict[str, float]:
@@ -229,11 +225,6 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
     return changes, [relative_error(a, b) for a, b in zip(run.returned, train_whole(whole, data)[0], strict=True)]
 
 
-def refusal_of_plain_layers() -> tuple[str, str]:
-    changes = {"module": {"topology": topology((1, 1, 2))}, "tensor_parallel": {"autotp_size": 2}}
-    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), SECTION, stages=None, **changes))
-
-
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
     """Return the error of a model whose config and plan have other entries: None takes one out."""
     config = changed_config(family, fields)
@@ -389,8 +380,3 @@ def test_divisions_that_are_refused_on_all_ranks(text: str) -> None:
     grid = given.get("grid", (1, 1, 2))
     for error in rank_pool(grid[2]).run(refusal, **defaults | given):
         assert kind in " ".join(error) and text in error[1], error  # a peer may report the one that failed first
-
-
-def test_the_size_is_refused_where_nothing_divides_layers() -> None:
-    for kind, text in rank_pool(2).run(refusal_of_plain_layers):
-        assert kind == "TeraPipeConfigError" and "AutoTP would replace layers without knowing of pipeline" in text

@@ -50,11 +50,7 @@ def test_set_by_hand() -> None:
 
 
 def job_refused() -> list[tuple[str, str]]:
-    def build(lists: list[list[int]]) -> None:
-        with engines.engine_of(engines.gpt_layers(), engines.section(slices=lists), gradient_accumulation_steps=3):
-            pass
-
-    problems = [engines.raised_by(lambda: build(LISTS[:2]))]
+    problems = []
     with engines.engine_of(
         engines.gpt_layers(), engines.section(slices=LISTS), gradient_accumulation_steps=3
     ) as engine:
@@ -66,10 +62,8 @@ def job_refused() -> list[tuple[str, str]]:
 
 def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     for problems in rank_pool(2).run(job_refused):
-        assert [kind for kind, _ in problems[:1]] == ["TeraPipeConfigError"]
-        assert "2 lists for 3 micro-batches" in problems[0][1]
-        assert "each list adds up to 23 tokens, but a sequence has 22" in problems[1][1]
-        assert "3 lists for 2 micro-batches" in problems[2][1]
+        assert "each list adds up to 23 tokens, but a sequence has 22" in problems[0][1]
+        assert "3 lists for 2 micro-batches" in problems[1][1]
 
 
 class RightInSlicesOfFive(nn.Module):

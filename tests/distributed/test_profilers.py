@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.config import TeraPipeConfigError
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
@@ -125,14 +124,3 @@ class TestFlops:
             assert not any("flops_profiler: step" in text for text in rank["printed"])
         assert all("fwd_microstep: " in text for text in ranks[0]["printed"])
         assert sorted(each.name for each in path.parent.iterdir()) == ["profile.txt", "profile.txt.stage1"]
-
-    def test_an_estimate_of_recomputation_is_refused(self) -> None:
-        assert all("counted here" in text for text in rank_pool(2).run(job_estimate))
-
-
-def job_estimate() -> str:
-    with pytest.raises(TeraPipeConfigError, match="recompute_fwd_factor = 1") as caught:
-        engines.build(
-            engines.fp32_layers(), engines.unchecked(), flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0}
-        )
-    return str(caught.value)

@@ -16,59 +16,7 @@ import terapipe_ds
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
-# -- "auto" ----------------------------------------------------------------------------------------------------
-
-AUTO: dict[str, dict[str, Any]] = {
-    "train_micro_batch_size_per_gpu": {"train_micro_batch_size_per_gpu": "auto"},
-    "gradient_accumulation_steps": {"gradient_accumulation_steps": "auto"},
-    "gradient_clipping": {"gradient_clipping": "auto"},
-    "optimizer.params.lr, optimizer.params.betas": {
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
-    },
-    "scheduler.params.warmup_max_lr": {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}},
-    "fp16.enabled": {"fp16": {"enabled": "auto"}},
-    "bf16.enabled": {"bf16": {"enabled": "auto"}},
-    "zero_optimization.reduce_bucket_size": {"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}},
-}
-
-
-def job_auto() -> dict[str, tuple[str, str]]:
-    found = {}
-    for name, values in AUTO.items():
-        ds_config = {**engines.config(terapipe=engines.unchecked()), **values}
-        model = engines.pipeline_module(engines.gpt_layers("float32"))
-        found[name] = engines.raised_by(lambda: terapipe_ds.initialize(model=model, config=ds_config))  # noqa: B023
-    with engines.engine_of(
-        engines.gpt_layers("float32"), engines.unchecked(slices=3), pipeline={"stages": "auto"}
-    ) as engine:
-        engines.train(engine, engines.batches(1))  # DeepSpeed's own key
-    return found
-
-
-def test_what_trainer_would_fill_in_is_named() -> None:
-    for found in rank_pool(2).run(job_auto):
-        assert {name: kind for name, (kind, _) in found.items()} == dict.fromkeys(AUTO, "TeraPipeConfigError")
-        assert [name for name, (_, text) in found.items() if f'{name} = "auto": transformers' not in text] == []
-
-
 # -- DeepSpeed's curriculum ------------------------------------------------------------------------------------
-
-_FIXED = {"min_difficulty": 8, "max_difficulty": 23, "schedule_type": "fixed_root", "schedule_config": {}}
-_METRIC = {"difficulty_type": "value", "clustering_type": "single_cluster", **_FIXED}
-CURRICULUM = {"enabled": True, "curriculum_metrics": {"seqlen": _METRIC}}
-
-
-def job_curriculum() -> tuple[str, str]:
-    sampling = {"enabled": True, "curriculum_learning": CURRICULUM}
-    settings = {"data_efficiency": {"enabled": True, "data_sampling": sampling}}
-    return engines.raised_by(lambda: engines.build(engines.gpt_layers(), engines.unchecked(), **settings))
-
-
-def test_a_curriculum_that_deepspeed_would_ignore_is_refused() -> None:
-    for kind, text in rank_pool(2).run(job_curriculum):
-        assert kind == "TeraPipeConfigError"
-        assert "data_efficiency.data_sampling.curriculum_learning.enabled = true with 2 stages" in text
-        assert "order the data in your own loader" in text
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------
@@ -318,7 +266,7 @@ def job_two_models() -> tuple[dict[str, float], list[float], list[float]]:
     with engines.engine_of(engines.gpt_layers(seed=7), None) as engine:
         fresh = [float(engine.eval_batch(iter(batch))) for batch in data]
     with (
-        engines.engine_of(engines.gpt_layers(), engines.unchecked()) as policy,
+        engines.engine_of(engines.gpt_layers(), engines.unchecked(), pipeline={"stages": "auto"}) as policy,
         engines.engine_of(engines.gpt_layers(seed=7), engines.unchecked(slices=2)) as reference,
     ):
 

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import terapipe_ds
-from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole
+from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, tuples
 from tests.unit.models.hugging_face.sliced_model import in_fp64
 from tests.zoo.in_memory import NOT_FRESH, REFUSED, TRAINED, UNTRAINABLE, Kind, adapters, drop
 
@@ -34,14 +33,11 @@ def train(name: str, schedule: str) -> tuple[dict[str, float], bool, int]:
         frozen = {key: p.detach().clone() for key, p in theirs.items() if not p.requires_grad}
         interval = module.activation_checkpoint_interval
         with engine_of(module, engines.section(slices=[7, 3, 6], schedule=schedule)) as engine:
-            run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
+            run = engines.train(engine, tuples(module, data))
             names = module.checkpoint_names()
-        for each in (run.parameters, *run.gradients):
-            each.pop(NOTHING_TRAINED, None)
         losses, gradients, _ = train_whole(own, data)
-        cut = [{key.removeprefix(PREFIX): g for key, g in step.items()} for step in gradients]
         stayed = all(torch.equal(run.parameters[key], frozen[n]) for key, n in names.items() if n in frozen)
-        return differences(run, names, losses, cut, theirs), stayed, interval
+        return differences(run, names, losses, gradients, theirs), stayed, interval
 
 
 def refusals() -> dict[str, tuple[str, str]]:

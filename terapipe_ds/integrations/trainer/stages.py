@@ -226,9 +226,8 @@ class Stages:
         sequence = sequence_ranks_of(self.module.mpu())
         if sequence.size == 1:
             return of_pipeline
-        of_ranks = [
-            of_pipeline
-        ] * sequence.size  # each has the sums of its own tokens, or none if no label counts there
+        # each has the sums of its own tokens, or none if no label counts there
+        of_ranks = [of_pipeline] * sequence.size
         torch_dist.all_gather_object(of_ranks, of_pipeline, group=sequence.group)
         parts = {index: [sums[index] for sums in of_ranks if index in sums] for index in set().union(*of_ranks)}
         return {index: [math.fsum(of_one) for of_one in zip(*each, strict=True)] for index, each in parts.items()}

@@ -68,7 +68,7 @@ class PlanOptions(CostOptions):
     zero_stage: int = _batch("default 0", "{0,1}", 0, ge=0, le=1)
     schedule_options: ScheduleDetails = details_option("search")
     granularity: int | None = _search(
-        "cut at multiples of N tokens (default: 64, more from 16,384 tokens on: at most 256 granules)", "N", ge=1
+        "cut at multiples of N tokens (default: 64; doubled above 16,384 tokens, to at most 256 granules)", "N", ge=1
     )
     max_slices: int | None = _search("at most so many slices", "S", ge=1)
     order: OrderFile | None = _output("write the order as CSV, for the key terapipe.schedule", "FILE")

@@ -356,8 +356,8 @@ def test_what_is_new_is_measured_once_and_what_is_set_by_hand_never() -> None:
         assert plans[0] == (12, 11) and [sum(plan) for plan in plans] == [LENGTH, 31, 17]
 
 
-def _lengths_of_as_many_granules(section: dict[str, Any]) -> tuple[dict[str, float], list[int], list[list[int]]]:
-    """Train lengths of six granules (24 to 21) and of five (20 to 17). Return errors, planned lengths, starts."""
+def _many_lengths(section: dict[str, Any]) -> tuple[dict[str, float], list[int], list[list[int]]]:
+    """Train lengths between 17 and 24. Return errors, planned lengths, and starts by length."""
     lengths = [24, 21, 22, 17, 19, 20, 23, 18]
     micro_batches = [batches(1, 1, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
     data = [[*first, *second] for first, second in zip(micro_batches[::2], micro_batches[1::2], strict=True)]
@@ -376,13 +376,21 @@ def _lengths_of_as_many_granules(section: dict[str, Any]) -> tuple[dict[str, flo
     return errors, planned, starts
 
 
-@pytest.mark.parametrize("more", [{}, {"slices": 3, "schedule": "auto"}], ids=["slices", "schedule"])
-def test_lengths_of_as_many_granules_share_one_search(more: dict[str, Any]) -> None:
-    results = on_ranks(2, _lengths_of_as_many_granules, section=_auto() | more)
+@pytest.mark.parametrize(
+    ("more", "searched", "starts"),
+    [
+        pytest.param({}, [24, 20, 16], [[0, 8, 12], *[[0, 8, 16]] * 7], id="the nearest multiple of 4"),
+        pytest.param({"slices": 3, "schedule": "auto"}, [24, 17, 20], [[0, 8, 16]] * 8, id="a number of slices"),
+        pytest.param({"planner": {"memory_limit_gb": 9}}, [24, 17, 20], [[0, 8, 16]] * 8, id="a limit for each length"),
+    ],
+)
+def test_lengths_around_a_multiple_of_the_granularity_share_one_search(
+    more: dict[str, Any], searched: list[int], starts: list[list[int]]
+) -> None:
+    results = on_ranks(2, _many_lengths, section=_auto() | more)
     assert violations([errors for errors, *_ in results], EXACT) == {}
-    assert [planned for _, planned, _ in results] == [[24, 20], []], "rank 0 plans"
-    for _, _, starts in results:
-        assert starts == [[0, 8, 16]] * 8
+    assert [planned for _, planned, _ in results] == [searched, []], "rank 0 plans"
+    assert [found for *_, found in results] == [starts] * 2
 
 
 def _replicas_with_other_lengths() -> list[int]:

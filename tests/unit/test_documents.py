@@ -296,7 +296,8 @@ def test_the_plan_of_the_readme_is_drawn_against_stock(monkeypatch: pytest.Monke
     assert f"](docs/pictures/{picture.name})" in text
     shapes = [path.read_text().count("<path") for path in (picture, ROOT / "docs/pictures" / picture.name)]
     assert shapes[0] == shapes[1] > 50
-    assert [title in picture.read_text() for title in ("<!-- makespan 7.172 s", "<!-- makespan 3.742 s")] == [True, True]
+    drawn = picture.read_text()
+    assert "<!-- makespan 7.172 s" in drawn and "<!-- makespan 3.742 s" in drawn
 
 
 def test_the_picture_of_the_readme_is_drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

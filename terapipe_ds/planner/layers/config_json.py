@@ -49,7 +49,7 @@ _MAX_LAYERS = 10_000  # the planner goes over every layer
 _DECODERS = ("CausalLM", "LMHeadModel", "ConditionalGeneration")
 _OTHER_LAYERS = (
     "mamba", "rwkv", "xlstm", "jamba", "bamba", "zamba", "recurrent", "nemotron_h", "falcon_h1", "kimi_linear", "lfm2",
-    "cpmant", "hrm_text", "moshi", "openai-gpt", "phi4_multimodal", "xlnet",
+    "cpmant", "hrm_text", "moshi", "openai-gpt", "phi4mm", "phi4_multimodal", "xlnet",
 )  # fmt: skip
 
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -154,11 +154,12 @@ def _check_kind(path: str, family: str, document: Mapping[str, Any], config: Map
     """Raise PlannerError for encoders, and for layers that are not all attention and a usual MLP."""
     architectures = _listed(path, document, "architectures", str)
     is_other = architectures and not any(name.endswith(_DECODERS) for name in architectures)
-    if document.get("is_encoder_decoder") or config.get("type_vocab_size") or is_other:
+    if document.get("is_encoder_decoder") or is_other:
         what = ", ".join(architectures) or family
         raise PlannerError(f"{path}: {what} is no decoder model; give the config.json of a causal language model")
     kinds = {str(kind) for kind in _listed(path, config, "layer_types", str)}
-    if family.startswith(_OTHER_LAYERS) or not kinds <= _KINDS or config.get("hidden_size_per_layer_input"):
+    is_other = bool(config.get("hidden_size_per_layer_input") or config.get("type_vocab_size"))  # Gemma 3n and 4; BERT
+    if is_other or family.startswith(_OTHER_LAYERS) or not kinds <= _KINDS:
         raise PlannerError(f"{path}: layers of {family} are not all attention and a usual MLP; give a measured profile")
 
 

@@ -227,8 +227,9 @@ class BatchSource:
                 "(inputs, labels); only eval_batch(compute_loss=False) goes without"
             )
         indices = self._config.sliced_inputs or (0,)
-        # one tensor, as labels are: slices may be measured with the loss
-        return self._labels_of(self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :]).deciding)
+        # one tensor of numbers that any loss takes for labels: slices may be measured with it
+        like = self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :]).deciding
+        return self._labels_of(torch.zeros_like(like))
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
         """Return labels to cut. In DeepSpeed's order, labels without `sequence_dim` (a class per image) are whole."""

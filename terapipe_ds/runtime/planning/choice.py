@@ -53,11 +53,11 @@ class Choice:
         return any(plan.num_slices > 1 for plan in self.plans)
 
     def of_length(self, length: int) -> Choice:
-        """Return the choice for `length` tokens, as many granules as here: the last slice ends with the sequence."""
+        """Return the choice for about as many tokens: the last slice ends with the sequence."""
         if length == self.sequence_length:
             return self
         cut = (plan.lengths[:-1] for plan in self.plans)
-        return replace(self, plans=tuple(SlicePlan((*first, length - sum(first))) for first in cut))
+        return replace(self, plans=tuple(SlicePlan((*first, length - sum(first))) for first in cut), predicted=None)
 
     def joined(self, fewest_tokens: int) -> Choice:
         """Return the choice without slices of fewer tokens (see `SlicePlan.joined`)."""

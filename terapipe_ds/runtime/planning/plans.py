@@ -39,7 +39,7 @@ class Plans:
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
-        self._planned: dict[ChoiceKey, Choice] = {}  # one for all lengths of as many granules
+        self._planned: dict[ChoiceKey, Choice] = {}  # by a multiple of the granularity, for all lengths around it
         self._choices: dict[ChoiceKey, Choice] = {}
         self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
@@ -167,18 +167,18 @@ class Plans:
     ) -> None:
         """Plan each length that has no choice yet, the longest first. A collective over all ranks.
 
-        All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths of as many granules share
-        one search: batches may bring thousands of lengths.
+        All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths around one
+        multiple of the granularity share one search: batches may bring thousands of lengths.
         """
         # plan again if slices are so short that the engine's own time counts
         before = {key: self._planned.pop(key) for key in planner.misjudged(self._planned)}
-        if before:
-            self._choices.clear()
+        for key in [key for key in self._choices if (planner.rounded(key[0]), *key[1:]) in before]:
+            del self._choices[key]
         lengths = {shape.length for shape in shapes}
         while length := planner.longest(one for one in lengths if self._known(one) is None):
-            key = self._key(planner.rounded(length))
-            planned = self._planned.get(key)
-            if planned is None or planned.sequence_length < length:
+            rounded = planner.rounded(length)
+            key, planned = self._key(rounded), self._planned.get(self._key(rounded))
+            if planned is None or planned.sequence_length < min(rounded, length):
                 planned = self._planned[key] = planner.choose(length, drawn, shapes, before.get(key))
             self._choices[self._key(length)] = planned.of_length(length).joined(self._shortest)
 

@@ -88,7 +88,7 @@ class Profiles:
         key = key_of(self._stage, length, max(shape.rows for shape in shapes))
         planner = self._config.planner
         if planner.profile != "measure":
-            granularity = self._config.granularity_for(length)
+            granularity = self._config.searched_granularity(length)
             return self.from_rank_0(lambda: _read_profile(planner.profile, key, granularity))
         path = None if planner.cache_dir is None else cache_path(planner.cache_dir, key, self._not_in_key(length))
         cached = self.from_rank_0(lambda: _cached(path, key))

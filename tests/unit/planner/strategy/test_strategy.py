@@ -258,7 +258,7 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
     ({"model_type": "mamba2"}, "layers of mamba2 are not all attention"),
     ({"model_type": "gemma4_text", "hidden_size_per_layer_input": 8}, "layers of gemma4_text are not all attention"),
     ({"model_type": "moshi"}, "layers of moshi are not all attention"),
-    ({"model_type": "bert", "type_vocab_size": 2}, "bert is no decoder model"),
+    ({"model_type": "bert", "type_vocab_size": 2}, "layers of bert are not all attention"),
     ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
     ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
 ], ids=str)  # fmt: skip

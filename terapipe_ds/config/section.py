@@ -273,9 +273,12 @@ class TeraPipeConfig(StrictModel):
         """Return the tokens at whose multiples slices of such sequences end.
 
         A default never refuses: where the config does not set `granularity_tokens`, the default is halved until the
-        number of slices fits, and is at most the length of the sequence.
+        number of slices fits, and is at most the length of the sequence. Listed slices may be shorter: the costs of all
+        of them count.
         """
         granularity = self.granularity_tokens
+        if self.listed_slices:
+            return min(granularity, sequence_length, *map(min, self.listed_slices))
         if "granularity_tokens" in self.model_fields_set:
             return granularity
         granularity = math.lcm(granularity, self._multiple)

@@ -393,6 +393,21 @@ def test_lengths_around_a_multiple_of_the_granularity_share_one_search(
     assert [found for *_, found in results] == [starts] * 2
 
 
+def _listed(section: dict[str, Any]) -> dict[str, float]:
+    stock = run_training(gpt_layers, None, batches(2), stages=1)
+    return differences(run_training(gpt_layers, unchecked(**section), batches(2)), stock)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [{"schedule": "auto"}, {"recompute": "auto", "planner": {"memory_limit_gb": 1.0}}],
+    ids=["schedule", "recompute"],
+)
+def test_listed_slices_within_a_granule_are_measured(more: dict[str, Any]) -> None:
+    section = {"slices": [9, 13, 1], "granularity_tokens": 64, **more}
+    assert violations(on_ranks(2, _listed, section=section), EXACT) == {}
+
+
 def _replicas_with_other_lengths() -> list[int]:
     """Train two pipelines whose batches differ in length: both learn of both lengths."""
     with engine_of(gpt_layers(), _auto()) as engine:

@@ -61,7 +61,7 @@ def trainer_of(kind: type[SFTTrainer], setting: Mapping[str, Any], folder: str, 
     args = SFTConfig(folder, deepspeed=deepspeed, **options)
     lora = setting.get("lora")
     given: dict[str, Any] = {"peft_config": LoraConfig(**lora)} if lora else {}
-    data = {"train_dataset": chats(kind=setting.get("data", "messages")), "eval_dataset": chats(8)}
+    data = {"train_dataset": chats(setting.get("chats", 22), setting.get("data", "messages")), "eval_dataset": chats(8)}
     if setting.get("data"):
         data["eval_dataset"] = chats(8, setting["data"])
     model: Any = model_of(setting, seed)
@@ -78,6 +78,18 @@ def compare(given: Mapping[str, Any], folder: str) -> dict[str, Any]:
     """Return how the pipeline's run differs from SFTTrainer's in one process."""
     with_slices = {"section": {"slices": 3, "granularity_tokens": 1}, **given}
     return trainer_jobs.compare(with_slices, folder, (SFTTrainer, PipelineSFTTrainer), trainer_of)
+
+
+def tokens_of_an_epoch(folder: str) -> list[int]:
+    """Return the tokens that two replicas count for five chats, one at a time, and the tokens of the chats."""
+    AcceleratorState._reset_state(True)
+    args = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "max_steps": -1, "num_train_epochs": 1}
+    setting = trainer_jobs.setting_of({"args": args, "chats": 5, "ds": {"pipeline": {"stages": 1}}})
+    config = trainer_jobs.deepspeed_of({**setting, "section": {"slices": 1}})
+    trainer = trainer_of(PipelineSFTTrainer, setting, folder, config)
+    trainer.train()
+    trainer._stages.engine.destroy()
+    return [int(trainer.state.log_history[-2]["num_tokens"]), sum(map(len, trainer.train_dataset["input_ids"]))]
 
 
 class MostTokens(TorchDispatchMode):

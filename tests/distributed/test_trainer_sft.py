@@ -12,7 +12,7 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 pytest.importorskip("trl", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
 from tests.distributed.harness import rank_pool
-from tests.distributed.sft_jobs import compare, losses_beside_4_bits, most_tokens_with_logits
+from tests.distributed.sft_jobs import compare, losses_beside_4_bits, most_tokens_with_logits, tokens_of_an_epoch
 from tests.distributed.test_trainer import IS_5, check_same, usual
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
@@ -65,6 +65,12 @@ GROUPS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", usual(("tensor-parallel ranks", "sequence ranks, labels on one of them"), GROUPS))
 def test_sft_trains_over_stages_of_two_ranks(name: str, tmp_path: Path) -> None:
     check_same(rank_pool(4).run(compare, given=GROUPS[name], folder=str(tmp_path))[0], 1e-4)
+
+
+def test_texts_that_fill_up_a_last_batch_count_once(tmp_path: Path) -> None:
+    """The second replica gets the first text again, as in SFTTrainer, which leaves it out of what it logs."""
+    for counted, in_data in rank_pool(2).run(tokens_of_an_epoch, folder=str(tmp_path)):
+        assert counted == in_data
 
 
 @pytest.mark.skipif(not IS_5, reason="4-bit layers need transformers 5")

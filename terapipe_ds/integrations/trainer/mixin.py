@@ -239,7 +239,7 @@ class PipelineTrainerMixin(Trainer):
             if mode == "train":
                 tokens = batch["position_ids"].size(1) if mask is None else int(mask.sum())
             own = torch.tensor([[*sums.get(index, [0.0] * 3), tokens]], dtype=torch.float64, device=self.args.device)
-            entropy, correct, valid, tokens_of_all = self.accelerator.gather(own).sum(0).tolist()
+            entropy, correct, valid, tokens_of_all = self.accelerator.gather_for_metrics(own).sum(0).tolist()
             metrics["entropy"].append(entropy / valid if valid else 0.0)
             metrics["mean_token_accuracy"].append(correct / valid if valid else 0.0)
             self._total_train_tokens += int(tokens_of_all)

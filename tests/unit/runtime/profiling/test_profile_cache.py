@@ -4,6 +4,7 @@ import dataclasses
 import logging
 import statistics
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
+from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartMeasured
 from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
@@ -127,6 +129,19 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
         given = _read_profile(path, key, granularity)
     assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns
     assert memory_of(Profile.load(path)) is not None and memory_of(given) is None  # that of another optimizer, maybe
+
+
+@pytest.mark.parametrize(("given", "granule"), [({}, 256), ({"granularity_tokens": 64}, 64)])
+def test_a_given_profile_is_compared_with_the_granules_of_the_search(
+    given: dict[str, Any], granule: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TeraPipeConfig(enabled=True, slices="auto", planner={"profile": "profile.json"}, **given)
+    monkeypatch.setattr(profiles, "key_of", lambda *_: KEY)
+    monkeypatch.setattr(profiles, "_read_profile", lambda *arguments: arguments[-1])
+    monkeypatch.setattr(profiles, "from_rank_0", lambda ask, _: ask())
+    stage: Any = SimpleNamespace(engine=None, groups=SimpleNamespace(world=None), config=config)
+    shapes: list[Any] = [SimpleNamespace(rows=1)]
+    assert profiles.Profiles(stage, None, print)._profile_for(65_536, [], shapes) == granule  # type: ignore[arg-type]
 
 
 # -- what a profile is valid for -----------------------------------------------------------------------------------

@@ -269,12 +269,12 @@ def play_alone(given: Mapping[str, Any], folder: str, kind: type[Trainer]) -> di
     return found | {"weights": {name: _array(each) for name, each in trainer.model.state_dict().items()}}
 
 
-def resumed_in_bf16(folder: str) -> list[dict[str, Any]]:
+def resumed_in_16_bits(kind: str, folder: str) -> list[dict[str, Any]]:
     """Return what a run without interruption and a resumed one have: weights and moments, as DeepSpeed gives them.
 
     The JSON does not name a stage of ZeRO.
     """
-    setting, found = setting_of({"args": {"bf16": True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}}), []
+    setting, found = setting_of({"args": {kind: True, "save_strategy": "steps", "save_steps": 2, "max_steps": 4}}), []
     config = {**deepspeed_of(setting), "zero_optimization": {}}
     for seed, resume in ((3, None), (4, f"{folder}/checkpoint-2")):
         AcceleratorState._reset_state(True)

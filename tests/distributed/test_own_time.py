@@ -90,7 +90,7 @@ def test_one_line_of_the_log_does_for_each_shorter_length() -> None:
     lines = rank_pool(2).run(engines.with_few_rounds, job=job_lengths)[0]
     longest, shorter = (line for line in lines if line.startswith("planned "))
     assert longest.startswith("planned 31 tokens for 2 stages") and "\n" in longest
-    assert shorter.startswith("planned 24 tokens: seq1f1b, slices [") and "\n" not in shorter
+    assert shorter.startswith("planned 23 tokens: seq1f1b, slices [") and "\n" not in shorter
     (runs,) = (line for line in lines if line.startswith("training runs"))
     assert runs.endswith(
         "no prediction without measured costs"

@@ -51,21 +51,21 @@ class AutoPlanner:
         return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
 
     def rounded(self, length: int) -> int:
-        """Return the multiple of the granularity whose plan serves sequences of `length` tokens.
+        """Return a multiple of the granularity: lengths with the same one may share a plan.
 
-        It is the nearest one, so that no last slice is much shorter than planned. It is the next one above where more
-        tokens than planned would change the memory that a limit allows, or a given number of slices. Listed slices fit
-        one length alone.
+        It is the nearest one, so that a last slice differs little from the planned one. It is the next one above where
+        more tokens than planned would change the memory that a limit allows, or a given number of slices. Listed slices
+        fit one length alone.
         """
         config = self._config
         granule = config.searched_granularity(length)
         if config.listed_slices or granule > length:
             return length
         above = -(-length // granule) * granule
-        return above if self._is_exact else max((length + granule // 2) // granule * granule, granule)
+        return above if self.is_exact else max((length + granule // 2) // granule * granule, granule)
 
     @property
-    def _is_exact(self) -> bool:
+    def is_exact(self) -> bool:
         """Return whether a plan may not have more tokens than it was planned for."""
         return self._config.planner.memory_limit_gb is not None or self._config.slices != "auto"
 
@@ -90,19 +90,16 @@ class AutoPlanner:
         shapes: Sequence[MicroBatchShape],
         before: Choice | None = None,
     ) -> Choice:
-        """Measure costs that are not known yet, and plan sequences of about `length` tokens. A collective.
+        """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective.
 
-        The plan is for the multiple of the granularity that serves this length, if costs are known for it. The log
-        names the plan and the alternatives. One line does for a length below an earlier one, since batches may bring
-        hundreds of lengths, and for a choice `before` that is still the best.
+        The log names the plan and the alternatives. One line does for a length below an earlier one, since batches
+        may bring hundreds of lengths, and for a choice `before` that is still the best.
         """
         if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
         ask(lambda: self._config.check_granularity(length))
         profile = self.profiles.get(length, drawn, shapes)
-        if not self._is_exact:
-            length = min(self.rounded(length), max(length, profile.key.sequence_length))
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
         kind = self._engine.micro_batches, self._engine.module.training

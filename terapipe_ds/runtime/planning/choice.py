@@ -53,11 +53,12 @@ class Choice:
         return any(plan.num_slices > 1 for plan in self.plans)
 
     def of_length(self, length: int) -> Choice:
-        """Return the choice for about as many tokens: the last slice ends with the sequence."""
+        """Return the choice for about as many tokens: slices start at the same tokens, and the last takes the rest."""
         if length == self.sequence_length:
             return self
-        cut = (plan.lengths[:-1] for plan in self.plans)
-        return replace(self, plans=tuple(SlicePlan((*first, length - sum(first))) for first in cut), predicted=None)
+        cuts = ([*(start for start in plan.starts if start < length), length] for plan in self.plans)
+        plans = (SlicePlan(tuple(stop - start for start, stop in itertools.pairwise(each))) for each in cuts)
+        return replace(self, plans=tuple(plans), predicted=None)
 
     def joined(self, fewest_tokens: int) -> Choice:
         """Return the choice without slices of fewer tokens (see `SlicePlan.joined`)."""

@@ -39,7 +39,7 @@ class Plans:
         self._token_multiple, self._is_first_rank = stage.token_multiple, stage.engine.global_rank == 0
         self._shortest = shortest_slice_on(stage.engine.module)
         self._planner = AutoPlanner(stage, wires, note) if self._config.needs_costs else None
-        self._planned: dict[ChoiceKey, Choice] = {}  # by a multiple of the granularity, for all lengths around it
+        self._planned: dict[ChoiceKey, Choice] = {}  # the first around each multiple of the granularity
         self._choices: dict[ChoiceKey, Choice] = {}
         self._by_hand: dict[int, Choice] = {}
         self._ran: dict[int, Choice] = {}
@@ -176,9 +176,9 @@ class Plans:
             del self._choices[key]
         lengths = {shape.length for shape in shapes}
         while length := planner.longest(one for one in lengths if self._known(one) is None):
-            rounded = planner.rounded(length)
-            key, planned = self._key(rounded), self._planned.get(self._key(rounded))
-            if planned is None or planned.sequence_length < min(rounded, length):
+            key = self._key(planner.rounded(length))
+            planned = self._planned.get(key)
+            if planned is None or (planner.is_exact and planned.sequence_length < length):
                 planned = self._planned[key] = planner.choose(length, drawn, shapes, before.get(key))
             self._choices[self._key(length)] = planned.of_length(length).joined(self._shortest)
 

@@ -10,9 +10,11 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryLimitError, PartMemory, PlanResult
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.planning.auto_planner import warn_of_limit
+from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.choose_plan import best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
@@ -164,3 +166,12 @@ def test_a_limit_that_limits_nothing_is_a_warning(slices: Any, warns: bool, capl
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         warn_of_limit(TeraPipeConfig.from_deepspeed({"terapipe": section}))
     assert ("planner.memory_limit_gb limits nothing" in caplog.text) is warns
+
+
+@pytest.mark.parametrize(("length", "lengths"), [(144, (64, 64, 16)), (159, (64, 64, 31)), (120, (64, 56))])
+def test_a_plan_for_about_as_many_tokens_starts_slices_where_the_planned_one_does(
+    length: int, lengths: tuple[int, ...]
+) -> None:
+    choice = Choice((SlicePlan((64, 64, 16)),), "seq1f1b", predicted=Prediction(1.0))
+    assert choice.of_length(length).plans == (SlicePlan(lengths),)
+    assert (choice.of_length(length).predicted is None) is (length != 144), "of its own tokens, or none"

@@ -188,6 +188,15 @@ def refusals(family: str, batches: Mapping[str, Batch], documents: str = "off") 
     return told
 
 
+def shuffled_apart() -> tuple[str, str]:
+    """Return the error if each rank shuffles samples of one length by a seed of its own."""
+    samples = [texts((9,), seed)[0] for seed in range(8)]
+    order = torch.Generator().manual_seed(torch.distributed.get_rank())
+    loader = DataLoader(samples, batch_size=2, shuffle=True, generator=order, collate_fn=language_modeling)
+    with engine_of(a_module(), SECTION) as engine:
+        return engines.step_error(engine, list(loader))
+
+
 def a_module(family: str = "llama") -> Any:
     return terapipe_ds.from_config(config_of(family), num_stages=2, dtype=torch.float64)
 
@@ -293,6 +302,13 @@ def test_each_refusal_names_the_key_on_every_rank() -> None:
         )
         assert "mean over the labels of each micro-batch" in told["num_items_in_batch"][1]
         assert 'set terapipe.documents to "position_ids"' in told["cu_seq_lens_q"][1]
+
+
+def test_stages_whose_loaders_shuffle_apart_are_refused() -> None:
+    """Inputs of some samples would be trained on the labels of others, without a sign."""
+    for kind, text in rank_pool(2).run(shuffled_apart):
+        assert kind == "BatchError" and "disagree on the token ids of dict batches: ranks [0]: checksum" in text
+        assert "Give the first and the last stage iterators over the same micro-batches" in text
 
 
 def test_positions_of_documents_that_layers_do_not_find_are_refused() -> None:

@@ -67,6 +67,7 @@ def test_what_passes_as_it_is(intercept: bool) -> None:
     expected, module = causal(), nn.MultiheadAttention(8, 2)
     with guard_plain_attention(intercept):
         assert torch.equal(causal(), expected)
+        assert attend().shape == X.shape  # outside of a slice attention need not be causal
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(causal(), expected)
         with push_slice(PART), allow_attention_within_slice():

@@ -68,6 +68,15 @@ def test_two_stages_by_hand() -> None:
     assert timeline.live_slices() == (((2, 1), (3, 2), (11, 1), (15, 0)), ((5, 1), (6, 2), (8, 1), (11, 0)))
 
 
+def test_chunks_of_the_same_two_stages_have_links_of_their_own() -> None:
+    orders = [[f"F{m}.0c{chunk}" for chunk in range(2) for m in range(3)]] * 2
+    placement = {(stage, chunk): 2 * chunk + stage for stage in range(2) for chunk in range(2)}
+    schedule = by_hand(orders, placement, forward_only=True)
+    first = times_of(simulate(schedule, SlicePlan((1,)), constant(1.0, 0.0, send=3.0)), 0)
+    assert [first[f"SA{m}.0>1"] for m in range(3)] == [(1, 4), (4, 7), (7, 10)]
+    assert first["SA0.0c1>1"] == (9, 12), "F0.0 of part 1 ends at 5, its message at 8, F0.0 of part 2 at 9"
+
+
 # --- against the second computation
 
 

@@ -10,6 +10,23 @@ from terapipe_ds.schedule import SCHEDULE_NAMES
 PAGE = (Path(__file__).parents[3] / "docs" / "schedules.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.parametrize(("k", "m", "s"), [(4, 1, 1), (4, 4, 2), (8, 2, 4), (8, 8, 1)])
+def test_the_formulas_of_the_page(k: int, m: int, s: int) -> None:
+    cells = {name: Cell.of(name, k, m, s) for name in COLUMNS}
+    for name in ("gpipe", "1f1b", "seq1f1b"):
+        assert cells[name].makespan_s == pytest.approx(3 * m + 3 * (k - 1) / s)
+        assert cells[name].bubble_fraction == pytest.approx((k - 1) / (m * s + k - 1))
+    assert cells["seq1f1b"].peak_live_slices == min(k + s - 1, m * s)
+    if m >= k:
+        assert cells["zb-h1"].makespan_s == pytest.approx(3 * m + (k - 1) / s)
+        assert cells["seq1f1b-zb"].makespan_s == pytest.approx(3 * m + (k - 1) / s)
+    if m % k == 0 and k % s == 0:
+        assert cells["seq1f1b-interleaved"].makespan_s == pytest.approx(3 * m + 3 * (k - 1) / (2 * s))
+    if m == k and s == 1:
+        assert cells["zbv"].makespan_s == pytest.approx(3 * m + (k - 1) / 2)
+        assert cells["zbv"].live == k  # 2K half slices
+
+
 def test_live_compares_across_slices_and_chunks() -> None:
     for name, num_slices in (("gpipe", 4), ("interleaved", 1), ("chimera", 2)):
         assert Cell.of(name, 4, 4, num_slices).live == 4

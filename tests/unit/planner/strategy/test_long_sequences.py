@@ -1,7 +1,9 @@
 """Test strategies for long sequences: sequence ranks, offload, recomputation, bytes by kind, and the acceptance."""
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from terapipe_ds.planner.strategy import (
     plan_strategy,
     price_strategy,
     simulate_strategy,
+    size_of,
 )
 from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import build
@@ -244,3 +247,16 @@ def test_qwen3_8b_with_a_million_tokens_takes_less_than_380_s() -> None:
         stored, rel=0.01
     )
     assert math.isclose(strategy.mfu * 989.4e12, strategy.model_flops_per_s, rel_tol=1e-6)
+
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 4096,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288,
+    "vocab_size": 151936, "max_position_embeddings": 40960, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_the_named_size_is_that_of_the_published_config(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    read, known = size_of(tmp_path / "config.json"), model_size("qwen3-8b")
+    assert dataclasses.replace(read, name=known.name, rope_base=known.rope_base) == known

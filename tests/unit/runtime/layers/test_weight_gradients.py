@@ -381,6 +381,7 @@ def test_a_layer_whose_input_has_no_gradient_stays_in_b() -> None:
     run = split_run()
     run.backward(input_needs_grad=False)
     assert run.weights() == [2, 2, 2]
+    run.assert_same()
 
 
 @pytest.mark.parametrize("first_has_gradient", [False, True])

@@ -92,7 +92,7 @@ def tuples(module: Any, data: Any) -> list[Any]:
 def differences(
     run: engines.Run, names: dict[str, str], losses: list[float], gradients: list[dict[str, Tensor]], parameters: Any
 ) -> dict[str, float]:
-    """Return the largest relative errors on this rank; the model may have adapters, of which a stage may train none."""
+    """Return the largest relative errors on this rank; a stage may train no adapters."""
     for each in (run.parameters, *run.gradients):
         each.pop(NOTHING_TRAINED, None)
 

@@ -94,8 +94,7 @@ def test_one_line_of_the_log_does_for_each_shorter_length() -> None:
     (runs,) = (line for line in lines if line.startswith("training runs"))
     assert runs.endswith(
         "no prediction without measured costs"
-        ' ("slices": "auto" or "schedule": "auto" measures them) and sequences of one length in '
-        "a step, which was planned for"
+        ' ("slices": "auto" or "schedule": "auto" measures them) and sequences of one planned length in a step'
     )
 
 

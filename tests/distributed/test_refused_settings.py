@@ -27,7 +27,7 @@ def auto(name: str, **settings: Any) -> tuple[dict[str, Any], dict[str, Any], li
     return {}, settings, [f'{name} = "auto": transformers']
 
 
-CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # the section, other options, what is said
+CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # the section, other options, texts of the error
     auto("train_micro_batch_size_per_gpu", train_micro_batch_size_per_gpu="auto"),
     auto("gradient_accumulation_steps", gradient_accumulation_steps="auto"),
     auto("gradient_clipping", gradient_clipping="auto"),

@@ -144,6 +144,22 @@ def test_adagrad_is_saved_in_half_precision(options: dict[str, Any], tmp_path: P
         assert saved == loaded
 
 
+def job_built_in_16_bits(stage: int) -> tuple[list[str], set[float]]:
+    """Return the log of an engine's start, and the steps that its optimizer has counted."""
+    fp16 = {"fp16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+    with engines.logged() as lines, engines.engine_of(engines.fp32_layers(), engines.unchecked(), **fp16) as engine:
+        return lines, {float(state["step"]) for state in engine.basic_optimizer.state.values()}
+
+
+def test_a_step_of_deepspeeds_optimizer_before_the_first_is_told() -> None:
+    """Without ZeRO in fp16. If no step is counted any more, DeepSpeed has repaired it."""
+    for stage, steps in ((0, {1.0}), (1, set())):
+        results = rank_pool(2).run(job_built_in_16_bits, stage=stage)
+        assert [counted for _, counted in results] == [steps] * 2
+        told = [any("takes a step without gradients" in line for line in lines) for lines, _ in results]
+        assert told == [stage == 0, False]
+
+
 def job_left_out_in_fp16() -> tuple[str, str]:
     sgd = {"type": "SGD", "params": {"lr": 1e-2}}
     changes = {"fp16": {"enabled": True}, "optimizer": sgd, "zero_optimization": {"stage": 0}}

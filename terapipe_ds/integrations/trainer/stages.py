@@ -25,7 +25,6 @@ from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
-from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
 from terapipe_ds.models.rank_gradients import of_all_stages
 from terapipe_ds.runtime.agreement import everywhere, gather
@@ -137,8 +136,8 @@ class Stages:
         # its optimizers take a first step without gradients (`initialize_optimizer_states`)
         if (is_bf16 or is_fp16) and "stage" not in zero:
             filled.config["zero_optimization"] = {"stage": 1, **zero}
-        if is_bf16 and "stage" not in zero:
-            filled.config["data_types"] = {"grad_accum_dtype": "fp32"} | (self._raw.get("data_types") or {})
+            if is_bf16:
+                filled.config["data_types"] = {"grad_accum_dtype": "fp32"} | (self._raw.get("data_types") or {})
         filled.config |= {"terapipe": self.section, "steps_per_print": math.inf}
         return filled
 
@@ -162,11 +161,6 @@ class Stages:
                 "let it call super().create_optimizer()"
             )
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
-        if self.engine.fp16_enabled() and self.engine.zero_optimization_stage() == 0 and self.engine.global_rank == 0:
-            logger.warning(
-                'fp16 with "stage": 0: DeepSpeed\'s optimizer takes a step without gradients at the start, so that the '
-                'first updates of Adam are too small, and logs norms times the loss scale; set "stage": 1'
-            )
         if not hasattr(self.engine.optimizer, "defaults"):  # DeepSpeed's wrappers have none, and schedulers read them
             self.engine.optimizer.defaults = self.engine.basic_optimizer.defaults
         if self._loss is not None:

@@ -1,7 +1,7 @@
 """Draw the micro-batches of a batch, and agree on them with the other ranks.
 
 One sum over all ranks compares shapes, data, configs and what a program has set (`batch_agreement`). It tells every
-rank the shapes. Where something differs, or one rank has an error, every rank raises the same error.
+rank the shapes. If ranks differ, or one of them has an error, every rank raises the same error.
 """
 
 from __future__ import annotations

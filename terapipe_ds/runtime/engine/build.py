@@ -29,6 +29,7 @@ from terapipe_ds.runtime.engine.deepspeed_faults import (
     problem_of_grad_scaler,
     problem_of_memory,
     skips_nan,
+    warn_of_first_step,
 )
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
@@ -192,6 +193,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         compile_layers(module)
     count_every_stage_in_norm(module, engine.grid)
     setattr(module, _ENGINE, id(engine))
+    warn_of_first_step(engine)
     count_nothing_as_zero(engine.optimizer)
     forget_replaced_parameters(engine.optimizer)
     join_in_each_group(engine.optimizer, groups.world)

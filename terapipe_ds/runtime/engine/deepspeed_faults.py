@@ -89,6 +89,19 @@ def clip_sparse(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
             parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
 
 
+def warn_of_first_step(engine: PipelineEngine) -> None:
+    """Warn on rank 0 of optimizers of 16 bits without ZeRO, which step without gradients when they are built.
+
+    `initialize_optimizer_states` does so: Adam then counts a step, and a weight decay acts.
+    """
+    if engine.global_rank == 0 and isinstance(engine.optimizer, (FP16_Optimizer, FP16_UnfusedOptimizer)):
+        logger.warning(
+            f"{type(engine.optimizer).__name__}, DeepSpeed's optimizer for 16 bits without ZeRO, takes a step without "
+            "gradients when it is built, so that Adam's first updates are too small, as in the stock engine. Its norms "
+            'are those of scaled gradients. Set "zero_optimization": {"stage": 1} to train as in fp32'
+        )
+
+
 def mark_gradients(module: nn.Module, optimizer: Any) -> None:
     """Give gradients the marks of their parameters before a step of `FP16_UnfusedOptimizer`, whose norm reads them.
 

@@ -167,8 +167,8 @@ class Plans:
     ) -> None:
         """Plan each length that has no choice yet, the longest first. A collective over all ranks.
 
-        All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths around one
-        multiple of the granularity share one search: batches may bring thousands of lengths.
+        All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths around one multiple
+        of the granularity share one search, because batches may bring thousands of lengths.
         """
         # plan again if slices are so short that the engine's own time counts
         before = {key: self._planned.pop(key) for key in planner.misjudged(self._planned)}

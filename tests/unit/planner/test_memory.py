@@ -315,7 +315,7 @@ def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     # 2 * (50 + 500), gradients of the store 5000, working 2 + 1.5 (rounded up: 4). On stage 1 one is live.
     ("1f1b", 2, 2, (3, 2), PartMemory(7, 10, 100, 1000, 0, 1, 0.5), (7 + 1100 + 5004, 7 + 550 + 5004)),
     # Gradients of parameters come with the first backward. B0.1 begins with 50 and ends with 30 and the gradients:
-    # 15 bytes of them are largest at the begin, 25 at its end. B1.1 begins with 50 and those of the first one.
+    # with 15 bytes of them the begin has most, with 25 the end. B1.1 begins with 50 and the gradients of B0.1.
     ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=15), (7 + 50,)),
     ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 55,)),
     ("1f1b", 1, 2, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 75,)),

@@ -120,7 +120,7 @@ def obeys_the_rules(schedule: Schedule) -> bool:
 
 
 def _needs(action: Action, schedule: Schedule) -> list[tuple[Kind, int, int, int]]:
-    """What has to run before: the slice before or after it, its neighbour part, the F of a B, the B of a W."""
+    """Return what runs before: the slice before or after it, its neighbour part, the F of a B, the B of a W."""
     part, (m, s) = action.part_id, action.unit
     if action.kind is Kind.WEIGHT:
         return [(Kind.BACKWARD, part, m, s)]

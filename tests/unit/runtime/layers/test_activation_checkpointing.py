@@ -46,7 +46,7 @@ def test_the_embedding_gets_its_gradient() -> None:
     assert found is not None and expected is not None
     assert torch.equal(found, expected)
     assert reentrant.call_count == 1, "the second range is checkpointed as it was asked for"
-    with pytest.raises(RuntimeError, match="does not require grad"):  # else DeepSpeed is mended
+    with pytest.raises(RuntimeError, match="does not require grad"):  # if not, DeepSpeed has repaired it
         run(ds_checkpointing.checkpoint)
 
 

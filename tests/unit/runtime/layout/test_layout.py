@@ -1,4 +1,4 @@
-"""Where parts are, which wires follow from it, where layers are cut, and whose copies count."""
+"""Test the places of parts, their wires, the cuts of layers, and the copies that count."""
 
 from types import SimpleNamespace
 from typing import Any

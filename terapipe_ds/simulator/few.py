@@ -8,7 +8,7 @@ many bytes as the one before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -95,12 +95,14 @@ def replay_few(
     memory: Memory | None = None,
     *,
     most: float | None = None,
+    stages: Sequence[int] | None = None,
 ) -> Outcome:
     """Return a batch's seconds under `costs` and bytes under `memory`, replaying as few micro-batches as suffice.
 
     Args:
         replay_of: returns the replay of the shape's schedule with a number of micro-batches.
         most: computations of a batch up to which all micro-batches are replayed; None: `FEW`.
+        stages: those whose bytes count; None: all.
     """
     is_short = num_micro_batches * shape.num_computations <= (FEW if most is None else most)
     ends_s: tuple[float, ...] = ()
@@ -118,7 +120,7 @@ def replay_few(
             is_proven = False
     if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
         # from the second micro-batch on, each adds the same bytes
-        two, three = (replay_of(count).peak_bytes(plan, memory) for count in (2, 3))
+        two, three = (replay_of(count).peak_bytes(plan, memory, stages) for count in (2, 3))
         peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
     elif memory is not None:
         enough, is_sure = shape.most_live
@@ -126,7 +128,7 @@ def replay_few(
             enough, is_sure = (num_micro_batches if is_short else shape.filling), False
         elif is_short and not is_sure:
             enough = num_micro_batches
-        peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory)
+        peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory, stages)
         is_proven &= is_sure or enough >= num_micro_batches
     return Outcome(ends_s, peaks, is_proven)
 

@@ -112,17 +112,21 @@ class Replay:
             last[stage_id] = end_s  # the computations of a stage are in its order
         return last
 
-    def peak_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
-        """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order."""
+    def peak_bytes(self, plan: Plans, memory: Memory, stages: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Return `run(...).peak_bytes`, which no cost changes: a stage's bytes follow from its order.
+
+        `stages` are those to count; None: all.
+        """
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         spans = [one.spans() for one in plans]
         # while a search moves layers between two stages, the bytes of all others stay
-        keys = [(k, plans, key) if (key := self._key_of(k, memory)) else None for k in range(self.schedule.num_stages)]
-        for stage_id, key in enumerate(keys):
+        counted = range(self.schedule.num_stages) if stages is None else stages
+        keys = {k: (k, plans, key) if (key := self._key_of(k, memory)) else None for k in counted}
+        for stage_id, key in keys.items():
             if key is None or key not in self._peaks:
                 numbers = bytes_of_stage(self.schedule, stage_id, spans, memory, self._outstanding)
                 self._peaks[key if key is not None else stage_id] = max(numbers)
-        return tuple(self._peaks[stage_id if key is None else key] for stage_id, key in enumerate(keys))
+        return tuple(self._peaks[stage_id if key is None else key] for stage_id, key in keys.items())
 
     def _key_of(self, stage_id: int, memory: Memory) -> Any:
         """Return what decides a stage's bytes beside its order; None where the memory does not say."""

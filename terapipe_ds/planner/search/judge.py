@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +63,8 @@ class Judge:
         self._estimates: dict[Lengths, float] = {}
         self._bounds: dict[Lengths, float] = {}
         self._peaks: dict[Lengths, tuple[int, ...]] = {}
+        self._tightest: int | None = None  # the stage that took the most of the last plan that did not fit
+        self._least_needs: dict[Lengths, int] = {}  # bytes of that stage
 
     def report(self) -> None:
         """Tell the caller how far the search is."""
@@ -149,18 +151,45 @@ class Judge:
             return None
         if lengths not in self._peaks:
             plan, count = self.pipeline.plan(lengths), self.pipeline.num_micro_batches
-            if self.is_flow_shop and not getattr(memory, "offloads", False):
+            if self._adds_bytes:
                 self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, self.pipeline.num_stages, count)
             else:
-                shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths), work=_WALK)
-                outcome = replay_few(shape, count, replay_of, plan, memory=memory, most=math.inf)
-                self._peaks[lengths] = outcome.peak_bytes
+                self._peaks[lengths] = self._replayed_bytes(lengths)
         return self._peaks[lengths]
+
+    @property
+    def _adds_bytes(self) -> bool:
+        """Return whether a formula has the peak bytes."""
+        return self.is_flow_shop and not getattr(self.pipeline.memory, "offloads", False)
+
+    def _replayed_bytes(self, lengths: Lengths, stages: Sequence[int] | None = None) -> tuple[int, ...]:
+        shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths), work=_WALK)
+        plan, count, memory = self.pipeline.plan(lengths), self.pipeline.num_micro_batches, self.pipeline.memory
+        return replay_few(shape, count, replay_of, plan, memory=memory, most=math.inf, stages=stages).peak_bytes
 
     def fits(self, lengths: Lengths) -> bool:
         """Return whether every stage stays within the limit; True without one."""
         limit = self.pipeline.memory_limit_bytes
-        return limit is None or max(self.peak_bytes(lengths) or (0,)) <= limit
+        return limit is None or (self.needs_at_least(lengths) <= limit and self._is_within(lengths, limit))
+
+    def _is_within(self, lengths: Lengths, limit: float) -> bool:
+        peaks = self.peak_bytes(lengths) or (0,)
+        if max(peaks) > limit:
+            self._tightest = peaks.index(max(peaks))
+        return max(peaks) <= limit
+
+    def needs_at_least(self, lengths: Lengths) -> int:
+        """Return a lower bound on the most bytes of a stage: of the one on which plans failed so far, if any."""
+        if lengths in self._peaks:
+            return max(self._peaks[lengths])
+        if self._tightest is None or self._adds_bytes:
+            return 0
+        if lengths not in self._least_needs:
+            spent = self.spent
+            (self._least_needs[lengths],) = self._replayed_bytes(lengths, (self._tightest,))
+            if self._least_needs[lengths] <= (self.pipeline.memory_limit_bytes or 0):
+                self.spent = spent  # the walk over all stages will count
+        return self._least_needs[lengths]
 
     def _flow_shop_cost(self, num_slices: int) -> int:
         return _CALL + self.pipeline.num_stages * (60 + self.pipeline.num_micro_batches * num_slices // 20)
@@ -204,7 +233,12 @@ def most_work_s(work_s: Iterable[float], placement: Placement, num_stages: int) 
 def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitError:
     """Return the error where nothing fits: the least need among the tried plans, its stage, and advice."""
     memory, limit = judge.pipeline.memory, judge.pipeline.memory_limit_bytes or 0.0
-    needs = [(max(peaks), peaks, len(plan)) for plan in tried if (peaks := judge.peak_bytes(plan)) is not None]
+    needs: list[tuple[int, tuple[int, ...], int]] = []
+    for plan in sorted(tried, key=judge.needs_at_least):
+        if needs and judge.needs_at_least(plan) >= min(needs)[0]:
+            break
+        peaks = judge.peak_bytes(plan) or ()
+        needs.append((max(peaks), peaks, len(plan)))
     need, peaks, count = min(needs, key=lambda entry: entry[0])
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}

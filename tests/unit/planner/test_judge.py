@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from planner_cases import split_parts
 from test_search import SCHEDULES, SPLIT
 
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import MemoryModel, PartMemory
 from terapipe_ds.planner.search.bounds import searches
-from terapipe_ds.planner.search.judge import Judge
+from terapipe_ds.planner.search.judge import Judge, memory_limit_error
 from terapipe_ds.planner.search.pipeline import Pipeline, cache_parts
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
@@ -28,3 +30,25 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     if schedule in SCHEDULES:  # that of all plans holds where backwards are whole
         assert searches(judge.pipeline.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
     assert plan.lengths == tuple(lengths)
+
+
+@given(NAMES, st.integers(2, 4), st.integers(1, 4), st.lists(LENGTHS, min_size=2, max_size=5), st.data())
+def test_plans_within_memory(
+    schedule: str, stages: int, micro_batches: int, plans: list[list[int]], data: st.DataObject
+) -> None:
+    """A plan fits if all stages do, whichever plans and stages were too large before; the error has the least need."""
+    shares = st.builds(PartMemory, st.integers(1, 60), st.integers(0, 20))
+    memory = MemoryModel(tuple(data.draw(st.lists(shares, min_size=stages, max_size=stages))))
+    tokens = max(map(sum, plans))
+    tried = [(*lengths[:-1], lengths[-1] + tokens - sum(lengths)) for lengths in plans]
+    replays = {len(lengths): Replay(build(schedule, stages, micro_batches, len(lengths))) for lengths in tried}
+    needs = {lengths: replays[len(lengths)].peak_bytes(SlicePlan(lengths), memory) for lengths in tried}
+    limit = data.draw(st.integers(1, max(map(max, needs.values()))))
+    parts = cache_parts(split_parts(0, stages), stages, tokens, 1)
+    pipeline = Pipeline(parts, tokens, 1, micro_batches, stages, memory=memory, memory_limit_bytes=limit)
+    judge = Judge(pipeline, schedule)
+    for lengths in tried:
+        assert judge.fits(lengths) == (max(needs[lengths]) <= limit)
+    error = memory_limit_error(judge, tried)
+    assert error.need_bytes == min(map(max, needs.values()))
+    assert error.stage_id in {need.index(max(need)) for need in needs.values() if max(need) == error.need_bytes}

@@ -107,6 +107,7 @@ class Streams(TorchDispatchMode):
         """Let the allocator wait for all streams before it hands out the memory of a freed tensor (`record_stream`)."""
         for memory in self._memories_of(tensor, self.current):
             memory.is_held = True
+            self._shared.pop(tensor.untyped_storage()._cdata, None)
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class Streams(TorchDispatchMode):
                 known = self._memories.get(storage._cdata)
                 if known is None:
                     known = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
-                if stream != COMPUTE:
+                if stream != COMPUTE and not known.is_held:
                     self._shared[storage._cdata] = known
                 yield known
 
@@ -132,9 +133,7 @@ class Streams(TorchDispatchMode):
         """Look for memory that the host has freed since the last call: a computation may get it next."""
         freed = [key for key, memory in self._shared.items() if memory.alive.expired()]
         for key in freed:
-            memory = self._shared.pop(key)
-            if not memory.is_held:
-                self._check((COMPUTE, 0, "whatever gets freed memory"), memory.uses())
+            self._check((COMPUTE, 0, "whatever gets freed memory"), self._shared.pop(key).uses())
         if freed or len(self._memories) > 10_000:
             self._memories = {key: each for key, each in self._memories.items() if not each.alive.expired()}
 

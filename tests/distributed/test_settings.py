@@ -134,6 +134,19 @@ def losses_around_a_save(folder: str, **options: Any) -> list[list[float]]:
     return losses
 
 
+def adagrad_makes_states_anew() -> bool:
+    """Return whether torch's Adagrad takes other parameters than it was built with, as DeepSpeed gives it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad, adagrad = torch.zeros(1), torch.optim.Adagrad([parameter])
+    adagrad.state.clear()
+    try:
+        adagrad.step()
+    except KeyError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not adagrad_makes_states_anew(), reason="the stock engine cannot train it with this torch either")
 @pytest.mark.parametrize("options", [
     {"fp16": {"enabled": True, "initial_scale_power": 6}},
     {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}, "data_types": {"grad_accum_dtype": "fp32"}},

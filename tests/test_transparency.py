@@ -35,7 +35,7 @@ def our_run(case: Case) -> list[RankRecord]:
     return rank_pool(case.world_size).run(train_case, case=case, **CHECK)
 
 
-@pytest.mark.sample(16)
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("case", [case for case in CASES if case.dtype != "bf16"], ids=str)
 def test_training_equals_the_stock_engine(case: Case) -> None:
     found = cases.errors(our_run(case), stock_run(case.stock()))

@@ -208,6 +208,7 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
     """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
@@ -402,6 +403,7 @@ def peak_bytes(dtype: str, slices: int, accumulation: int) -> tuple[int, int, in
     return measured - others, counted, model.static_bytes(stage_id) + model.gradient_bytes(stage_id)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_of_the_last_stage(dtype: str) -> None:
     """16 slices that are all live: hidden states and one chunk of logits, where plain logits take 128 KiB per token.
@@ -418,6 +420,7 @@ def test_peak_of_the_last_stage(dtype: str) -> None:
     assert measured - static - fresh < PEAK.sequence_length * VOCABULARY * 4 / 6
 
 
+@pytest.mark.full
 def test_peak_of_the_last_stage_with_whole_sequences() -> None:
     """Autograd makes the gradient of the output matrix for the second of them, beside the sum."""
     _, (measured, counted, static) = rank_pool(2).run(peak_bytes, dtype="float32", slices=1, accumulation=2)

@@ -60,7 +60,8 @@ def test_dropout_differs_where_tokens_or_heads_differ_and_is_replayed(layout: st
     assert undropped[0] != plain[0]
 
 
-@pytest.mark.parametrize("layout", ["tp2_sp", pytest.param("tp2", marks=pytest.mark.full)])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["tp2_sp", "tp2"])
 @pytest.mark.parametrize("changes", [{}, {"keep_attention": True}, {"offload_activations": True}], ids=str)
 def test_deepspeed_recomputes_with_the_same_masks(layout: str, changes: dict[str, Any]) -> None:
     """Its checkpoints do not know Megatron's random states: the backward was of other masks than the forward."""
@@ -200,7 +201,8 @@ def whole_logits_of(layout: str) -> torch.Tensor:
         return engine.eval_batch(iter(data(case, 1)[0]), return_logits=True)[1]
 
 
-@pytest.mark.parametrize("layout", ["tp2", "tp2_sp"])
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("layout", ["tp2_sp", "tp2"])
 def test_a_loss_without_logits_over_a_divided_vocabulary(layout: str) -> None:
     """The check of the first batch asks for logits, and the loss takes those of the whole vocabulary."""
     stock = rank_pool(2).run(train, layout="pp2", options={"loss_fn": smoothed}, ds_config={"terapipe": None})

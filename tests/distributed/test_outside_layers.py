@@ -105,6 +105,7 @@ class TestLossParameters:
             limit = 1e-5 if "ZeRO" in name else 1e-6 if "clipped" in name else 1e-10  # fp32, DeepSpeed's norm in fp32
             assert engines.violations([rank[name] for rank in found], limit) == {}, name
 
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("bf16", [{"enabled": True}, IMMEDIATE])
     def test_in_bf16(self, bf16: dict[str, Any]) -> None:
         """Without the option the stock engine clears the gradients of the loss in each backward."""

@@ -376,6 +376,7 @@ def _many_lengths(section: dict[str, Any]) -> tuple[dict[str, float], list[int],
     return errors, planned, starts
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("more", "searched"),
     [
@@ -398,6 +399,7 @@ def _listed(section: dict[str, Any]) -> dict[str, float]:
     return differences(run_training(gpt_layers, unchecked(**section), batches(2)), stock)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "more",
     [{"schedule": "auto"}, {"recompute": "auto", "planner": {"memory_limit_gb": 1.0}}],

@@ -130,6 +130,7 @@ def compare(kind: str, cuts: list[list[int]], backend: str | Callable[..., Any],
 CUTS = [[8, 5, 3], [2, 9, 4, 6], [16], [3, 4]]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["gpt", "recurrent"])
 def test_slices_of_any_length_and_all_layers_of_a_kind_share_two_graphs(kind: str) -> None:
     graphs = CountedGraphs()

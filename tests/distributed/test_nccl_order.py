@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -15,6 +16,7 @@ from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups, stage_links
 from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -198,6 +200,16 @@ def test_a_deadlock_ends_in_words(fault: Any, words: str, job: dict[str, Any]) -
         rank_pool(job["stages"]).run(train_with, fault=fault, **job)
 
 
+def group_of_the_first_rank() -> None:
+    with emulated_nccl(eager=True, patience_s=IMPATIENT_S):
+        torch_dist.new_group([0], backend="gloo")
+
+
+def test_a_group_over_gloo_that_ranks_outside_wait_for_ends_in_words() -> None:
+    with pytest.raises(RankFailure, match=r"NCCL would hang: rank 1 splits .*ranks \[0\] do not come"):
+        rank_pool(2).run(group_of_the_first_rank)
+
+
 @contextlib.contextmanager
 def kernels_loaded_at_first() -> Iterator[None]:
     """The first time that a slice runs, its kernels are loaded, which waits for all that is at work on the device."""
@@ -243,6 +255,27 @@ def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None
 def test_loading_kernels_of_longer_and_shorter_sequences_does_not_hang() -> None:
     job = {"schedule": "seq1f1b", "stages": 2, "eager": True, "lengths": (24, 30, 18), **LOADING}
     assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
+
+
+@contextlib.contextmanager
+def kernels_of_formats_loaded_at_first() -> Iterator[None]:
+    """The first time that a stage packs a message, the kernels of the format are loaded."""
+    pack, loaded = Packing.pack, set()
+
+    def load_and_pack(self: Packing, tensors: Any) -> Any:
+        if self not in loaded:
+            loaded.add(self)
+            get_accelerator().synchronize()
+        return pack(self, tensors)
+
+    with mock.patch.object(Packing, "pack", load_and_pack), mock.patch.object(Wires, "post_on_device", True):
+        yield
+
+
+def test_loading_kernels_of_a_format_while_links_are_measured_does_not_hang() -> None:
+    job = {"changes": {"links": {"forward": "bf16", "backward": "bf16"}}, "stages": 2, "slices": "auto", "eager": True}
+    for rank in rank_pool(2).run(train_with, fault=kernels_of_formats_loaded_at_first, schedule="seq1f1b", **job):
+        assert not rank.synchronized_while_posted
 
 
 def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:

@@ -78,10 +78,14 @@ class StageLinks:
     of a signature is announced, and the next ones are received as soon as they arrive.
     """
 
-    def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
+    def __init__(
+        self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False, compiles: bool = False
+    ) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
-        self._post_on_device, self._loads_at_start = wires.post_on_device, wires.loads_at_start
+        self._post_on_device = wires.post_on_device
+        # compiled layers run as they are in the first batch of a mode: the second one compiles their kernels
+        self._loads_at_start = wires.loads_at_start and not compiles
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind
         self._num_batches = self._num_by_host = 0

@@ -36,9 +36,9 @@ def by_host(links: StageLinks, *batches: BatchInFlight) -> list[bool]:
     return went
 
 
-def links_on_device(**wires: bool) -> StageLinks:
+def links_on_device(compiles: bool = False, **wires: bool) -> StageLinks:
     with mock.patch.object(Wires, "post_on_device", True):
-        return StageLinks(Wires({}, **wires), Layout(1, placement_for("1f1b", 1, 1)), 0)
+        return StageLinks(Wires({}, **wires), Layout(1, placement_for("1f1b", 1, 1)), 0, compiles=compiles)
 
 
 @pytest.fixture
@@ -90,6 +90,8 @@ def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(mon
     """It compiles the kernels that no process can load at its start."""
     eager = links_on_device(loads_at_start=True)
     assert by_host(eager, *[batch([16])] * 2, *[batch([24])] * 2) == [True, False, True, False]
+    compiled = links_on_device(compiles=True, loads_at_start=True)  # in their second batch
+    assert by_host(compiled, *[batch([16])] * 4) == [True] * BATCHES_BY_HOST + [False]
     links = links_on_device()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of this rank alone
     assert by_host(links, *[batch([16])] * 2) == [True, True]

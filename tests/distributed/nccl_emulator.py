@@ -6,7 +6,11 @@ device. This holds for the default group and for every group that is not made wi
 - The first message from one rank to another in a group connects them. The call that posts it blocks the host until both
   ends have posted it. Without a bound device, each pair has a communicator of its own, which `ncclCommInitRank` makes.
   With one, `ncclSend` and `ncclRecv` set their transport up, one per direction.
-- A dtype that NCCL lacks is an error.
+- With a bound device `new_group` splits the communicator of all ranks, and every rank takes part: members of a group
+  over NCCL with its ranks as the color, ranks outside of any group, even of one over gloo, without a color. Members of
+  a group over gloo split nothing. A split blocks until all ranks have come to theirs of the same number.
+- A dtype that NCCL lacks is an error. So is a collective of objects before the rank has chosen its device: torch takes
+  the objects to the current one, which is the first one for all ranks.
 - The operations of a rank run on one stream of the communicator, in the order in which they were posted. The whole
 group has one communicator if a device is bound to it (`eager`, which DeepSpeed's start does); otherwise each pair has.
 - A send ends when the peer's receive has begun. NCCL buffers some bytes, which a large message exceeds.
@@ -35,7 +39,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 PATIENCE_S = 30.0
-_REAL = {name: getattr(torch_dist, name) for name in ("send", "recv", "isend", "irecv")}
+_REAL = {name: getattr(torch_dist, name) for name in ("send", "recv", "isend", "irecv", "all_gather_object")}
 
 # of ncclDataType_t; torch sends complex numbers as pairs of real ones, and booleans as bytes in collectives only
 DTYPES = {
@@ -122,13 +126,14 @@ class Emulator:
 
     def __init__(self, eager: bool, patience_s: float = PATIENCE_S) -> None:
         self.eager, self.patience_s = eager, patience_s
+        self._has_device = False
         self.connections: list[Way] = []
         self.messages = 0
         self.synchronized_while_posted: list[str] = []  # stacks of waits for the device while receives were posted
         self._posted: list[Work] = []
         self._new_group: Callable[..., Any] = torch_dist.new_group
         self._groups: dict[int, tuple[Any, Any, int]] = {}  # by id: the group, its gloo group, its number
-        self._num_groups = 0
+        self._num_groups = self._num_splits = 0
         self._counts: dict[Way, int] = {}
         self._streams: dict[Any, _Stream] = {}
         everyone = self._new_group(backend="gloo")
@@ -146,10 +151,29 @@ class Emulator:
         self, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, **options: Any
     ) -> Any:
         """Make a group; it is emulated unless another backend is given."""
+        is_outside = ranks is not None and torch_dist.get_rank() not in ranks
+        comes = not options.get("use_local_synchronization") if is_outside else backend in (None, "nccl")
+        if self.eager and comes:
+            self._split(None if is_outside else sorted(ranks or range(torch_dist.get_world_size())))
         group = self._new_group(ranks, timeout=timeout, backend="gloo", **options)
         if backend in (None, "nccl"):  # only torch with CUDA has the options of NCCL's groups
             self._add(group, self._new_group(ranks, timeout=timeout, backend="gloo", **options))
         return group
+
+    def _split(self, color: list[int] | None) -> None:
+        """Block until all ranks split as often as this one; all ranks of a color must have come with it."""
+        number, rank, count = self._num_splits, torch_dist.get_rank(), torch_dist.get_world_size()
+        self._num_splits += 1
+        keys = [f"split {number} of {each}" for each in range(count)]
+        self._store.set(keys[rank], repr(color))
+        try:
+            self._store.wait(keys, timedelta(seconds=self.patience_s))
+        except torch_dist.DistStoreError:
+            others = [each for each in range(count) if not self._store.check([keys[each]])]
+            what = f"rank {rank} splits the communicator of all ranks (color {color})"
+            raise NcclDeadlockError(f"NCCL would hang: {what}, and ranks {others} do not come") from None
+        colors = [self._store.get(key).decode() for key in keys]
+        assert color is None or all(colors[each] == repr(color) for each in color), f"split {number}: {colors}"
 
     def _add(self, group: Any, gloo: Any) -> None:
         self._num_groups += 1  # all ranks make all groups in one order
@@ -162,6 +186,16 @@ class Emulator:
 
     def _is_nccl(self, group: Any) -> bool:
         return id(torch_dist.group.WORLD if group is None else group) in self._groups
+
+    def set_device(self, *device: Any) -> None:
+        """Choose the device of this rank."""
+        self._has_device = True
+
+    def all_gather_object(self, objects: list[Any], own: Any, group: Any = None) -> None:
+        """Gather objects over gloo, or if the device of the rank is chosen."""
+        if self._is_nccl(group) and not self._has_device:
+            raise RuntimeError("NCCL: duplicate GPU detected: objects are gathered before a rank has chosen its device")
+        _REAL["all_gather_object"](objects, own, group)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -238,10 +272,11 @@ def _described(way: Way) -> str:
 def emulated_nccl(eager: bool, patience_s: float = PATIENCE_S) -> Iterator[Emulator]:
     """Emulate NCCL for the block; a collective over all ranks. Groups and engines end with the block."""
     emulator = Emulator(eager, patience_s)
-    calls = ("isend", "irecv", "send", "recv", "new_group", "get_backend")
+    calls = ("isend", "irecv", "send", "recv", "new_group", "get_backend", "all_gather_object")
     with contextlib.ExitStack() as patches:
         for name in calls:
             patches.enter_context(mock.patch.object(torch_dist, name, getattr(emulator, name)))
-        patches.enter_context(mock.patch.object(get_accelerator(), "synchronize", emulator.synchronize))
+        for name in ("synchronize", "set_device"):
+            patches.enter_context(mock.patch.object(get_accelerator(), name, getattr(emulator, name)))
         yield emulator
         emulator.close()

@@ -30,6 +30,7 @@ from tests.distributed.checkpoint_states import convert
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_files import write_model
 from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, tuples
+from tests.distributed.nccl_emulator import emulated_nccl
 from tests.distributed.test_strategy_runs import strategy_of
 from tests.hugging_face_families import VOCAB_SIZE, config_of
 from tests.unit.models.hugging_face.sliced_model import in_fp64, loss_of, whole_model
@@ -116,6 +117,18 @@ def train_divided(
             pairs = zip(run.returned, trained[0], strict=True)
             return {"loss": max(relative_error(a, b) for a, b in pairs)}
         return compared(run, module, trained) | {"kept": len(kept)}
+
+
+def train_over_nccl(grid: Grid) -> None:
+    with emulated_nccl(eager=True):
+        module = terapipe_ds.from_config(config_of("llama"), topology=topology(grid), dtype=torch.float32)
+        with engine_of(module, SECTION) as engine:
+            engines.train(engine, tuples(module, batches(VOCAB_SIZE)))
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 1), pytest.param((1, 1, 2), marks=pytest.mark.full)], ids=str)
+def test_no_collective_comes_before_a_device_is_chosen(grid: Grid) -> None:
+    rank_pool(2).run(train_over_nccl, grid=grid)
 
 
 def train_adapters(grid: Grid, folder: str, family: str = "llama", **adapter_fields: Any) -> list[dict[str, float]]:

@@ -19,6 +19,7 @@ from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case
 from tests.distributed.megatron_models import engine_of, micro_batch, terapipe_section
+from tests.distributed.nccl_emulator import emulated_nccl
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -68,6 +69,15 @@ def test_deepspeed_recomputes_with_the_same_masks(layout: str, changes: dict[str
     recompute = {"terapipe": {**terapipe_section(case_of(layout)), "recompute": "full", **changes}}
     plain, again = (rank_pool(2).run(train, layout=layout, ds_config=each, **DROPOUT) for each in (None, recompute))
     assert again == plain
+
+
+def train_over_nccl(layout: str) -> list[float]:
+    with emulated_nccl(eager=True):
+        return train(layout)
+
+
+def test_no_collective_comes_before_a_device_is_chosen() -> None:
+    assert rank_pool(2).run(train_over_nccl, layout="tp2") == rank_pool(2).run(train, layout="tp2")
 
 
 def train_as_planned() -> tuple[list[float], list[float]]:

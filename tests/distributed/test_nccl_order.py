@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -15,6 +16,7 @@ from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.models.gpt import DecoderLayer
 from terapipe_ds.runtime.links import groups, stage_links
 from terapipe_ds.runtime.links.channel import Wire
+from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -49,6 +51,8 @@ def train_over_nccl(
     num_layers: int | None = None,
     mixed: bool = False,
     lengths: Sequence[int] = (LENGTH,) * 3,
+    rows: Sequence[int] = (2,) * 3,
+    frozen_steps: int = 0,
     **options: Any,
 ) -> Trained:
     """Train three steps, with an evaluation before the second and the third, as the stock engine does in one stage.
@@ -56,7 +60,8 @@ def train_over_nccl(
     Args:
         changes: keys of the `terapipe` section. The first batch is verified unless they say otherwise.
         mixed: whether layers hand on tensors of several dtypes.
-        lengths: of the sequences in each step, unless `mixed`.
+        lengths, rows: of the sequences in each step, and their number, unless `mixed`.
+        frozen_steps: decoder layers are not trained before this step.
         options: further options of `engines.build`.
     """
     chunks = {"chunks_per_stage": 2} if "interleaved" in schedule else {}
@@ -70,24 +75,32 @@ def train_over_nccl(
     num_layers = num_layers or max(4, stages * (2 if schedule in CHUNKED_SCHEDULES else 1))
     make = tuples.guided_layers if mixed else functools.partial(engines.gpt_layers, num_layers=num_layers)
     of_length = engines.micro_batch
-    draws = [tuples.guided_micro_batch if mixed else functools.partial(of_length, length=each) for each in lengths]
+    sizes = [{"length": length, "rows": count} for length, count in zip(lengths, rows, strict=True)]
+    draws = [tuples.guided_micro_batch if mixed else functools.partial(of_length, **each) for each in sizes]
     data = [[draw(100 * step + index) for index in range(NUM_MICRO_BATCHES)] for step, draw in enumerate(draws)]
     options = {"gradient_accumulation_steps": NUM_MICRO_BATCHES, **options}
     with emulated_nccl(eager, patience_s) as nccl, engines.few_rounds():
-        ours, evaluated = _train(make, section, data, stages=stages, **options)
+        ours, evaluated = _train(make, section, data, frozen_steps, stages=stages, **options)
         seen = tuple(nccl.synchronized_while_posted)
     options.pop("module", None)  # recomputing changes no number, and the stock engine cannot do so with an embedding
-    stock, expected = _train(make, None, data, stages=1, **options)
+    stock, expected = _train(make, None, data, frozen_steps, stages=1, **options)
     errors = engines.differences(ours, stock), engines.error_of(evaluated, expected)
     return Trained(*errors, nccl.messages, tuple(nccl.connections), seen)
 
 
 def _train(
-    layers: Callable[[], Sequence[Any]], section: dict[str, Any] | None, data: Sequence[engines.Batch], **options: Any
+    layers: Callable[[], Sequence[Any]],
+    section: dict[str, Any] | None,
+    data: Sequence[engines.Batch],
+    frozen_steps: int,
+    **options: Any,
 ) -> tuple[engines.Run, list[float]]:
     evaluated: list[float] = []
 
     def evaluate(engine: PipelineEngine, step: int) -> None:
+        for layer in engine.module.modules() if frozen_steps else ():
+            if isinstance(layer, DecoderLayer):
+                layer.requires_grad_(step >= frozen_steps)
         if step:
             evaluated.append(float(engine.eval_batch(iter(data[0]))))
 
@@ -198,6 +211,16 @@ def test_a_deadlock_ends_in_words(fault: Any, words: str, job: dict[str, Any]) -
         rank_pool(job["stages"]).run(train_with, fault=fault, **job)
 
 
+def group_of_the_first_rank() -> None:
+    with emulated_nccl(eager=True, patience_s=IMPATIENT_S):
+        torch_dist.new_group([0], backend="gloo")
+
+
+def test_a_group_over_gloo_that_ranks_outside_wait_for_ends_in_words() -> None:
+    with pytest.raises(RankFailure, match=r"NCCL would hang: rank 1 splits .*ranks \[0\] do not come"):
+        rank_pool(2).run(group_of_the_first_rank)
+
+
 @contextlib.contextmanager
 def kernels_loaded_at_first() -> Iterator[None]:
     """The first time that a slice runs, its kernels are loaded, which waits for all that is at work on the device."""
@@ -210,7 +233,8 @@ def kernels_loaded_at_first() -> Iterator[None]:
 
     def load_and_run(self: DecoderLayer, hidden: Any) -> Any:
         active = active_slice()
-        kernel = self.training, hidden.shape, active and active.start
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())
+        kernel = self.training, hidden.shape, active and active.start, is_trained
         load(kernel)
         hidden = forward(self, hidden)
         if hidden.requires_grad:
@@ -240,9 +264,31 @@ def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None
     assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
 
 
-def test_loading_kernels_of_longer_and_shorter_sequences_does_not_hang() -> None:
-    job = {"schedule": "seq1f1b", "stages": 2, "eager": True, "lengths": (24, 30, 18), **LOADING}
+@pytest.mark.parametrize("later", [{"lengths": (24, 30, 18)}, {"rows": (2, 3, 1)}, {"frozen_steps": 2}], ids=str)
+def test_loading_kernels_of_other_batches_does_not_hang(later: dict[str, Any]) -> None:
+    job = {"schedule": "seq1f1b", "stages": 2, "eager": True, **later, **LOADING}
     assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
+
+
+@contextlib.contextmanager
+def kernels_of_formats_loaded_at_first() -> Iterator[None]:
+    """The first time that a stage packs a message, the kernels of the format are loaded."""
+    pack, loaded = Packing.pack, set()
+
+    def load_and_pack(self: Packing, tensors: Any) -> Any:
+        if self not in loaded:
+            loaded.add(self)
+            get_accelerator().synchronize()
+        return pack(self, tensors)
+
+    with mock.patch.object(Packing, "pack", load_and_pack), mock.patch.object(Wires, "post_on_device", True):
+        yield
+
+
+def test_loading_kernels_of_a_format_while_links_are_measured_does_not_hang() -> None:
+    job = {"changes": {"links": {"forward": "bf16", "backward": "bf16"}}, "stages": 2, "slices": "auto", "eager": True}
+    for rank in rank_pool(2).run(train_with, fault=kernels_of_formats_loaded_at_first, schedule="seq1f1b", **job):
+        assert not rank.synchronized_while_posted
 
 
 def test_loading_kernels_behind_messages_on_the_device_would_hang() -> None:

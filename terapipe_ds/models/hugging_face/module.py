@@ -232,6 +232,7 @@ class HuggingFaceModule(PipelineModule):
             super()._build()
 
     def _partition_layers(self, method: str = "uniform") -> None:
+        get_accelerator().set_device(self.local_rank)  # of collectives; DeepSpeed's engine chooses the same one later
         if self.autotp_size > 1 and self.blueprint.ranks is None:  # DeepSpeed's groups exist now, and no layer does
             group, device = self._grid.get_slice_parallel_group(), get_accelerator().device_name(self.local_rank)
             self.blueprint.ranks = TensorRanks(self.blueprint.outline, group, device)

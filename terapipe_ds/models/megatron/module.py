@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
@@ -106,6 +107,7 @@ class MegatronGPT(PipelineModule):
 
     def _partition_layers(self, method: str = "uniform") -> None:
         """Take DeepSpeed's groups, which exist now, before the first layer is built."""
+        get_accelerator().set_device(self.local_rank)  # of layers and collectives, as DeepSpeed's engine does later
         if self.blueprint.groups is None:
             self.blueprint.groups = process_groups(self._grid, self.blueprint.config)
         self._terapipe_partition_method = method  # for an engine that cuts the layers into more parts

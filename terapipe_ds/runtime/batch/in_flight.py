@@ -100,16 +100,16 @@ class BatchInFlight:
             groups += [frozenset((part_id, m, s) for s in group) for group in weight_groups(lengths, rows / ranks)]
         return groups
 
-    def kinds(self) -> dict[Hashable, list[tuple[int, int]]]:
-        """Return all that decides on the kernels apart from lengths: mode, schedule, packed, cut, with logits.
+    def kinds(self) -> dict[Hashable, list[tuple[int, ...]]]:
+        """Return all that decides on the kernels apart from sizes: mode, schedule, packed, cut, with logits.
 
-        Each comes with its lengths, of a sequence and of a slice.
+        Each comes with its sizes: rows, tokens of a sequence, and tokens of a slice.
         """
-        kinds: dict[Hashable, list[tuple[int, int]]] = {}
+        kinds: dict[Hashable, list[tuple[int, ...]]] = {}
         for each in self.micro_batches:
             shape, is_cut = each.shape, each.plan.num_slices > 1
             kind = self.training, self.schedule.name, shape.starts is not None, is_cut, shape.with_logits
-            kinds.setdefault(kind, []).extend((shape.length, length) for length in each.plan.lengths)
+            kinds.setdefault(kind, []).extend((shape.rows, shape.length, length) for length in each.plan.lengths)
         return kinds
 
     def signature(self, unit: SliceKey) -> tuple[bool, int, int, int]:

@@ -90,6 +90,7 @@ class IncomingBatches:
         if is_new:
             self._first_batch.renew()
             self._guard_again()
+            self._links.expect_new_kernels()  # gradients of weights that were frozen, for example
 
     def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
         """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""

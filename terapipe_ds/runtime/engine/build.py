@@ -206,7 +206,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         trace_dir=config.trace_dir,
         data_timeout_s=config.data_timeout_s,
     )
-    links = StageLinks(wires, setup.layout, engine.stage_id, module.dynamic_shape and config.is_stock_order)
+    announces_each = module.dynamic_shape and config.is_stock_order
+    links = StageLinks(wires, setup.layout, engine.stage_id, announces_each, compiles=config.compile)
     links.waiting = watchdog.waiting
     return Stage(
         engine.stage_id,

@@ -188,7 +188,8 @@ def make_pipeline_groups(grid: Any, layout: Layout) -> PipelineGroups:
         rounds = wires_apart(layout)
         shared = [(_wire_group(), _wire_group()) for _ in rounds]
     pipelines = grid.topology().get_axis_comm_lists("pipe")
-    # no `use_local_synchronization`: torch (2.11 to 2.14) derives its names of groups from the number of a rank's
+    # with a bound device ranks outside take part even in a group over gloo: each is outside of all pipelines but one.
+    # No `use_local_synchronization`: torch (2.11 to 2.14) derives its names of groups from the number of a rank's
     # groups, which differs between ranks if tied layers or Megatron have groups of some ranks only
     for index, ranks in enumerate(pipelines):
         groups = shared or [(torch_dist.new_group(ranks), torch_dist.new_group(ranks))]

@@ -24,28 +24,28 @@ from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
 BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, also for all lengths
-between theirs."""
+"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, also for all sizes between
+theirs."""
 
 _Channel = TypeVar("_Channel")
 
 
 class _KindRun:
-    """Hold how many batches of a kind have run, and how short and long their sequences and slices were."""
+    """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 2  # of sequences, of slices
+        self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 3  # of rows, sequences and slices
 
-    def covers(self, lengths: Sequence[tuple[int, int]]) -> bool:
-        """Return whether the lengths, of a sequence and of a slice each, lie between those that have run."""
-        both = [(length, of) for each in lengths for length, of in zip(each, self._ranges, strict=True)]
-        return all(least <= length <= largest for length, (least, largest) in both)
+    def covers(self, sizes: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether the sizes (`BatchInFlight.kinds`) lie between those that have run."""
+        both = [(size, of) for each in sizes for size, of in zip(each, self._ranges, strict=True)]
+        return all(least <= size <= largest for size, (least, largest) in both)
 
-    def add(self, lengths: Sequence[tuple[int, int]]) -> None:
-        """Count a batch with these lengths."""
+    def add(self, sizes: Sequence[tuple[int, ...]]) -> None:
+        """Count a batch with these sizes."""
         self.count += 1
-        both = zip(zip(*lengths, strict=True), self._ranges, strict=True)
+        both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
 
@@ -69,19 +69,23 @@ class StageLinks:
     this budget. Between two parts of this stage there is no wire: the tensors of one part wait here for the other.
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
-    host. A batch with sequences or slices that are longer or shorter than all before sends its messages that way too: a
-    window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its first launch, and may
-    then wait for all work on the device, even for receives that end only after the next work of this stage.
-    CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
+    host. A batch with more or fewer rows, or with longer or shorter sequences or slices, than all before sends its
+    messages that way too: a window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its
+    first launch, and may then wait for all work on the device, even for receives that end only after the next work of
+    this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
     """
 
-    def __init__(self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False) -> None:
+    def __init__(
+        self, wires: Wires, layout: Layout, stage_id: int, announce_each: bool = False, compiles: bool = False
+    ) -> None:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
-        self._post_on_device, self._loads_at_start = wires.post_on_device, wires.loads_at_start
+        self._post_on_device = wires.post_on_device
+        # compiled layers run as they are in the first batch of a mode: the second one compiles their kernels
+        self._loads_at_start = wires.loads_at_start and not compiles
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind
         self._num_batches = self._num_by_host = 0
@@ -162,8 +166,8 @@ class StageLinks:
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
-            for kind, lengths in self._batch.kinds().items():
-                self._run[kind].add(lengths)
+            for kind, sizes in self._batch.kinds().items():
+                self._run[kind].add(sizes)
         self._batch = None
 
     def _open(self) -> BatchInFlight:
@@ -173,6 +177,10 @@ class StageLinks:
 
     def _signature(self, unit: SliceKey) -> Signature:
         return unit if self._announce_each else self._open().signature(unit)
+
+    def expect_new_kernels(self) -> None:
+        """Send the next batches by way of the host, as the first ones. Call it between batches, on all stages."""
+        self._run.clear()
 
     def forget_announced(self) -> None:
         """Announce each signature again. Call it between batches, on both ends of a link."""

@@ -18,11 +18,11 @@ from terapipe_ds.schedule import build, placement_for
 
 def batch(
     lengths: list[int], training: bool = True, name: str = "seq1f1b", starts: Any = None, slices: int = 2,
-    with_logits: bool = False,
+    with_logits: bool = False, rows: int = 2,
 ) -> BatchInFlight:  # fmt: skip
     schedule = build(name, 1, len(lengths), slices, forward_only=not training)
     plans = [SlicePlan.equal(length, slices, 1) for length in lengths]
-    shapes = [MicroBatchShape(2, length, starts, with_logits) for length in lengths]
+    shapes = [MicroBatchShape(rows, length, starts, with_logits) for length in lengths]
     parts = [MicroBatchInFlight(plan, shape) for plan, shape in zip(plans, shapes, strict=True)]
     return BatchInFlight(schedule, 0, training, parts)
 
@@ -36,9 +36,9 @@ def by_host(links: StageLinks, *batches: BatchInFlight) -> list[bool]:
     return went
 
 
-def links_on_device(**wires: bool) -> StageLinks:
+def links_on_device(compiles: bool = False, **wires: bool) -> StageLinks:
     with mock.patch.object(Wires, "post_on_device", True):
-        return StageLinks(Wires({}, **wires), Layout(1, placement_for("1f1b", 1, 1)), 0)
+        return StageLinks(Wires({}, **wires), Layout(1, placement_for("1f1b", 1, 1)), 0, compiles=compiles)
 
 
 @pytest.fixture
@@ -56,8 +56,17 @@ def test_lengths_between_those_that_have_run_are_no_other_kind(links: StageLinks
     assert sum(went) / len(went) == links.host_share <= 0.02
 
 
-@pytest.mark.parametrize("now", [{"lengths": [24]}, {"lengths": [8]}, {"lengths": [16], "slices": 4}])
-def test_lengths_beyond_those_are(links: StageLinks, now: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "now",
+    [
+        {"lengths": [24]},
+        {"lengths": [8]},
+        {"lengths": [16], "slices": 4},
+        {"lengths": [16], "rows": 1},
+        {"lengths": [16], "rows": 3},
+    ],
+)
+def test_sizes_beyond_those_are(links: StageLinks, now: dict[str, Any]) -> None:
     """A window that is as long as a sequence limits nothing: the first longer one has other kernels, compiled anew."""
     assert by_host(links, *[batch([16])] * BATCHES_BY_HOST, *[batch(**now)] * 2)[-2:] == [True, False]
 
@@ -71,10 +80,18 @@ def test_another_mode_schedule_packing_whole_sequences_or_logits_are(links: Stag
     assert by_host(links, *[batch([16], **other)] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
 
 
+def test_the_next_ones_do_after_a_change_of_the_model(links: StageLinks) -> None:
+    assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1))[-1] is False
+    links.expect_new_kernels()
+    assert by_host(links, *[batch([16])] * (BATCHES_BY_HOST + 1)) == [True] * BATCHES_BY_HOST + [False]
+
+
 def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """It compiles the kernels that no process can load at its start."""
     eager = links_on_device(loads_at_start=True)
     assert by_host(eager, *[batch([16])] * 2, *[batch([24])] * 2) == [True, False, True, False]
+    compiled = links_on_device(compiles=True, loads_at_start=True)  # in their second batch
+    assert by_host(compiled, *[batch([16])] * 4) == [True] * BATCHES_BY_HOST + [False]
     links = links_on_device()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of this rank alone
     assert by_host(links, *[batch([16])] * 2) == [True, True]

@@ -12,6 +12,7 @@ import torch
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from studies.memory import live_bytes, measure_peak
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload, build_engine, micro_batches
@@ -31,6 +32,7 @@ from tests.distributed.engines import (
     engine_of,
     error_of,
     first_step_error,
+    fp32_layers,
     gpt_layers,
     logged,
     micro_batch,
@@ -40,6 +42,7 @@ from tests.distributed.engines import (
     section,
     step_error,
     train,
+    unchecked,
     violations,
 )
 from tests.distributed.harness import rank_pool
@@ -340,6 +343,40 @@ def wrong_counts() -> tuple[str, str]:
 def test_label_counts_of_another_number_of_micro_batches_are_refused_on_all_ranks() -> None:
     for _, text in rank_pool(2).run(wrong_counts):
         assert "engine.step_label_counts = [30.0]" in text and "for each of the 2 micro-batches" in text
+
+
+class Matrices(TorchDispatchMode):
+    """Name the operations that make a tensor as large as the output matrix."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.shape = list(engine.module.parameters())[-1].shape
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.shape == self.shape and not func.is_view:
+            self.names.append(str(func))
+        return result
+
+
+def matrices(num_labelled: int) -> list[str]:
+    """Train on four slices, of which the last ones have labels; return the operations that made such matrices."""
+    with engine_of(fp32_layers(), unchecked(slices=4), **BF16_SETTINGS) as engine:
+        batch = [micro_batch(index, length=24, masked=False) for index in range(2)]
+        for _, labels in batch:
+            labels[:, : 24 - 6 * num_labelled] = IGNORE_INDEX
+        engine.train_batch(iter(batch))
+        with Matrices(engine) as made:
+            engine.train_batch(iter(batch))
+        return made.names
+
+
+def test_a_slice_without_labels_makes_no_gradient_of_the_output_matrix() -> None:
+    """Autograd would write zeros, and add them to the sum: of long prompts, for nearly all slices."""
+    ranks = [rank_pool(2).run(matrices, num_labelled=number) for number in (1, 3)]
+    # each of two micro-batches makes one, and adds it to the sum
+    assert [len(names) for _, names in ranks] == [2 * 2 * 1, 2 * 2 * 3]
 
 
 def evaluated() -> tuple[float, bool, str]:

@@ -98,6 +98,8 @@ class GradientSums:
         """
         total = self._total(weight)
         # do as much in one pass over the sum as the device can
+        if len(rows) == 0:
+            return
         if not inputs.is_floating_point():
             total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
         elif total.dtype == rows.dtype:

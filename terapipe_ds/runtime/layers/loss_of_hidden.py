@@ -68,9 +68,12 @@ class LossOfHidden:
     def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
         """Return the share of a slice in the loss, whose value is there after its backward."""
         head = self._own_head()
-        # every rank's weights get a gradient, even where no label counts
+        # every rank's weights get a gradient, even where no label counts; that of no rows needs no matrix of zeros
         if weight == 0.0:
-            return exact_zero([each for each in (hidden, head.weight, head.bias) if each is not None])
+            of_none = head.weight.new_zeros(0, head.weight.shape[1])
+            is_trained = any(each is not None and each.requires_grad for each in (head.weight, head.bias))
+            outputs = [self._weights.linear(of_none, head.weight, head.bias)] if is_trained else []
+            return exact_zero([hidden, *outputs])
         with self._autocast():
             kind = hidden.device.type
             if torch.is_autocast_enabled(kind):

@@ -138,6 +138,19 @@ def test_memory_is_the_hidden_states_and_one_chunk(softcap: float | None, monkey
     assert one_chunk <= backward.grown_bytes <= 1.05 * (one_chunk + tokens * hidden_size * 4)
 
 
+def test_autocast_rounds_neither_the_loss_nor_the_weights_of_tokens() -> None:
+    """A product of losses and weights by `@` would have 16 bits."""
+    torch.manual_seed(0)
+    logits, labels = torch.randn(2, 11, 7, requires_grad=True), torch.randint(7, (2, 11))
+    loss = LinearCrossEntropy()(logits, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = LinearCrossEntropy()(logits, labels)
+        of_head = LinearCrossEntropy().of_hidden(logits.detach().bfloat16(), labels, Head(torch.eye(7)))
+    torch.testing.assert_close(again, loss)
+    torch.testing.assert_close(of_head, LinearCrossEntropy()(logits.detach().bfloat16(), labels))
+    torch.testing.assert_close(torch.autograd.grad(again, logits), torch.autograd.grad(loss, logits))
+
+
 def test_labels_of_eight_bits_count() -> None:
     assert LinearCrossEntropy().slice_weight(torch.tensor([[-100, -1]]).to(torch.uint8)) == 2
 

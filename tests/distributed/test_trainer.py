@@ -149,6 +149,23 @@ def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None
     assert found["weights"] <= 1e-4 and found["logs"] <= 1e-6 and not found["events"] and found["ranks"], found
 
 
+def test_two_replicas_share_a_stream_as_without_stages(tmp_path: Path) -> None:
+    """Rank 0 reads it for all. 14 rows: the last batch of an evaluation is shorter, and no row counts twice."""
+    args = {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
+    given = {"args": args, "iterable": True, "metrics": "logits", "phases": ["train", "resume"], "ds": SIZES}
+    kinds = {2: trainer_jobs.Trainer, 4: trainer_jobs.PipelineTrainer}
+    rank_pool(2).close()  # its ranks may keep the grid of stages, which DeepSpeed alone would take
+    (stock, _), staged = (
+        rank_pool(ranks).run(trainer_jobs.play_alone, given=given, folder=str(tmp_path / str(ranks)), kind=kind)
+        for ranks, kind in kinds.items()
+    )
+    for log in (log for run in (stock, *staged) for log in run["logs"]):
+        log.pop("grad_norm", None)  # DeepSpeed alone does not keep it in fp32
+    for run in staged:
+        found = trainer_jobs.differences(stock, run)
+        assert max(found[key] for key in ("weights", "logs", "results")) <= 1e-4, found
+
+
 TENSOR = {"ds": {"tensor_parallel": {"autotp_size": 2}}, "rows": 12}
 TENSOR_RANKS: dict[str, dict[str, Any]] = {
     "exact, saved and resumed": {

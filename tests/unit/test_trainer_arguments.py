@@ -76,7 +76,7 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
     loss._sums[0].append(torch.ones(3))
     monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
     monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
-    grid = types.SimpleNamespace(get_pipe_parallel_world_size=lambda: 1)
+    grid = types.SimpleNamespace(get_pipe_parallel_world_size=lambda: 1, loaders_of_replicas=contextlib.nullcontext)
     stages = without_start(Stages, _loss=loss, module=types.SimpleNamespace(mpu=lambda: grid))
     fields = {"_stages": stages, "_waiting": [(1, 2)], "_renew_config": lambda: None, "accelerator": grid}
     without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
@@ -204,8 +204,7 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
     stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)
-    fields = {"_stages": stages, "_prepare_inputs": dict, "accelerator": types.SimpleNamespace(gradient_state=None)}
-    args = types.SimpleNamespace(device="cpu", accelerator_config=types.SimpleNamespace(dispatch_batches=None))
+    fields, args = {"_stages": stages, "_prepare_inputs": dict}, types.SimpleNamespace(device="cpu")
     for count in (0.0, 3.0):
         trainer = without_start(OtherOrder, args=args, **fields)
         monkeypatch.setattr(OtherOrder, "_labels_of", lambda self, inputs, count=count: count)
@@ -221,7 +220,8 @@ def test_a_training_asks_once_for_its_optimizer(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(OtherOrder, "create_optimizer", lambda self: object())
     monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
     stages = types.SimpleNamespace(sums=dict)
-    fields = {"_stages": stages, "_waiting": [], "_renew_config": lambda: None, "accelerator": types.SimpleNamespace()}
+    fields = {"_stages": stages, "_waiting": [], "_renew_config": lambda: None}
+    fields["accelerator"] = types.SimpleNamespace(loaders_of_replicas=contextlib.nullcontext)
     first, second = without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
     assert first is second
 
@@ -233,7 +233,7 @@ def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.Mo
     module.checkpoint_names = dict  # type: ignore[assignment]
     stages = without_start(Stages, module=module, _loss=None)
     fields = {"_stages": stages, "model": model, "_waiting": [], "_renew_config": lambda: None}
-    fields["accelerator"] = types.SimpleNamespace()
+    fields["accelerator"] = types.SimpleNamespace(loaders_of_replicas=contextlib.nullcontext)
     trainer = without_start(OtherOrder, **fields)
     assert trainer._inner_training_loop() == "trained"
     model.bias.requires_grad_(False)

@@ -18,10 +18,10 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
-from accelerate import Accelerator, PartialState
+from accelerate import Accelerator, PartialState, data_loader
 from accelerate.utils import DummyOptim, DummyScheduler, send_to_device
 from accelerate.utils.deepspeed import DeepSpeedEngineWrapper, DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
-from accelerate.utils.operations import find_batch_size, recursively_apply
+from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -125,8 +125,6 @@ class PipelineTrainerMixin(Trainer):
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = PipelineAccelerator
         self.accelerator.stages, self.accelerator.start = stages, self._start_engine
-        if self.accelerator.dispatch_batches is None:  # one rank would divide the batches of a stream among stages
-            self.accelerator.dataloader_config.dispatch_batches = False
 
     def _renew_config(self) -> None:
         """Give DeepSpeed's config its open values again: each training run fills them anew."""
@@ -172,7 +170,8 @@ class PipelineTrainerMixin(Trainer):
                     )
         self._has_trained = True
         # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
-        with replaced(self, "create_optimizer", functools.cache(self.create_optimizer)):
+        once = replaced(self, "create_optimizer", functools.cache(self.create_optimizer))
+        with once, self.accelerator.loaders_of_replicas():  # a resumed run makes a loader that skips batches
             return super()._inner_training_loop(*args, **kwargs)
 
     @over_stages
@@ -267,10 +266,6 @@ class PipelineTrainerMixin(Trainer):
         loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
         loss = self._without_labels(loss, count)
         self._note_metrics("eval", [inputs])
-        state, dispatch = self.accelerator.gradient_state, self.args.accelerator_config.dispatch_batches
-        if self._stages.replicas == 1 and state.end_of_dataloader and state.remainder < 0 and dispatch is None:
-            # accelerate's dispatcher, which stages replace, counts the rows of a stream's last batch
-            state.active_dataloader.remainder = find_batch_size(inputs)
         return loss, logits, None if prediction_loss_only else labels
 
     def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
@@ -330,6 +325,16 @@ class PipelineAccelerator(Accelerator):
     get_state_dict = staticmethod(refuse_without_weights)
     num_processes = property(attrgetter("stages.replicas"))
     process_index = property(attrgetter("stages.replica"))
+
+    def loaders_of_replicas(self) -> AbstractContextManager[None]:
+        """Let a loader that divides the batches of rank 0 divide them among replicas, and give stages the same ones."""
+        state = copy.copy(PartialState())
+        state.num_processes, state.process_index = self.num_processes, self.process_index
+        return replaced(data_loader, "PartialState", lambda: state)
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        with self.loaders_of_replicas():
+            return super().prepare_data_loader(*args, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
         """Return the tensors of all replicas, concatenated."""

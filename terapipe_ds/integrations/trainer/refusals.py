@@ -124,8 +124,6 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
     divides = args.bf16 or args.fp16 or any((ds_config.get(key) or {}).get(name) for key, name in keys)
     if any(name in optimizer for name in _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides):
         yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
-    if args.accelerator_config.dispatch_batches:
-        yield "dispatch_batches: rank 0 would divide batches among stages; leave it out"
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if unserved := sorted(set(options) - {"use_reentrant"}):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"

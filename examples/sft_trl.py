@@ -47,7 +47,7 @@ def main() -> None:
             tokenizer.save_pretrained(model)
             AutoModelForCausalLM.from_config(tiny_llama(tokenizer)).save_pretrained(model)
     trainer = PipelineSFTTrainer(model=str(model), args=args, train_dataset=Dataset.from_dict({"messages": CHATS * 3}))
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(given.out))
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(given.out) is not None)
     trainer.save_model()
     if trainer.is_world_process_zero():
         tokenizer, trained = (kind.from_pretrained(given.out) for kind in (AutoTokenizer, AutoModelForCausalLM))

@@ -88,7 +88,7 @@ def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_without_a_stage_of_zero_in_the_json_16_bits_are_resumed_bit_by_bit(kind: str, tmp_path: Path) -> None:
+def test_16_bits_are_resumed_bit_by_bit_from_the_newest_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     for whole, resumed in rank_pool(2).run(trainer_jobs.resumed_in_16_bits, kind=kind, folder=str(tmp_path)):
         assert trainer_jobs.engines.error_of(resumed, whole) == 0.0 and all(len(each) >= 3 for each in whole.values())
 

@@ -15,6 +15,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -25,7 +26,7 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import AutoTokenizer, Trainer
+from transformers import AutoTokenizer, Trainer, trainer
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
@@ -143,6 +144,12 @@ class PipelineTrainerMixin(Trainer):
         config = self._stages.engine_config(self.args, self.model)
         self._started_with = tuple((name, getattr(self.args, name)) for name in _OF_ENGINE)
         self._stages.start_engine(config, None if "optimizer" in config else self.create_optimizer())
+
+    @over_stages
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train as Trainer does. `resume_from_checkpoint=True` leaves out checkpoints that a kill has cut short."""
+        with replaced(trainer, "get_last_checkpoint", lambda folder: from_rank_0(lambda: _last_whole(folder))):
+            return super().train(*args, **kwargs)
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -311,6 +318,18 @@ class PipelineTrainerMixin(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._as_rank():
             super()._load_rng_state(checkpoint)
+
+
+def _last_whole(folder: str) -> str | None:
+    """Return the checkpoint of the most steps whose save came to its end; None if there is none."""
+    paths = {int(path.name[11:]): path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()}
+    for _, path in sorted(paths.items(), reverse=True):
+        try:
+            trainer.TrainerState.load_from_json(str(path / trainer.TRAINER_STATE_NAME))  # which a save writes last
+            return str(path)
+        except (OSError, ValueError) as error:
+            logger.warning("%s: not whole, a kill has cut its save short (%s); left out", path, error)
+    return None
 
 
 class PipelineAccelerator(Accelerator):

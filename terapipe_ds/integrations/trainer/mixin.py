@@ -12,8 +12,8 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -345,11 +345,19 @@ class PipelineAccelerator(Accelerator):
     num_processes = property(attrgetter("stages.replicas"))
     process_index = property(attrgetter("stages.replica"))
 
-    def loaders_of_replicas(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def loaders_of_replicas(self) -> Iterator[None]:
         """Let a loader that divides the batches of rank 0 divide them among replicas, and give stages the same ones."""
-        state = copy.copy(PartialState())
-        state.num_processes, state.process_index = self.num_processes, self.process_index
-        return replaced(data_loader, "PartialState", lambda: state)
+        state, take = copy.copy(PartialState()), data_loader.slice_tensors
+        state.num_processes = self.num_processes  # its index stays the rank: rank 0 alone reads
+
+        def of_replica(batch: Any, rows: slice, **of_rank: int) -> Any:
+            count = rows.stop - rows.start
+            first = self.process_index * count if rows.start else 0  # the first rows of a batch fill up the last one
+            return take(batch, slice(first, first + count), **of_rank)
+
+        with replaced(data_loader, "PartialState", lambda: state), replaced(data_loader, "slice_tensors", of_replica):
+            yield
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
         with self.loaders_of_replicas():

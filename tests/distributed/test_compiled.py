@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from terapipe_ds.runtime.layers import compiled
+from terapipe_ds.runtime.links import groups
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_jobs import train_family
+from tests.distributed.nccl_emulator import emulated_nccl
 from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
 
@@ -134,6 +136,20 @@ def test_another_engine_of_the_same_module_compiles_as_its_own_config_says() -> 
         assert not engines.violations([errors for errors, _ in ranks], 1e-5), number
         assert all(graphs <= 3 if TURNS[number] else graphs == 0 for _, graphs in ranks), (number, ranks)
         assert number != 1 or all(graphs for _, graphs in ranks)
+
+
+def job_of_loading() -> list[bool]:
+    """Return whether engines count on kernels that were loaded at the start: with compiled layers, and without."""
+    found = []
+    with emulated_nccl(eager=True), mock.patch.object(groups, "loads_kernels_at_start", lambda: True):
+        for compiles in (True, False):
+            with engines.engine_of(engines.gpt_layers(num_layers=1), engines.unchecked(compile=compiles)) as engine:
+                found.append(engine._stage.links._loads_at_start)
+    return found
+
+
+def test_no_engine_with_compiled_layers_counts_on_kernels_loaded_at_the_start() -> None:
+    assert rank_pool(2).run(job_of_loading) == [[False, True]] * 2
 
 
 def train_llama() -> tuple[dict[str, float], int]:

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ from terapipe_ds.simulator import Replay
 from tests.distributed.engines import (
     IGNORE_INDEX,
     VOCAB_SIZE,
+    ZERO1,
     batches,
     differences,
     engine_of,
@@ -361,7 +363,7 @@ class Matrices(TorchDispatchMode):
 
 
 def matrices(num_labelled: int) -> list[str]:
-    """Train on four slices, of which the last ones have labels; return the operations that made such matrices."""
+    """Train on four slices, the last `num_labelled` with labels; return the operations that made such matrices."""
     with engine_of(fp32_layers(), unchecked(slices=4), **BF16_SETTINGS) as engine:
         batch = [micro_batch(index, length=24, masked=False) for index in range(2)]
         for _, labels in batch:
@@ -377,6 +379,25 @@ def test_a_slice_without_labels_makes_no_gradient_of_the_output_matrix() -> None
     ranks = [rank_pool(2).run(matrices, num_labelled=number) for number in (1, 3)]
     # each of two micro-batches makes one, and adds it to the sum
     assert [len(names) for _, names in ranks] == [2 * 2 * 1, 2 * 2 * 3]
+
+
+def half_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return 0.5 * gpt.gpt_loss(logits, labels)
+
+
+def without_labels_on_a_replica() -> dict[str, float]:
+    """Return the differences from the stock engine, whose second replica has the other half of the first one's loss."""
+    data, options = batches(2), {**ZERO1, "gradient_accumulation_steps": 2}
+    stock = run_training(fp32_layers, None, data, loss_fn=half_loss, **options)
+    is_second = torch_dist.get_rank() % 2 == 1
+    own = [[(x, y.fill_(IGNORE_INDEX) if is_second else y) for x, y in batch] for batch in batches(2)]
+    errors = differences(run_training(fp32_layers, unchecked(), own, **options), stock)
+    return {kind: error for kind, error in errors.items() if kind != "loss"}  # each replica has its own, of its labels
+
+
+def test_a_replica_without_labels_takes_part_in_the_sum_of_gradients() -> None:
+    """ZeRO reduces the gradients that a rank has: without one of the output matrix, replicas would reduce others."""
+    assert not violations(rank_pool(4).run(without_labels_on_a_replica), 1e-5)
 
 
 def evaluated() -> tuple[float, bool, str]:

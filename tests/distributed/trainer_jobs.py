@@ -19,6 +19,7 @@ from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 import terapipe_ds
 from terapipe_ds.integrations.trainer import PipelineTrainer, stages
@@ -64,8 +65,15 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Stream(IterableDataset):
+    """Hand out rows; with `has_one_reader` only to rank 0."""
+
+    def __init__(self, num_rows: int, has_one_reader: bool) -> None:
+        self._num_rows, self._has_one_reader = num_rows, has_one_reader
+
     def __iter__(self) -> Iterator[dict[str, list[int]]]:
-        return iter(rows_of())
+        for row in rows_of(self._num_rows):
+            assert not self._has_one_reader or torch_dist.get_rank() == 0
+            yield row
 
 
 class Recorder(TrainerCallback):
@@ -120,7 +128,9 @@ def trainer_of(
         "adam_epsilon": 1e-4, **setting["args"],
     }  # fmt: skip
     args = TrainingArguments(folder, deepspeed=deepspeed, **options)
-    rows: Any = Stream() if setting["iterable"] else rows_of(setting["rows"], setting["blank"])
+    rows: Any = rows_of(setting["rows"], setting["blank"])
+    if setting["iterable"]:
+        rows = Stream(setting["rows"], setting["iterable"] == "by rank 0")
     given: dict[str, Any] = {"train_dataset": rows, "data_collator": collate}
     given["eval_dataset"] = rows if setting["iterable"] else rows_of(8)
     if setting["metrics"]:
@@ -128,6 +138,15 @@ def trainer_of(
     if setting["metrics"] == "largest":
         given |= {"preprocess_logits_for_metrics": largest}
     return kind(model=model, args=args, callbacks=[Recorder()], **given, **of_trainer)
+
+
+def lose_the_last(folder: str, wanted: bool) -> None:
+    """Remove the checkpoint of the most steps if `wanted`: then a resumed run skips batches."""
+    if wanted:
+        torch_dist.barrier()
+        if torch_dist.get_rank() == 0:
+            shutil.rmtree(str(get_last_checkpoint(folder)))
+        torch_dist.barrier()
 
 
 def play(
@@ -138,7 +157,11 @@ def play(
     trainer = make(kind, setting, folder, deepspeed)
     found: dict[str, Any] = {"results": []}
     for phase in setting["phases"]:
-        if phase == "resume":  # in a Trainer of another model, which must get the weights of the checkpoint
+        if phase in (
+            "resume",
+            "resume earlier",
+        ):  # in a Trainer of another model, which must get the weights of the checkpoint
+            lose_the_last(folder, wanted=phase == "resume earlier")
             trainer = make(kind, setting, folder, deepspeed, seed=4)
             found["results"].append(trainer.train(resume_from_checkpoint=True).metrics)
         elif phase == "train":

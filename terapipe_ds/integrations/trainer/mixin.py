@@ -322,8 +322,9 @@ class PipelineTrainerMixin(Trainer):
 
 def _last_whole(folder: str) -> str | None:
     """Return the checkpoint of the most steps whose save came to its end; None if there is none."""
-    paths = {int(path.name[11:]): path for path in Path(folder).glob("checkpoint-*") if path.name[11:].isdecimal()}
-    for _, path in sorted(paths.items(), reverse=True):
+    numbers = (path.name.removeprefix("checkpoint-") for path in Path(folder).glob("checkpoint-*"))
+    for number in sorted(map(int, filter(str.isdecimal, numbers)), reverse=True):
+        path = Path(folder) / f"checkpoint-{number}"
         try:
             trainer.TrainerState.load_from_json(str(path / trainer.TRAINER_STATE_NAME))  # which a save writes last
             return str(path)

@@ -64,7 +64,7 @@ class Judge:
         self._bounds: dict[Lengths, float] = {}
         self._peaks: dict[Lengths, tuple[int, ...]] = {}
         self._tightest: int | None = None  # the stage that took the most of the last plan that did not fit
-        self._least_needs: dict[Lengths, int] = {}  # bytes of that stage
+        self._least_needs: dict[Lengths, int] = {}  # bytes of one stage, the tightest at that time: a lower bound
 
     def report(self) -> None:
         """Tell the caller how far the search is."""
@@ -163,7 +163,8 @@ class Judge:
         return self.is_flow_shop and not getattr(self.pipeline.memory, "offloads", False)
 
     def _replayed_bytes(self, lengths: Lengths, stages: Sequence[int] | None = None) -> tuple[int, ...]:
-        shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths), work=_WALK)
+        walk = _WALK if stages is None else _WALK * len(stages) / self.pipeline.num_stages
+        shape, replay_of = self._shape(len(lengths)), partial(self._replay, len(lengths), work=walk)
         plan, count, memory = self.pipeline.plan(lengths), self.pipeline.num_micro_batches, self.pipeline.memory
         return replay_few(shape, count, replay_of, plan, memory=memory, most=math.inf, stages=stages).peak_bytes
 
@@ -185,10 +186,7 @@ class Judge:
         if self._tightest is None or self._adds_bytes:
             return 0
         if lengths not in self._least_needs:
-            spent = self.spent
             (self._least_needs[lengths],) = self._replayed_bytes(lengths, (self._tightest,))
-            if self._least_needs[lengths] <= (self.pipeline.memory_limit_bytes or 0):
-                self.spent = spent  # the walk over all stages will count
         return self._least_needs[lengths]
 
     def _flow_shop_cost(self, num_slices: int) -> int:
@@ -208,11 +206,11 @@ class Judge:
         chunks = len(self.placement) // self.pipeline.num_stages
         return ScheduleShape(self.schedule, self.pipeline.num_stages, num_slices, chunks)
 
-    def _replay(self, num_slices: int, num_micro_batches: int, work: int = 1) -> Replay:
+    def _replay(self, num_slices: int, num_micro_batches: int, work: float = 1) -> Replay:
         """Return the replay of `num_micro_batches`, and charge the budget for `work` walks over it."""
         key = num_micro_batches, num_slices
         computations = self._per_slice * num_micro_batches * num_slices
-        self.spent += _CALL + work * computations
+        self.spent += _CALL + round(work * computations)
         if key not in self._replays:
             self.spent += self._build * computations
             options: dict[str, Any] = {"chunks_per_stage": self.pipeline.chunks_per_stage, **self.schedule_options}

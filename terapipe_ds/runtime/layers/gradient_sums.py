@@ -97,9 +97,9 @@ class GradientSums:
         results and adds to the sum in one pass. Elsewhere it is rounded first, like `.grad`.
         """
         total = self._total(weight)
-        # do as much in one pass over the sum as the device can
-        if len(rows) == 0:
+        if len(rows) == 0:  # of a slice without labels; the optimizer knows now that there is a gradient
             return
+        # do as much in one pass over the sum as the device can
         if not inputs.is_floating_point():
             total.add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
         elif total.dtype == rows.dtype:

@@ -68,7 +68,8 @@ class LossOfHidden:
     def __call__(self, hidden: Tensor, labels: Any, weight: float) -> Tensor:
         """Return the share of a slice in the loss, whose value is there after its backward."""
         head = self._own_head()
-        # every rank's weights get a gradient, even where no label counts; that of no rows needs no matrix of zeros
+        # the weights of every rank need a gradient, also without a label: the product of no rows gives one, and
+        # autograd would give a matrix of zeros
         if weight == 0.0:
             of_none = head.weight.new_zeros(0, head.weight.shape[1])
             is_trained = any(each is not None and each.requires_grad for each in (head.weight, head.bias))

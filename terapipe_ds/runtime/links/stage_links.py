@@ -84,7 +84,7 @@ class StageLinks:
         self.waiting: Callable[[Wait], AbstractContextManager[Any]] = nullcontext  # around waits for a send to arrive
         self._layout, self._stage_id, self._announce_each = layout, stage_id, announce_each
         self._post_on_device = wires.post_on_device
-        # compiled layers run as they are in the first batch of a mode: the second one compiles their kernels
+        # the first batch of a mode runs layers uncompiled, and the second one compiles their kernels
         self._loads_at_start = wires.loads_at_start and not compiles
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind

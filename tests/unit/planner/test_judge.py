@@ -52,3 +52,28 @@ def test_plans_within_memory(
     error = memory_limit_error(judge, tried)
     assert error.need_bytes == min(map(max, needs.values()))
     assert error.stage_id in {need.index(max(need)) for need in needs.values() if max(need) == error.need_bytes}
+
+
+def limited(micro_batches: int) -> Judge:
+    """Return a judge of four stages, on the first of which 8 tokens of live slices take too much."""
+    parts, memory = cache_parts(split_parts(0, 4), 4, 12, 1), MemoryModel((PartMemory(1, 10),) * 4)
+    return Judge(Pipeline(parts, 12, 1, micro_batches, 4, memory=memory, memory_limit_bytes=80), "seq1f1b")
+
+
+def test_a_plan_that_does_not_fit_costs_the_walk_over_one_stage() -> None:
+    judge, lengths = limited(8), (1,) * 12
+    assert not judge.fits((12,))
+    judge.needs_at_least(lengths)  # builds the schedule
+    judge._least_needs.clear()
+    spent = judge.spent
+    judge.needs_at_least(lengths)
+    of_one = judge.spent - spent
+    judge.peak_bytes(lengths)
+    assert 0 < of_one < (judge.spent - spent - of_one) / 2
+
+
+def test_the_least_need_is_not_that_of_the_plan_with_the_least_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    judge, peaks = limited(1), {(12,): (90, 300), (6, 6): (100, 100), (4, 8): (95, 110), (3, 9): (120, 130)}
+    monkeypatch.setattr(judge, "needs_at_least", lambda lengths: peaks[lengths][0])
+    monkeypatch.setattr(judge, "peak_bytes", lambda lengths: peaks[lengths])
+    assert memory_limit_error(judge, peaks).need_bytes == 100

@@ -153,11 +153,11 @@ def test_two_replicas_share_a_stream_as_without_stages(tmp_path: Path) -> None:
     """Rank 0 reads it for all, also as a run resumes within an epoch. No row of a last, shorter batch counts twice."""
     args = {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}
     stream = {"iterable": "by rank 0", "rows": 62, "ds": SIZES}
-    given = {"args": args, **stream, "metrics": "logits", "phases": ["train", "resume earlier"]}
+    setting = {"args": args, **stream, "metrics": "logits", "phases": ["train", "resume earlier"]}
     kinds = {2: trainer_jobs.Trainer, 4: trainer_jobs.PipelineTrainer}
     rank_pool(2).close()  # its ranks may keep the grid of stages, which DeepSpeed alone would take
     (stock, _), staged = (
-        rank_pool(ranks).run(trainer_jobs.play_alone, given=given, folder=str(tmp_path / str(ranks)), kind=kind)
+        rank_pool(ranks).run(trainer_jobs.play_alone, given=setting, folder=str(tmp_path / str(ranks)), kind=kind)
         for ranks, kind in kinds.items()
     )
     for log in (log for run in (stock, *staged) for log in run["logs"]):
@@ -170,8 +170,8 @@ def test_two_replicas_share_a_stream_as_without_stages(tmp_path: Path) -> None:
 def test_stages_share_what_rank_0_reads_of_a_stream(tmp_path: Path) -> None:
     runs = []
     for reader in (True, "by rank 0"):
-        given = {"args": {**EVALUATE, "max_steps": 3}, "iterable": reader, "phases": ["train", "evaluate"]}
-        job = {"given": given, "folder": str(tmp_path), "kind": trainer_jobs.PipelineTrainer}
+        setting = {"args": {**EVALUATE, "max_steps": 3}, "iterable": reader, "phases": ["train", "evaluate"]}
+        job = {"given": setting, "folder": str(tmp_path), "kind": trainer_jobs.PipelineTrainer}
         runs.append([(each["logs"], each["results"]) for each in rank_pool(2).run(trainer_jobs.play_alone, **job)])
     assert runs[0] == runs[1]
 

@@ -55,7 +55,7 @@ def test_plans_within_memory(
 
 
 def limited(micro_batches: int) -> Judge:
-    """Return a judge of four stages, on the first of which 8 tokens of live slices take too much."""
+    """Return a judge of four stages: more than 7 tokens of live slices fit on none."""
     parts, memory = cache_parts(split_parts(0, 4), 4, 12, 1), MemoryModel((PartMemory(1, 10),) * 4)
     return Judge(Pipeline(parts, 12, 1, micro_batches, 4, memory=memory, memory_limit_bytes=80), "seq1f1b")
 

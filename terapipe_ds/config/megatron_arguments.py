@@ -91,7 +91,7 @@ WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
 """The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
 LOST = {
     "--context-parallel-size": "give 1: slices divide long sequences, and these layers take no sequence ranks",
-    "--expert-model-parallel-size": "each tensor-parallel rank holds all experts",
+    "--expert-model-parallel-size": "give 1: each tensor-parallel rank holds all experts",
     "--num-layers-per-virtual-pipeline-stage": "set terapipe.chunks_per_stage: the parts that a stage holds",
     "--pipeline-model-parallel-layout": "set terapipe.partition: the first layer of each part, and the end",
     "--decoder-first-pipeline-num-layers": "set terapipe.partition",
@@ -125,6 +125,8 @@ LOST = {
     "--lr-warmup-samples": "give --lr-warmup-iters",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
+ONE_ALONE = ("--context-parallel-size", "--expert-model-parallel-size")
+"""Of these, any other value is an error: a job that needs such ranks would run without them."""
 DECAYS_ALL = (
     "DeepSpeed applies it to biases and norms too; to spare them as Megatron-LM does, give their parameters to "
     "initialize as a group with weight_decay 0"
@@ -160,7 +162,8 @@ def convert(text: str) -> Conversion:
         values["--accumulate-allreduce-grads-in-fp32"] = ""  # as Megatron-LM; DeepSpeed's ZeRO sums in bf16
     # each argument to its place
     result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
-    result.lost.update({name: LOST[name] for name in values if name in LOST})
+    problems += [f"{name} {values[name]}: {LOST[name]}" for name in ONE_ALONE if values.get(name, "1") != "1"]
+    result.lost.update({name: LOST[name] for name in values if name in LOST and name not in ONE_ALONE})
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
     problems += [f"unknown argument {n}{nearest(n, known()) or '; leave it out'}" for n in values if n not in known()]

@@ -82,13 +82,14 @@ def test_all_problems_at_once() -> None:
     with pytest.raises(TeraPipeConfigError) as raised:
         convert(
             "--num-layer 4 --nonsense --lr x $MORE --lr-decay-style WSD --fp16 --bf16 --initial-loss-scale inf "
-            "--clip-grad nan --micro-batch-size 0"
+            "--clip-grad nan --micro-batch-size 0 --context-parallel-size 8 --expert-model-parallel-size 4"
         )
     for value in ("--initial-loss-scale inf", "--clip-grad nan", "--micro-batch-size 0"):
         assert f"{value}: this is no value" in str(raised.value)
     for part in (
         "--bf16 and --fp16: give one", "--num-layer; did you mean --num-layers?", "--nonsense", "--lr x",
-        "WSD: DeepSpeed has", "$MORE: give",
+        "WSD: DeepSpeed has", "$MORE: give", "--context-parallel-size 8: give 1",
+        "--expert-model-parallel-size 4: give 1",
     ):  # fmt: skip
         assert part in str(raised.value)
 
@@ -99,7 +100,7 @@ def test_arguments_of_megatron_lms_own_examples_have_a_place() -> None:
         "--moe-router-load-balancing-type none --moe-aux-loss-coeff 0 --moe-token-dispatcher-type allgather "
         "--mock-data --no-masked-softmax-fusion --no-position-embedding --no-load-optim --no-load-rng "
         "--apply-layernorm-1p --decoupled-lr 5e-4 --calculate-per-token-loss --manual-gc --fp8-amax-history-len 1024 "
-        "--tiktoken-pattern v2 --distributed-timeout-minutes 60 --log-throughput"
+        "--tiktoken-pattern v2 --distributed-timeout-minutes 60 --log-throughput --context-parallel-size 1"
     )
     result = convert(f"{USUAL} {text}")
     assert "--moe-router-load-balancing-type none" in result.kept and "--mock-data" in result.kept

@@ -76,9 +76,9 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what runs alone, and skip what the markers `full` and `gpu` ask for and this run or machine does not
-    have."""
+    have. `make test` leaves out what is `full`: to report thousands of skips takes seconds."""
     for item in items:
         if item.path.stem in ALONE:
             item.add_marker("alone")
@@ -89,6 +89,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in gpu_items if not torch.cuda.is_available() else ():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
     _leave_samples(items)
-    for item in items:
-        if item.get_closest_marker("full") and not FULL:
-            item.add_marker(pytest.mark.skip(reason="only with TERAPIPE_TEST_FULL=1 (make test-full)"))
+    of_full = [item for item in items if item.get_closest_marker("full") and not FULL]
+    for item in of_full:
+        item.add_marker(pytest.mark.skip(reason="only with TERAPIPE_TEST_FULL=1 (make test-full)"))
+    if config.option.markexpr in ("alone", "not alone"):
+        left_out = set(of_full)
+        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=of_full)

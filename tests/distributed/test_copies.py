@@ -173,7 +173,7 @@ class TestThreeReplicas:
         assert copies_that_differ(pool.run(job_replicas, precision="fp32", terapipe=BOTH_WAYS, alone=True))
 
     @pytest.mark.parametrize("precision", PRECISIONS)
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(1)
     def test_copies_are_the_same_to_the_last_bit(self, precision: str) -> None:
         pool = rank_pool(2 * REPLICAS)
         ranks = pool.run(job_replicas, precision=precision, terapipe=BOTH_WAYS)

@@ -229,7 +229,7 @@ def assert_none(ranks: list[Waits]) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_no_action_waits_for_the_device(name: str) -> None:
     assert_none(rank_pool(2).run(job_count, **CASES[name]))
 

@@ -135,6 +135,7 @@ def job_given_back(terapipe: dict[str, Any] | None, is_frozen: bool = False, has
     return traces_of(module)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", [{}, {"recompute": "full", "keep_attention": True}, {"recompute": [1]}])
 def test_a_destroyed_engine_leaves_a_module_as_stock_does(changes: dict[str, Any]) -> None:
     stock = rank_pool(2).run(job_given_back, terapipe=None)

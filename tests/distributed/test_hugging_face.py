@@ -37,7 +37,7 @@ def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     assert any("states" in way for rank in ways for way in rank) == (family in WITH_STATES)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("options", [{"schedule": name} for name in ("zbv", "chimera-seq", "seq1f1b-zb")], ids=str)
 @pytest.mark.parametrize("family", known("gpt2", "qwen3_next"))
 def test_other_schedules(family: str, options: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def test_the_way_of_attention_is_no_state_outside_the_layers() -> None:
     assert not engines.violations(errors)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("checkpointing", ["reentrant", "non_reentrant"])
 @pytest.mark.parametrize("family", known("mistral", "falcon", "bamba"))
 def test_recomputed_layers(family: str, checkpointing: str) -> None:
@@ -97,7 +97,7 @@ def test_a_partition_by_hand() -> None:
             assert kind == "ValueError" and words in text
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", known("gpt2", "bloom", "mamba2"))
 def test_the_stock_engine_trains_them_too(family: str, stages: int) -> None:

@@ -207,7 +207,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     return engines.raised_by(lambda: terapipe_ds.from_pretrained(num_stages=2, **given[case]))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layers", [[0, 1, 2, 3], [0], [3]], ids=["everywhere", "first stage", "last stage"])
 @pytest.mark.parametrize("schedule", ["seq1f1b", "zbv"])
 @pytest.mark.parametrize("is_bf16", [False, True], ids=["fp64", "bf16 with ZeRO-1"])
@@ -219,7 +219,7 @@ def test_adapters_equal_one_process(is_bf16: bool, schedule: str, layers: list[i
     assert not engines.violations(errors, 1e-2 if is_bf16 else engines.EXACT)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -281,7 +281,7 @@ def divide_by_all_items() -> dict[str, float]:
 REFUSALS = ("BatchError", "ModelRefusedError", "TeraPipeConfigError")
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("source", ["generator", "loader", "stream", "tuples"])
 @pytest.mark.parametrize("collator", COLLATORS)
 def test_a_collators_batches(collator: str, source: str) -> None:

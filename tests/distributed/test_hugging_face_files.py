@@ -161,7 +161,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
         assert set(found["files"]) == COMMON | shards | {"model.safetensors.index.json"}
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -290,7 +290,7 @@ def test_a_stage_reads_its_own_weights_alone(fields: dict[str, Any], schedule: s
 FAULTS = ("killed", "EIO", "ENOSPC", "EDQUOT", "EACCES")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("older", ["shards", "single"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_good(
@@ -302,7 +302,7 @@ def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_g
     assert (0 < without < moments / 2) == (fault == "killed"), "a kill between the moves leaves none for a while"
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fault", FAULTS[1:])
 @pytest.mark.parametrize(("whose", "least"), [(0, 50), (1, 4)], ids=["rank 0", "rank 1"])
 def test_a_fault_of_one_rank_loses_nothing(fault: str, whose: int, least: int, tmp_path: Path) -> None:

@@ -48,14 +48,14 @@ def check(case: Case, **section: Any) -> None:
     assert not cases.violations(cases.errors(run, alone), cases.contract(case))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", MANY, ids=str)
 def test_training_and_evaluation_equal_a_plain_loop(case: Case) -> None:
     """Of rows of several documents, each document alone."""
     check(case, **({"verify": None} if FULL else {}))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=str)
 def test_experts_with_a_balance_loss_and_a_z_loss_equal_a_plain_loop(case: Case) -> None:
     """With the losses by their formulas, on whole sequences."""

@@ -172,7 +172,7 @@ def test_a_loss_without_logits_that_loses_tokens_is_refused_before_the_first_ste
         assert kind == "VerifyError" and "loss_fn: without logits, as in training, " in text, text
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", JOBS)
 def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     """With logits there, and without them here: losses, gradients and parameters of two steps."""
@@ -213,7 +213,7 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
     """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
@@ -301,6 +301,7 @@ def errors_of_kind(evaluates: bool) -> list[tuple[str, str]]:
     return errors
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("evaluates", [False, True])
 def test_each_rank_names_a_loss_that_is_no_scalar(evaluates: bool) -> None:
     for told in rank_pool(2).run(errors_of_kind, evaluates=evaluates):

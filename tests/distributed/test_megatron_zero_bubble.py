@@ -62,7 +62,7 @@ def count_products(engine: Any) -> dict[str, Any]:
 _LINEAR = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case: Case) -> None:
     run = ours(case, watch=count_products)

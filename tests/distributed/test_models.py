@@ -126,7 +126,7 @@ def job_model(name: str) -> dict[str, Errors]:
     return found
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != GUESSED])
 def test_a_model_trains_as_by_the_stock_engine(name: str) -> None:
     results = rank_pool(MODELS[name].stages).run(job_model, name=name)
@@ -225,7 +225,7 @@ def job_report(reduction: str, report: str) -> tuple[float, str, float]:
         return engines.error_of(reported(terapipe), stock), refusal
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("reduction", "report"),
     [(a, b) for a in ("mean_valid", "mean", "sum") for b in (*REPORTS, "of a layer")],
@@ -323,7 +323,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("writes", [False, True])
 def test_training_equals_the_stock_engine(writes: bool, name: str) -> None:

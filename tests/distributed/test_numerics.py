@@ -344,6 +344,7 @@ def nan_where_steps_are_skipped(precision: dict[str, Any]) -> dict[str, list[tup
 
 
 class TestLossScale:
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("precision", [FP16, BF16, BF16_ZERO0], ids=["fp16", "bf16", "bf16_zero0"])
     def test_a_loss_of_nan_is_skipped_once_as_the_stock_engine_does(self, precision: dict[str, Any]) -> None:
         [said] = rank_pool(1).run(nan_where_steps_are_skipped, precision=precision)

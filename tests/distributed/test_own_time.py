@@ -44,7 +44,7 @@ def job(settings: dict[str, Any], dtype: str, **changes: Any) -> tuple[list[floa
 
 
 @pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) -> None:
     settings = SETTINGS[kind]
     dtype = "bfloat16" if "bf16" in settings else "float32" if settings else "float64"

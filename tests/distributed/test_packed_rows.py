@@ -55,7 +55,7 @@ DICT_SAMPLE = [
 ]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", dict.fromkeys([*SAMPLE, *DICT_SAMPLE, *(CASES + DICT_CASES if FULL else ())]), ids=str)
 def test_training_and_evaluation_equal_each_document_alone(case: Case) -> None:
     """Loss, gradients, parameters and evaluation, to 1e-10."""
@@ -70,7 +70,7 @@ def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_p
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "fault",
     [
@@ -155,7 +155,7 @@ class TestTwoRanks:
         for kind, text in rank_pool(2).run(error_of_evaluation):
             assert kind == "VerifyError" and "layer 2 (Attention)" in text
 
-    @pytest.mark.sample(2)
+    @pytest.mark.sample(1)
     @pytest.mark.parametrize("stages", [2, 1])
     @pytest.mark.parametrize("slices", [1, 4])
     def test_training_is_bit_for_bit_what_it_is_without_the_check(self, stages: int, slices: int) -> None:

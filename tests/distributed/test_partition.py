@@ -59,7 +59,7 @@ def job_train(stages: int, options: dict[str, Any], **changes: Any) -> tuple[dic
     ],
     ids=lambda value: value.get("schedule", "") if isinstance(value, dict) else None,
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_layers_cut_by_hand_train_as_ever(
     stages: int, partition: list[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
@@ -152,7 +152,7 @@ def job_load(folder: str, **changes: Any) -> dict[str, float]:
         ({}, {"partition": [0, 5, 7]}),  # saved by the stock engine
     ],
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_checkpoint_goes_on_with_another_partition(
     saved: dict[str, Any], loaded: dict[str, Any], tmp_path: Path
 ) -> None:

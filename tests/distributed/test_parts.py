@@ -54,7 +54,7 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
     ],
     ids=lambda value: value["schedule"] if isinstance(value, dict) else str(value),
 )
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
     assert not engines.violations(errors)

@@ -376,7 +376,7 @@ def _many_lengths(section: dict[str, Any]) -> tuple[dict[str, float], list[int],
     return errors, planned, starts
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("more", "searched"),
     [

@@ -81,7 +81,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class TestFlops:
-    @pytest.mark.sample(3)
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("name", CASES)
     def test_every_stage_prints_what_its_shapes_say(self, name: str) -> None:
         ranks = rank_pool(2).run(job_flops, **CASES[name], flops_profiler=FLOPS)

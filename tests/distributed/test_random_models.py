@@ -344,7 +344,7 @@ if __name__ == "__main__":
     sys.exit(main())
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("seed", range(200))
 def test_a_model_trains_as_in_a_plain_loop_or_is_refused(seed: int) -> None:
     assert verdict_of(seed) == ("refused" if draw(seed).is_refused else "equal")

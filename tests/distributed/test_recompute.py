@@ -301,7 +301,7 @@ def job(name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_the_same_bits_with_half_of_the_kernels(name: str) -> None:
     ranks = rank_pool(2).run(job, name=name)
     slices = LAYERS[name][1].get("slices", SLICES)

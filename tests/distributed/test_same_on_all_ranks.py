@@ -323,7 +323,7 @@ class TestModels:
         for found in rank_pool(2).run(job_autocast, ranks=(1,)):
             assert "torch.autocast off; ranks [1]: " in found and found.count("torch.autocast torch.bfloat16") == 1
 
-    @pytest.mark.sample(3)
+    @pytest.mark.sample(2)
     @pytest.mark.parametrize("options", [{}, engines.ZERO1])
     @pytest.mark.parametrize("setting", ["learning rates", "trained parameters", "step_label_counts"])
     def test_a_setting_that_one_replica_changes_is_an_error_on_all(self, setting: str, options: dict[str, Any]) -> None:

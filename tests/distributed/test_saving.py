@@ -276,7 +276,7 @@ def job_fails_on_one_rank(folder: str, place: str, rank: int, tied: bool) -> dic
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 def test_what_fails_on_one_rank_is_raised_on_all(place: str, ranks: int, tmp_path: Path) -> None:
     job = {"place": place, "rank": ranks - 1, "tied": place == "lr_scheduler" or (place == "layer" and ranks < 4)}
     for rank in rank_pool(ranks).run(job_fails_on_one_rank, folder=str(tmp_path), **job):

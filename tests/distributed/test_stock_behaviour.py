@@ -331,7 +331,7 @@ def _add_as_autograd(self: GradientSums, weight: Tensor, rows: Tensor, inputs: T
         self._total(weight).add_(torch.ops.aten.embedding_dense_backward(rows, inputs, len(weight), -1, False))
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CASES)
 def test_one_slice_is_bit_for_bit_the_stock_engine(name: str) -> None:
     for error, stock in rank_pool(2).run(job_case, name=name):

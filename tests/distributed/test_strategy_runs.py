@@ -126,7 +126,7 @@ TIED, FP32 = {"tied_embedding": True}, {"dtype": "float32"}
     [(PIPE_FIRST, {}, 0), (DATA_FIRST, TIED, 0), (DATA_FIRST, FP32, 1), (PIPE_FIRST, FP32, 1)],
     ids=["across", "within-tied", "within-zero1", "across-zero1"],
 )  # fmt: skip
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_pipelines_lie_on_the_machines_of_the_placement(
     axes: tuple[str, ...], layers: dict[str, Any], zero_stage: int, tmp_path: Path
 ) -> None:
@@ -163,7 +163,7 @@ def job_as_written(text: str) -> tuple[Place, engines.Run]:
     return place, run
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [

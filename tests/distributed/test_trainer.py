@@ -87,6 +87,7 @@ def test_a_pipeline_trains_as_one_process(name: str, tmp_path: Path) -> None:
     assert found["predictions"] <= 1e-5
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_16_bits_are_resumed_bit_by_bit_from_the_newest_whole_checkpoint(kind: str, tmp_path: Path) -> None:
     for whole, resumed in rank_pool(2).run(trainer_jobs.resumed_in_16_bits, kind=kind, folder=str(tmp_path)):

@@ -23,7 +23,7 @@ def job_equal(block: str, interval: int, changes: dict[str, Any]) -> dict[str, f
     return engines.differences(ours, stock)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("block", "interval", "changes"),
     [

@@ -19,6 +19,7 @@ CASE = Case(stages=2, micro_batches=4, slices=(5, 10, 2, 7), schedule="seq1f1b-z
 # -- wrong orders ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("fault", "message"),
     [

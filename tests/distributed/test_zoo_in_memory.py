@@ -78,7 +78,7 @@ def all_refusals() -> list[dict[str, tuple[str, str]]]:
 
 
 class TestModelsInMemory:
-    @pytest.mark.sample(6)
+    @pytest.mark.sample(3)
     @pytest.mark.parametrize("name", TRAINED)
     def test_it_trains_as_its_own_class(self, name: str) -> None:
         """In fp64, with gradients of exactly the parameters that have one there; frozen ones do not move."""

@@ -240,8 +240,8 @@ def test_the_newest_versions_are_not_held_back() -> None:
     environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL")}
 
     def printed(*arguments: str) -> str:
-        run = subprocess.run(["make", "-n", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
-        return run.stdout
+        command = ["make", "--dry-run", "--always-make", *arguments]  # also where environments exist
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
 
     newest = printed("test-newest", f"PYTHON_NEWEST={sys.executable}", "TORCH_NEWEST=2.99")
     assert "rm -f .venv-newest/.installed" in newest  # newest is what is so today

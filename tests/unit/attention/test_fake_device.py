@@ -141,7 +141,7 @@ REFUSED = {
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("backend", REFUSED)
-@pytest.mark.sample(61)  # about one of each backend and option; no divisor of the number of cases
+@pytest.mark.sample(31)  # about one of each backend and option; no divisor of the number of cases
 def test_every_call(backend: str, option: str, dtype: torch.dtype, heads: tuple[int, int], dim: int) -> None:
     """Slices of a micro-batch: the first, a later one and one token."""
     narrow = backend == "flex" and min(dim, OPTIONS[option].get("value_dim", dim)) < 16

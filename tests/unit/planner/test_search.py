@@ -193,7 +193,7 @@ def test_auto_takes_the_schedule_that_fits() -> None:
 # --- auto
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("num_stages", "chunks", "num_parts", "m"), [(3, 1, 3, 3), (4, 1, 4, 6), (4, 2, 4, 3), (4, 2, 8, 3)]
 )

@@ -24,7 +24,7 @@ FP32_INSIDE = 1e-6
 ROUGH = {"lara_mini", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"} | ({"apertus"} if IS_4 else set())
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_family_trains_in_slices_as_a_whole(family: str) -> None:
     """First in fp64 throughout, then as the family computes: with fp32 inside where its code says so."""
@@ -41,7 +41,7 @@ def test_a_family_trains_in_slices_as_a_whole(family: str) -> None:
     assert documented()[family].startswith(row.way)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("family", CONFIGS)
 def test_a_model_that_nobody_has_changed_is_not_refused(family: str, tmp_path: Path) -> None:
     """As its class makes it, as it is read from a folder, and after a step and a generation."""

@@ -9,7 +9,7 @@ import terapipe_ds
 from terapipe_ds.planner import MemoryLimitError
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", range(200))
 def test_the_search_is_exact_on_small_chains(seed: int) -> None:
     instance = Instance.drawn(seed)

@@ -102,7 +102,7 @@ FIXED: dict[str, Any] = OPTIONS | {"data_parallel": [1, 2], "schedule": sorted(N
 FIXED |= dict.fromkeys(("stages", "chunks_per_stage"), (1, 2, 4))
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("option", sorted(FIXED))
 @pytest.mark.parametrize(
     ("nodes", "limit", "batch", "length"), [(2, None, 1, 4096), (1, 4, 2, 4096)], ids=["one sequence", "tight memory"]

@@ -293,6 +293,7 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("chunks", [1, 2, 3])
 def test_every_schedule_is_planned_with_its_numbers_of_parts_and_refuses_others(chunks: int) -> None:
     for schedule in NAMES:

@@ -118,7 +118,7 @@ def failing_at(number: int, fault: str, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("tags", [("last", "last", "last"), ("a", "b", "c"), ("a", "b", "a")], ids="-".join)
 @pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_fault_at_any_moment_loses_nothing_and_no_failed_save_is_reported_as_good(
     fault: str, tags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

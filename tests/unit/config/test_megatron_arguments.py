@@ -1,6 +1,7 @@
 """Megatron-LM's arguments as a DeepSpeed JSON: DeepSpeed and the section accept it, and it trains alike."""
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -76,6 +77,27 @@ def test_the_learning_rate_is_that_of_megatron(text: str) -> None:
         if warmup == 0 and style == "linear" and step < 3:
             continue
         assert min(around) - 1e-9 <= rate <= max(around) + 1e-9, (step, rate, around)
+
+
+def test_what_is_given_decides_what_the_json_has() -> None:
+    plain = convert("--lr 3e-4 --micro-batch-size 1 --lr-decay-style constant").ds_config
+    assert plain["train_micro_batch_size_per_gpu"] == 1 and plain["terapipe"]["schedule"] == "auto"
+    assert not plain.keys() & {"data_types", "zero_optimization", "scheduler"}
+    parts = convert(f"{USUAL} --num-virtual-stages-per-pipeline-rank 2 --optimizer sgd").ds_config
+    assert (parts["terapipe"]["schedule"], parts["terapipe"]["chunks_per_stage"]) == ("seq1f1b-interleaved", 2)
+    assert parts["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4, "weight_decay": 0.01, "momentum": 0.9}}
+
+
+@pytest.mark.parametrize(("text", "problem"), [
+    ("--lr '3e-4", "no closing quotation: give the arguments as the shell takes them"),
+    ("pretrain_gpt.py --lr 3e-4", "'pretrain_gpt.py' belongs to no argument: begin with --NAME"),
+    ("--lr 3e-4", "--lr-decay-style linear needs --lr-decay-iters or --train-iters"),
+    ("--lr 3e-4 --train-iters 9 --min-lr 1e-5", "DeepSpeed's linear decay ends at 0; use cosine"),
+    ("--train-iters 9", "--lr is missing"),
+])  # fmt: skip
+def test_one_problem(text: str, problem: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match=re.escape(problem)):
+        convert(text)
 
 
 def test_all_problems_at_once() -> None:

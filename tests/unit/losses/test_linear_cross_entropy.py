@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "smoothed": {"label_smoothing": 0.1},
     "scaled": {"scale": 0.25},
     "capped": {"softcap": 3.0},
+    "logits whose exponentials overflow": {"scale": 4e3},
     "all": {"label_smoothing": 0.2, "scale": -2.0, "softcap": 5.0, "ignore_index": 7},
 }
 

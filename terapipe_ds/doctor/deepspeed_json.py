@@ -34,7 +34,7 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
     try:
         content = read_json(path, "--config")
     except CommandError as error:
-        yield Line("fail", "file", str(error), "give a file that holds one object")
+        yield Line("fail", "file", str(error))
         return
     except OSError as error:
         yield Line("fail", "file", f"{path}: {error.strerror}", "give the path of a DeepSpeed JSON")

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from command_line import Parser
 from datasets import Dataset
 from hf_data import tiny_llama, train_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +26,7 @@ TEMPLATE = (
 )
 CHATS = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in PAIRS]
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--out", default="out/sft_trl", help="the folder of checkpoints and of the trained model")
 parser.add_argument("--steps", type=int, default=100, help="optimizer steps in all, before and after a resume")
 parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it

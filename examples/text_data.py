@@ -117,7 +117,7 @@ def text_files(paths: Sequence[str]) -> Iterator[Path]:
     """
     for path in map(Path, paths):
         if not path.exists():
-            raise ValueError(f"{path} does not exist: give text files, or directories of them")
+            raise ValueError(f"{path} does not exist: give files, or directories of them")
         if not path.is_dir():
             yield path
             continue

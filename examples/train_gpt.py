@@ -19,6 +19,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from command_line import Parser, end_with
 from cpu_ranks import prepare_cpu_rank
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
@@ -33,9 +34,7 @@ from terapipe_ds.planner.strategy import Strategy
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("--deepspeed_config", required=True, metavar="FILE.json", help="DeepSpeed's configuration")
     parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # the launcher gives it
     parser.add_argument("--pipeline-stages", type=int, help="default: as many as ranks, no data parallelism")
@@ -150,6 +149,10 @@ def is_due(step: int, every: int, last: int) -> bool:
 
 def main() -> None:
     args = parse_arguments()
+    try:
+        config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        end_with(f"--deepspeed_config {args.deepspeed_config} cannot be read: {error}")
     prepare_cpu_rank(pin=args.pin)
     get_accelerator().set_device(args.local_rank)
     deepspeed.init_distributed()
@@ -157,7 +160,6 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own
 
     corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
-    config = json.loads(Path(args.deepspeed_config).read_text(encoding="utf-8"))
     topology = planned_topology(config) or sequence_topology(args, world_size)
     engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, topology))
     state = None

@@ -37,6 +37,14 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C. One line on stderr says why."""
     words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        return _run(words)
+    except KeyboardInterrupt:  # also while a command is imported
+        print(f"{' '.join(['terapipe', *words[:1]])}: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(words: list[str]) -> int:
     if words[:1] == ["plan"] and any(word.partition("=")[0] == "--devices" for word in words):
         print("terapipe: note: `terapipe plan --devices` is now `terapipe strategy`, which runs", file=sys.stderr)
         words[0] = "strategy"
@@ -56,9 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(end="", flush=True)  # without a stdout (`>&-`) as well
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except KeyboardInterrupt:
-        print(f"terapipe {arguments.command}: interrupted", file=sys.stderr)
-        return 130
     except (ValueError, OSError, CompatError) as error:
         label = colored("error:", "red", sys.stderr)
         print(f"terapipe {arguments.command}: {label} {_one_line(error, arguments)}", file=sys.stderr)

@@ -54,10 +54,11 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         verify_only, script, script_arguments = split_arguments(given)
     except ValueError as error:
+        leave_word_to_first_rank()
         raise SystemExit(f"terapipe_ds.run: {error}\n{_USAGE}") from None
     if not Path(script).is_file():
-        fix = "give the path of the training script"
-        raise SystemExit(f"terapipe_ds.run: script {script!r} not found; {fix}\n{_USAGE}")
+        leave_word_to_first_rank()
+        raise SystemExit(f"terapipe_ds.run: script {script!r} not found; give the path of the training script")
 
     # streams that share a queue wait for one another; CUDA reads it when it starts, and a user's number stays
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

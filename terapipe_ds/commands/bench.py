@@ -79,7 +79,7 @@ class BenchOptions(Options):
     )
     full: bool = switch("every system that can run, and more accumulations")
     systems: Names | None = _runs("deepspeed, terapipe, torch", "NAME[,...]")
-    schedules: Names | None = _runs("of any system; see below", "NAME[,...]")
+    schedules: Names | None = _runs("of any system; listed above", "NAME[,...]")
     slices: Names | None = _runs(
         "numbers of equal slices, 'plan' for the planner's, 'plan:N' for its best of at most N; or, where the numbers "
         "sum to the sequence length, one plan in tokens",

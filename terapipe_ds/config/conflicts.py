@@ -50,6 +50,14 @@ def _has_more_than_a_size(value: Any) -> bool:
     return isinstance(value, dict) and bool(value.keys() - {"autotp_size"})
 
 
+_OF_PIPELINE = ("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned",
+                "grad_partitioned", "use_reentrant")  # fmt: skip
+
+
+def _has_unknown_keys(value: Any) -> bool:
+    return isinstance(value, dict) and not value.keys() <= {*_OF_PIPELINE}
+
+
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
 CONFLICTS = (
@@ -64,6 +72,8 @@ CONFLICTS = (
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
     Conflict("tensor_parallel", _has_more_than_a_size,
              "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
+    Conflict("pipeline", _has_unknown_keys, "it has a key that DeepSpeed silently ignores",
+             f"its keys are {', '.join(_OF_PIPELINE)}"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

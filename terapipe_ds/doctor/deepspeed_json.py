@@ -34,7 +34,7 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
     try:
         content = read_json(path, "--config")
     except CommandError as error:
-        yield Line("fail", "file", str(error), "give a file that holds one object")
+        yield Line("fail", "file", str(error))
         return
     except OSError as error:
         yield Line("fail", "file", f"{path}: {error.strerror}", "give the path of a DeepSpeed JSON")
@@ -137,9 +137,15 @@ def _shown(slices: Any) -> str:
 
 
 def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:
-    """Compare the number of stages with an order from a file, and with a partition by hand."""
+    """Compare the number of stages with an order from a file, a partition by hand, and stages that recompute."""
+    from terapipe_ds.config import TeraPipeConfigError
+
     if stages is None:
         return
+    try:
+        config.recomputing_stages(stages)
+    except TeraPipeConfigError as error:
+        yield Line("fail", "recompute", *_text_and_fix(str(error)))
     name = config.schedule
     if name.endswith(".csv"):
         order = load(name)

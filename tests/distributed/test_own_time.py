@@ -93,8 +93,8 @@ def test_one_line_of_the_log_does_for_each_shorter_length() -> None:
     assert shorter.startswith("planned 23 tokens: seq1f1b, slices [") and "\n" not in shorter
     (runs,) = (line for line in lines if line.startswith("training runs"))
     assert runs.endswith(
-        "no prediction without measured costs"
-        ' ("slices": "auto" or "schedule": "auto" measures them) and sequences of one planned length in a step'
+        'no prediction: it needs measured costs ("slices": "auto" or "schedule": "auto")'
+        " and sequences of one planned length in a step"
     )
 
 

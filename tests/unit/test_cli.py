@@ -453,6 +453,16 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     assert (process.returncode, error) == (0, b"")
 
 
+def test_an_interrupt_while_a_command_is_imported_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(names: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("terapipe_ds.cli._parser", interrupted)
+    assert (main(["show"]), capsys.readouterr().err) == (130, "terapipe show: interrupted\n")
+
+
 def test_an_interrupt_is_one_line() -> None:
     """Of a command that reads what is still being written: it is at it when it has taken the first byte."""
     command = [sys.executable, "-m", "terapipe_ds", "show", "/dev/stdin"]

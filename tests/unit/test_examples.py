@@ -92,7 +92,7 @@ def test_split_is_disjoint_and_complete(text_data: ModuleType, tmp_path: Path) -
 
 def test_unusable_text_says_what_to_give(text_data: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="give text files, or directories of them"):
+    with pytest.raises(ValueError, match="give files, or directories of them"):
         text_data.Corpus.load([str(tmp_path / "nothing")], max_bytes=10)
     with pytest.raises(ValueError, match="give --data text files"):
         text_data.Corpus.load([str(tmp_path / "empty")], max_bytes=10)

@@ -165,8 +165,8 @@ def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
 
 def _expected(predicted: Prediction | None) -> str:
     if predicted is None:
-        costs = 'measured costs ("slices": "auto" or "schedule": "auto" measures them)'
-        return f"no prediction without {costs} and sequences of one planned length in a step"
+        costs = 'measured costs ("slices": "auto" or "schedule": "auto")'
+        return f"no prediction: it needs {costs} and sequences of one planned length in a step"
     text = f"from first forward to last backward it should take {predicted.predicted_s:.3g} s"
     if predicted.unsliced_s is not None:
         ratio = predicted.unsliced_s / predicted.predicted_s

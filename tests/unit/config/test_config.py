@@ -318,6 +318,7 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("zero_optimization.zenflow", {"topk_ratio": 0.1}, None),
     ("compile.deepcompile", True, False),
     ("tensor_parallel", {"autotp_size": 2, "preset_model": "llama"}, {"autotp_size": 2}),
+    ("pipeline", {"stagess": 2}, {"stages": 2, "use_reentrant": False}),
     ("expert_parallel.enabled", True, False),
     ("hybrid_engine.enabled", True, False),
     ("data_efficiency.data_routing.random_ltd.enabled", True, False),

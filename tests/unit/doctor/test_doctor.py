@@ -238,6 +238,12 @@ def test_an_order_for_other_stages(tmp_path: Path) -> None:
     assert "schedule" not in of_config(tmp_path, stages=2, terapipe=section)
 
 
+def test_stages_that_recompute_beyond_the_last(tmp_path: Path) -> None:
+    section = {**USUAL["terapipe"], "recompute": [0, 2]}
+    assert of_config(tmp_path, stages=2, terapipe=section)["recompute"].verdict == "fail"
+    assert "recompute" not in of_config(tmp_path, stages=3, terapipe=section)
+
+
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     section = {**USUAL["terapipe"], "slices": "auto", "trace_dir": str(tmp_path / "new/traces")}

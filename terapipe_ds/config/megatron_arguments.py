@@ -88,9 +88,9 @@ no-mmap-bin-files no-create-attention-mask-in-dataloader no-load-optim no-load-r
 empty-unused-memory-level log-throughput profile profile-step-start profile-step-end wandb-exp-name
 no-position-embedding use-rope-scaling apply-layernorm-1p attention-softmax-in-fp32 no-masked-softmax-fusion
 no-rope-fusion cross-entropy-loss-fusion moe-router-load-balancing-type moe-router-score-function moe-router-dtype
-moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type moe-token-drop-policy moe-grouped-gemm moe-permute-fusion
-moe-layer-freq moe-shared-expert-intermediate-size multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim
-qk-pos-emb-head-dim v-head-dim
+moe-token-dispatcher-type moe-token-drop-policy moe-grouped-gemm moe-permute-fusion moe-layer-freq
+moe-shared-expert-intermediate-size multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim
+v-head-dim
 """
 WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
 """The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
@@ -114,6 +114,9 @@ LOST = {
     "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
     "--recompute-activations": "give --recompute-granularity selective",
     "--tp-comm-overlap": "not available in slices: docs/megatron.md",
+    "--moe-aux-loss-coeff": "give 0: not available in slices, docs/megatron.md",
+    "--moe-z-loss-coeff": "give 0: not available in slices, docs/megatron.md",
+    "--moe-expert-capacity-factor": "not available in slices: docs/megatron.md",
     "--fp8-format": "set fp8 and fp8_recipe (mxfp8 or blockwise) of TransformerConfig: docs/megatron.md",
     "--fp8-amax-history-len": "these layers have no delayed scaling: see --fp8-format",
     "--fp8-amax-compute-algo": "these layers have no delayed scaling: see --fp8-format",

@@ -175,7 +175,7 @@ def test_a_deepspeed_config_trains_the_global_batch_with_the_plan() -> None:
         assert section.recompute == (tuple(recompute) if isinstance(recompute, list) else recompute)
     command = strategy.launch_command("my hosts")
     front = "deepspeed --hostfile 'my hosts' --num_nodes 2 --num_gpus 2"
-    assert command.startswith(f"{front} --module terapipe_ds.run train.py")
+    assert command == f"{front} --module terapipe_ds.run train.py --deepspeed_config ds.json"
 
 
 def test_searches_answer_alike_and_within_the_bound() -> None:

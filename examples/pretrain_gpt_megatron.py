@@ -79,7 +79,7 @@ def transformer_config(args: argparse.Namespace) -> Any:
         recompute_modules=args.recompute_modules,
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
+        sequence_parallel=args.sequence_parallel and args.tensor_model_parallel_size > 1,  # as Megatron-LM sets it
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

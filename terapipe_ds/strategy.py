@@ -220,7 +220,7 @@ class Strategy(BaseModel):
         hosts = [] if hostfile is None else ["--hostfile", hostfile, "--num_nodes", str(self.num_nodes)]
         devices = min(self.devices_per_node, math.prod(self.dims))
         words = ["deepspeed", *hosts, "--num_gpus", str(devices), "--module", "terapipe_ds.run"]  # registers
-        return shlex.join([*words, script, "--deepspeed", "--deepspeed_config", config])
+        return shlex.join([*words, script, "--deepspeed_config", config])
 
     def to_json(self) -> str:
         """Return JSON that `from_json` reads back to an equal strategy."""

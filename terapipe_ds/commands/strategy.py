@@ -85,7 +85,7 @@ class _Question(NamedTuple):
 
 def run(options: StrategyOptions) -> None:
     """Search, print the best strategies, and write the files that the user names."""
-    from terapipe_ds.planner.strategy import TOO_SOON, rank_strategies
+    from terapipe_ds.planner.strategy import TOO_SOON, check_limit, rank_strategies
 
     question = _question(options)
     other = _other(options, question)
@@ -118,6 +118,8 @@ def run(options: StrategyOptions) -> None:
         lines = [*_lines(strategies, question, options)]
         if other is not None:
             lines += ["", f"  the best strategy against {options.against}", *_ranking_lines([best, other])]
+            limit = check_limit(options.memory_limit_gb, question.cluster)
+            lines += ["  2 does not fit in the limit"] if max(other.memory_bytes) > limit else []
         print("\n".join(lines))
 
 

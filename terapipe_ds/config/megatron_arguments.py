@@ -64,13 +64,17 @@ IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--use-distributed-optimizer": ("zero_optimization.stage", _ONE),
     "--zero-stage": ("zero_optimization.stage", int),
     "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", _count),
+    "--calculate-per-token-loss": ("terapipe.loss_reduction", lambda text: "mean_of_step"),
     "--log-interval": ("steps_per_print", _count),
     "--tensorboard-dir": ("tensorboard.output_path", str),
     "--wandb-project": ("wandb.project", str),
 }
 """Key of the JSON, with dots between its levels, and the reading of the value."""
-SCHEDULER = ("--lr-decay-style", "--lr-decay-iters", "--lr-warmup-iters", "--lr-warmup-fraction", "--min-lr")
+SCHEDULER = ("--lr-decay-style", "--lr-decay-iters", "--lr-warmup-iters", "--lr-warmup-fraction", "--min-lr",
+             "--lr-decay-samples", "--lr-warmup-samples")  # fmt: skip
 """Together they are the JSON's `scheduler`; --train-iters stands in for --lr-decay-iters, as in Megatron-LM."""
+IN_SAMPLES = ("--train-samples", "--lr-decay-samples", "--lr-warmup-samples")
+"""They count samples in place of steps, which the JSON and the script have."""
 _NAMES_WITH_SCRIPT = """
 num-layers hidden-size ffn-hidden-size num-attention-heads group-query-attention num-query-groups kv-channels seq-length
 max-position-embeddings position-embedding-type use-rotary-position-embeddings rotary-base rotary-percent normalization
@@ -84,8 +88,9 @@ no-mmap-bin-files no-create-attention-mask-in-dataloader no-load-optim no-load-r
 empty-unused-memory-level log-throughput profile profile-step-start profile-step-end wandb-exp-name
 no-position-embedding use-rope-scaling apply-layernorm-1p attention-softmax-in-fp32 no-masked-softmax-fusion
 no-rope-fusion cross-entropy-loss-fusion moe-router-load-balancing-type moe-router-score-function moe-router-dtype
-moe-aux-loss-coeff moe-z-loss-coeff moe-token-dispatcher-type moe-token-drop-policy moe-grouped-gemm moe-permute-fusion
-moe-layer-freq moe-shared-expert-intermediate-size
+moe-token-dispatcher-type moe-token-drop-policy moe-grouped-gemm moe-permute-fusion moe-layer-freq
+moe-shared-expert-intermediate-size multi-latent-attention q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim
+v-head-dim
 """
 WITH_SCRIPT = tuple(f"--{name}" for name in _NAMES_WITH_SCRIPT.split())
 """The script gives them to `TransformerConfig`, `MegatronGPT`, or its own data and loop, under the same names."""
@@ -109,20 +114,20 @@ LOST = {
     "--use-torch-fsdp2": "use ZeRO-1: pipeline stages and FSDP do not go together here",
     "--recompute-activations": "give --recompute-granularity selective",
     "--tp-comm-overlap": "not available in slices: docs/megatron.md",
+    "--moe-aux-loss-coeff": "give 0: not available in slices, docs/megatron.md",
+    "--moe-z-loss-coeff": "give 0: not available in slices, docs/megatron.md",
+    "--moe-expert-capacity-factor": "not available in slices: docs/megatron.md",
     "--fp8-format": "set fp8 and fp8_recipe (mxfp8 or blockwise) of TransformerConfig: docs/megatron.md",
     "--fp8-amax-history-len": "these layers have no delayed scaling: see --fp8-format",
     "--fp8-amax-compute-algo": "these layers have no delayed scaling: see --fp8-format",
     "--fp8-param-gather": "weights stay in bf16, and each forward converts them: docs/megatron.md",
-    "--calculate-per-token-loss": 'set terapipe.loss_reduction to "mean_of_step"',
     "--decoupled-lr": "give embedding and output matrix to initialize as a group of parameters with a rate of its own",
     "--decoupled-min-lr": "give embedding and output matrix to initialize as a group of parameters of its own",
     "--distributed-timeout-minutes": "give timeout to deepspeed.init_distributed",
     "--use-checkpoint-args": "give the arguments of the model",
     "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
     "--distributed-backend": "DeepSpeed's accelerator decides",
-    "--train-samples": "give --train-iters",
-    "--lr-decay-samples": "give --lr-decay-iters",
-    "--lr-warmup-samples": "give --lr-warmup-iters",
+    "--train-samples": "give --train-iters, the samples over --global-batch-size",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
 ONE_ALONE = ("--context-parallel-size", "--expert-model-parallel-size")
@@ -152,6 +157,7 @@ def convert(text: str) -> Conversion:
         TeraPipeConfigError: it names all unknown arguments and all wrong values at once.
     """
     given, problems = _read(text)
+    problems += _count_steps(given)
     values = DEFAULTS | given
     # of adam and sgd, only the chosen one has its values in the JSON
     if values["--optimizer"] == "sgd":
@@ -166,7 +172,8 @@ def convert(text: str) -> Conversion:
     result.lost.update({name: LOST[name] for name in values if name in LOST and name not in ONE_ALONE})
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
-    problems += [f"unknown argument {n}{nearest(n, known()) or '; leave it out'}" for n in values if n not in known()]
+    unknown = [f"{name}{nearest(name, known())}" for name in values if name not in known()]
+    problems += [f"unknown argument {text}; leave it out here, your script may read it" for text in unknown]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
         try:
@@ -183,9 +190,9 @@ def convert(text: str) -> Conversion:
     # DeepSpeed's monitors have a switch each; several parts on a stage need a schedule that has them
     for section in result.ds_config.keys() & {"tensorboard", "wandb"}:
         result.ds_config[section]["enabled"] = True
-    chunks = result.ds_config.pop("terapipe", {})
-    schedule = "seq1f1b-interleaved" if chunks else "auto"
-    result.ds_config["terapipe"] = {"enabled": True, "schedule": schedule, **chunks, "slices": "auto"}
+    section = result.ds_config.pop("terapipe", {})
+    schedule = "seq1f1b-interleaved" if "chunks_per_stage" in section else "auto"
+    result.ds_config["terapipe"] = {"enabled": True, "schedule": schedule, **section, "slices": "auto"}
     return result
 
 
@@ -201,7 +208,7 @@ def translation(name: str) -> str:
     if name in SCHEDULER:
         return "set scheduler in the DeepSpeed JSON"
     if name in WITH_SCRIPT:
-        return "stays with the script, if that reads it"
+        return "this script does not read it"
     return LOST.get(name, f"unknown{nearest(name, known())}")
 
 
@@ -232,6 +239,17 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
         if "$" in word:
             problems.append(f"{word}: give the value of the shell's variable")
     return values, problems
+
+
+def _count_steps(values: dict[str, str]) -> list[str]:
+    """Add the arguments in steps to those in samples, and return problems."""
+    batch, problems = values.get("--global-batch-size", "missing"), []
+    for name in [name for name in IN_SAMPLES if name in values]:
+        try:
+            values[name.replace("samples", "iters")] = str(int(values[name]) // _count(batch))
+        except ValueError:
+            problems.append(f"{name} {values[name]}: no number of samples, or --global-batch-size is {batch}")
+    return problems
 
 
 def _set(document: dict[str, Any], path: list[str], value: Any) -> None:

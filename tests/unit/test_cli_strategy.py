@@ -237,6 +237,9 @@ def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str]
     assert f"{other.predicted_s / best.predicted_s:.3f}x" in lines[-1] and f"{other.predicted_s:.4g} s" in lines[-1]
     assert json.loads(answer.read_text())["against"]["predicted_s"] == other.predicted_s
     against = (*FEW, "--against", str(path))
+    path.write_text(best.to_json())
+    less = str(max(best.memory_bytes) * 0.99 / 1e9)
+    assert shown(capsys, "strategy", *against, "--memory-limit-gb", less).endswith("2 does not fit in the limit\n")
     path.write_text(other.model_copy(update={"schedule": "chimera"}).to_json())
     assert "has each layer on two stages" in refused(capsys, *against)
     path.write_text(other.to_json())

@@ -74,6 +74,8 @@ def test_the_defaults(pretrain: ModuleType) -> None:
     assert config.activation_func is torch.nn.functional.gelu
     assert config.num_query_groups == config.num_attention_heads == 4
     assert (config.ffn_hidden_size, config.hidden_dropout, config.attention_dropout) == (512, 0, 0)
+    alone = pretrain.transformer_config(parsed(pretrain, "--sequence-parallel"))  # as Megatron-LM examples give it
+    assert not alone.sequence_parallel
 
 
 def test_the_model_has_what_is_no_part_of_the_config(pretrain: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def timed_layers(profile: Profile) -> list[Layer]:
         raise PlannerError(f"{what}: its layers were not timed one by one; {_AGAIN}")
     layers = layers_of_profile(profile)
     if any(layer.memory is None for layer in layers):
-        raise PlannerError(f"{what}: the memory of its layers was not measured; measure in a running job")
+        raise PlannerError(f"{what}: the memory of its layers was not measured; measure in a running job: {_AGAIN}")
     return layers
 
 
@@ -162,13 +162,17 @@ def measured_cluster(
         links: rates and latencies of `Cluster` that replace the measured link, between nodes above all.
 
     Raises:
-        PlannerError: the profile has no link.
+        PlannerError: the profile has no link, and `links` has no rate for it.
     """
-    if all(link.num_bytes is None for link in profile.links):
-        raise PlannerError("the profile has no link: give within_bytes_per_s and a Cluster, or measure with 2 stages")
-    bytes_per_s, latency_s = line_of(profile.links)
+    own: dict[str, Any] = {}
+    if any(link.num_bytes is not None for link in profile.links):
+        own["within_bytes_per_s"], own["within_latency_s"] = line_of(profile.links)
+    elif "within_bytes_per_s" not in links:
+        raise PlannerError(
+            "the profile has no link: give its rate (--within-gb-per-s, within_bytes_per_s), or a profile of a job of "
+            "several stages, with terapipe.planner.cache_dir"
+        )
     named = device_card(card) if isinstance(card, str) else card
-    own: dict[str, Any] = {"within_bytes_per_s": bytes_per_s, "within_latency_s": latency_s}
     return Cluster(dataclasses.replace(named, title=profile.key.device), nodes, devices_per_node, **own | links)
 
 

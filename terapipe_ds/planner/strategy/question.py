@@ -190,7 +190,7 @@ def size_of(model: object) -> ModelSize:
     Raises:
         PlannerError: anything else, or a config without a size. ModelSizeError: an unknown name.
     """
-    if isinstance(model, os.PathLike) or (isinstance(model, str) and (model.endswith(".json") or os.sep in model)):
+    if isinstance(model, os.PathLike) or (isinstance(model, str) and _is_path(model)):
         path = os.fspath(model)
         model = size_of_config(os.path.join(path, "config.json") if os.path.isdir(path) else path)
     try:
@@ -201,6 +201,10 @@ def size_of(model: object) -> ModelSize:
         allowed = "the name of a model size, a path to a config.json or a profile, profiles, or a LayerChain"
         raise PlannerError(f"model = {show_value(model)}: give {allowed}")
     return size
+
+
+def _is_path(name: str) -> bool:
+    return name.endswith(".json") or os.sep in name or os.path.isfile(os.path.join(name, "config.json"))
 
 
 def _profiles_of(model: Any) -> list[Profile] | None:

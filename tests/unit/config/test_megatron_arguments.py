@@ -126,7 +126,19 @@ def test_arguments_of_megatron_lms_own_examples_have_a_place() -> None:
     )
     result = convert(f"{USUAL} {text}")
     assert "--moe-router-load-balancing-type none" in result.kept and "--mock-data" in result.kept
-    assert "mean_of_step" in result.lost["--calculate-per-token-loss"]
+    assert result.ds_config["terapipe"]["loss_reduction"] == "mean_of_step"
+    assert result.ds_config["terapipe"]["schedule"] == "auto"
+
+
+def test_counts_of_samples_become_steps() -> None:
+    """Take the counts of examples/llama of Megatron-LM: its scheduler counts samples, DeepSpeed's counts steps."""
+    shape = "--global-batch-size 8 --lr 3e-4 --lr-decay-style cosine --min-lr 3e-5"
+    samples = convert(f"{shape} --train-samples 320 --lr-decay-samples 240 --lr-warmup-samples 80")
+    steps = convert(f"{shape} --train-iters 40 --lr-decay-iters 30 --lr-warmup-iters 10")
+    assert samples.ds_config == steps.ds_config and samples.kept == steps.kept == ["--train-iters 40"]
+    for wrong in ("--train-samples 320", "--global-batch-size 8 --train-samples x"):
+        with pytest.raises(TeraPipeConfigError, match="no number of samples, or --global-batch-size is"):
+            convert(f"--lr 3e-4 {wrong}")
 
 
 def test_an_argument_has_one_place() -> None:

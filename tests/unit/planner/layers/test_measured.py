@@ -211,3 +211,5 @@ def test_a_cluster_has_the_link_that_was_measured() -> None:
     assert measured_cluster(profile(), 2, 2, between_bytes_per_s=5e5).between.bandwidth_bytes_per_s == 5e5
     with pytest.raises(PlannerError, match="the profile has no link"):
         measured_cluster(profile(links=False), 1, 2)
+    alone = measured_cluster(profile(links=False), 1, 2, within_bytes_per_s=5e5)
+    assert alone.within.bandwidth_bytes_per_s == 5e5

@@ -18,7 +18,15 @@ from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.cuts import all_cuts, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting
-from terapipe_ds.planner.strategy import Cluster, LayerChain, Strategy, plan_strategy, price_strategy, rank_strategies
+from terapipe_ds.planner.strategy import (
+    Cluster,
+    LayerChain,
+    Strategy,
+    plan_strategy,
+    price_strategy,
+    rank_strategies,
+    size_of,
+)
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.shapes import NAMES
@@ -167,7 +175,7 @@ def test_a_deepspeed_config_trains_the_global_batch_with_the_plan() -> None:
         assert section.recompute == (tuple(recompute) if isinstance(recompute, list) else recompute)
     command = strategy.launch_command("my hosts")
     front = "deepspeed --hostfile 'my hosts' --num_nodes 2 --num_gpus 2"
-    assert command.startswith(f"{front} --module terapipe_ds.run train.py")
+    assert command == f"{front} --module terapipe_ds.run train.py --deepspeed_config ds.json"
 
 
 def test_searches_answer_alike_and_within_the_bound() -> None:
@@ -180,7 +188,7 @@ def test_searches_answer_alike_and_within_the_bound() -> None:
 # --- models
 
 
-def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
+def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     llama = {
         "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
@@ -193,6 +201,8 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path) -> None:
     path.write_text(json.dumps(gpt2))
     assert size_of_config(str(path)).num_parameters() == 124_439_808  # GPT-2 small
     assert plan_strategy(str(path), Cluster("v100", 1, 2), **SMALL).partition[-1] == 14
+    monkeypatch.chdir(tmp_path)
+    assert size_of(".").num_parameters() == 124_439_808  # a folder without a separator in its name
     for change, message in (
         ({"n_head": None}, "lacks num_attention_heads"),
         ({"n_head": "12"}, "n_head = '12': give an integer"),

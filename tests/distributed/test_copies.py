@@ -145,7 +145,21 @@ def job_added(terapipe: dict[str, Any] | None, down: dict[str, Tensor]) -> tuple
         return before, engines.train(engine, engines.batches(3)).parameters
 
 
+def job_added_once() -> tuple[str, str]:
+    """Return the error of a start after one stage alone has added an adapter."""
+    model = engines.pipeline_module(engines.gpt_layers())
+    terapipe_ds.lay_out(model, engines.config() | {"terapipe": BOTH_WAYS})
+    for layer in [each for each in model.modules() if isinstance(each, nn.Linear)] if dist.get_rank() == 0 else ():
+        register_parametrization(layer, "weight", Adapter(layer.weight.detach()))
+    return engines.raised_by(lambda: engines.start(model, BOTH_WAYS))
+
+
 class TestAddedWeights:
+    def test_added_on_one_stage_alone_they_are_refused(self) -> None:
+        for kind, text in rank_pool(2).run(job_added_once):
+            assert kind == "TeraPipeConfigError"
+            assert "its copies on two stages have different parameters: change it on both" in text
+
     def test_adapters_of_laid_out_layers_train_as_one(self) -> None:
         (before, ours), (_, theirs) = rank_pool(2).run(job_added, terapipe=BOTH_WAYS, down={})
         assert not copies_that_differ([ours, theirs])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import gather, refuse_everywhere
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 
@@ -50,8 +50,19 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
 def join_copies(module: Any) -> None:
     """Let one of the copies of each parameter count in norms and in numbers of parameters, and give all its values.
 
-    Layers may have got parameters since they were laid out: adapters, parametrizations.
+    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks.
+
+    Raises TeraPipeConfigError on every rank if the copies of a layer have different parameters.
     """
+    layers = {key: comm["module"].named_parameters() for key, comm in module.tied_comms.items()}
+    here = {key: {name: list(each.shape) for name, each in named} for key, named in layers.items()}
+    everyone = gather(here)
+    different = [k for k, comm in module.tied_comms.items() if any(everyone[r][k] != here[k] for r in comm["ranks"])]
+    refuse_everywhere(
+        f"layer {different[0]}: its copies on two stages have different parameters: change it on both"
+        if different
+        else None
+    )
     for comm in module.tied_comms.values():
         for parameter in comm["module"].parameters():
             parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]

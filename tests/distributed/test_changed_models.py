@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import register_parametrization
 
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from terapipe_ds.runtime.verify import FirstBatchCheck
@@ -88,6 +89,16 @@ def mask_at_1(engine: Any, step: int) -> None:
             layer.up.weight.register_hook(lambda grad: grad * (torch.arange(grad.shape[1]) % 2))
 
 
+class Halved(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def parametrize_at_1(engine: Any, step: int) -> None:
+    for layer in layers_of(engine, Mlp) if step == 1 else ():
+        register_parametrization(layer.up, "weight", Halved())
+
+
 @dataclass(frozen=True)
 class Changed:
     """Hold a change, in the model of these layers; `checks` is how often it is checked."""
@@ -107,6 +118,7 @@ CASES = {
     "parts": Changed(freeze_at(lambda step: step < 2, *BELOW_THE_HEAD), ATTENDING, schedule="zbv"),
     "a mask of gradients": Changed(mask_at_1, LAYERS),
     "a class": Changed(double_at_1, LAYERS),
+    "a parametrization at two places": Changed(parametrize_at_1, LAYERS, schedule="chimera-seq"),
 }
 
 

@@ -10,6 +10,7 @@ import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import terapipe_ds
 from terapipe_ds.runtime.engine import batches as engine_batches
@@ -109,6 +110,63 @@ class TestFrozenWeights:
     def test_frozen_at_one_place_alone_is_refused(self) -> None:
         with pytest.raises(AssertionError, match="trained at one and not at the other"):
             rank_pool(2).run(job_frozen_after, one_place=True)
+
+
+# -- added weights -------------------------------------------------------------------------------------------
+
+
+class Adapter(nn.Module):
+    """Add a product of two matrices to a weight. Each rank begins with random numbers of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.down = nn.Parameter(torch.rand_like(weight[:2]))
+        self.up = nn.Parameter(torch.zeros_like(weight[:, :2]))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.up @ self.down
+
+
+def job_added(terapipe: dict[str, Any] | None, down: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the factors `down` of adapters that are added to laid-out layers, at first and after three clipped steps.
+
+    The stock engine takes `down` from the argument.
+    """
+    model = engines.pipeline_module(engines.gpt_layers(), 2 if terapipe else 1)
+    options = {"gradient_clipping": 0.1}
+    if terapipe:
+        terapipe_ds.lay_out(model, engines.config(**options) | {"terapipe": terapipe})
+    torch.manual_seed(dist.get_rank())
+    for layer in [each for each in model.modules() if isinstance(each, nn.Linear)]:
+        register_parametrization(layer, "weight", Adapter(layer.weight.detach()))
+    model.load_state_dict(down, strict=False)
+    with engines.started(model, terapipe, **options) as engine:
+        before = {name: p.detach().clone() for name, p in engine.module.named_parameters() if name.endswith("down")}
+        return before, engines.train(engine, engines.batches(3)).parameters
+
+
+def job_added_once() -> tuple[str, str]:
+    """Return the error of a start after one stage alone has added an adapter."""
+    model = engines.pipeline_module(engines.gpt_layers())
+    terapipe_ds.lay_out(model, engines.config() | {"terapipe": BOTH_WAYS})
+    for layer in [each for each in model.modules() if isinstance(each, nn.Linear)] if dist.get_rank() == 0 else ():
+        register_parametrization(layer, "weight", Adapter(layer.weight.detach()))
+    return engines.raised_by(lambda: engines.start(model, BOTH_WAYS))
+
+
+class TestAddedWeights:
+    def test_added_on_one_stage_alone_they_are_refused(self) -> None:
+        for kind, text in rank_pool(2).run(job_added_once):
+            assert kind == "TeraPipeConfigError"
+            assert "its copies on two stages have different parameters: change it on both" in text
+
+    def test_adapters_of_laid_out_layers_train_as_one(self) -> None:
+        (before, ours), (_, theirs) = rank_pool(2).run(job_added, terapipe=BOTH_WAYS, down={})
+        assert not copies_that_differ([ours, theirs])
+        _, expected = rank_pool(1).run(job_added, terapipe=None, down=before)[0]
+        assert any(name.endswith("down") for name in ours)
+        for name, value in ours.items():
+            assert engines.relative_error(value, expected[name]) < 1e-6, name  # DeepSpeed's norm is in fp32
 
 
 # -- the same weights ----------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from deepspeed.runtime.dataloader import RepeatingLoader
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 import terapipe_ds
 from terapipe_ds.models import gpt
@@ -192,6 +193,25 @@ def test_a_tied_parameter_that_one_stage_uses_is_named_where_stages_would_wait(o
     for kind, text in rank_pool(2).run(bias_of_the_head_only, options=options):
         assert kind == "TeraPipeConfigError"
         assert "tied layer 'table': 'bias' is in tied_weight_attr, and only some of its stages use it" in text
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrized_later() -> tuple[str, str]:
+    """Return the error of a step after the tied table has got a parametrization."""
+    with engines.engine_of(tied_layers(), engines.section()) as engine:
+        engine.train_batch(iter(engines.batches(1)[0]))
+        register_parametrization(engine.module.tied_modules["embedding"], "weight", Doubled())
+        return engines.step_error(engine)
+
+
+def test_a_tied_weight_that_is_no_parameter_any_more_is_named() -> None:
+    for kind, text in rank_pool(2).run(parametrized_later):
+        assert kind == "TeraPipeConfigError"
+        assert "tied layer 'embedding': 'weight' is computed from other parameters" in text
 
 
 # -- labels, shapes and checkpoints of any kind ------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.sequence_axis import group_of
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
-from terapipe_ds.runtime.layout.tied_and_copied import take_owners_weights
+from terapipe_ds.runtime.layout.tied_and_copied import join_copies
 from terapipe_ds.runtime.log import show_log
 
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
@@ -54,6 +54,8 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
                 f"{_described(layout)}: build a new PipelineModule, or give the same schedule, chunks_per_stage and "
                 "partition"
             )
+        if there.has_copies:
+            join_copies(module)
         return parameters
     # the config wants DeepSpeed's own cut: nothing moves
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
@@ -88,7 +90,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
     if layout.has_copies:
-        take_owners_weights(module)  # of the loss, which each rank has built
+        join_copies(module)  # also the loss, which each rank has built
     module._synchronize_tied_weights()
     return _parameters_of(module, parameters, ids_before)
 

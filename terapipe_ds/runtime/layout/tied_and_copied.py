@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._utils import _take_tensors
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import gather, refuse_everywhere
 from terapipe_ds.runtime.layout.layer_names import LayerName, layer_name, part_of
 from terapipe_ds.runtime.layout.layout import Layout
 
@@ -34,7 +34,6 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
     """
     groups: dict[tuple[int, ...], Any] = {}
     comms: dict[str, dict[str, Any]] = {}
-    seen: set[int] = set()  # parameters: one that several layers share is summed once
     for name, (stages, _) in _holders(module, layout).items():
         for pipeline in module._grid.topology().get_axis_comm_lists("pipe"):
             ranks = tuple(pipeline[stage_id] for stage_id in stages)
@@ -43,14 +42,47 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
             layer = layers.get(name)
             if module.global_rank not in ranks or not isinstance(layer, nn.Module):
                 continue
-            # one of the copies counts in norms and in numbers of parameters
-            for parameter in layer.parameters():
-                parameter.ds_pipe_replicated = module.global_rank != ranks[0]  # type: ignore[attr-defined]
-            # include frozen ones: they may be trained later, and each step determines the gradients to sum
-            new = {key: id(parameter) for key, parameter in layer.named_parameters() if id(parameter) not in seen}
-            seen |= set(new.values())
-            comms[str(name)] = {"ranks": list(ranks), "group": groups[ranks], "weight_attr": list(new), "module": layer}
+            names = [key for key, _ in layer.named_parameters()]
+            comms[str(name)] = {"ranks": list(ranks), "group": groups[ranks], "weight_attr": names, "module": layer}
     return comms
+
+
+def join_copies(module: Any) -> None:
+    """Let one of the copies of each parameter count in norms and in numbers of parameters, and give all its values.
+
+    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks.
+
+    Raises TeraPipeConfigError on every rank if the copies of a layer have different parameters.
+    """
+    layers = {key: comm["module"].named_parameters() for key, comm in module.tied_comms.items()}
+    here = {key: {name: list(each.shape) for name, each in named} for key, named in layers.items()}
+    everyone = gather(here)
+    different = [k for k, comm in module.tied_comms.items() if any(everyone[r][k] != here[k] for r in comm["ranks"])]
+    refuse_everywhere(
+        f"layer {different[0]}: its copies on two stages have different parameters: change it on both"
+        if different
+        else None
+    )
+    for comm in module.tied_comms.values():
+        for parameter in comm["module"].parameters():
+            parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]
+    take_owners_weights(module)
+
+
+def _shared(module: Any) -> Iterator[tuple[str, dict[str, Any], list[Any]]]:
+    """Yield the entries of `tied_comms` with the weights that their stages share.
+
+    These are all that a layer at two places has now, also frozen ones, which may be trained later. Each step determines
+    the gradients to sum.
+    """
+    seen: set[int] = set()  # parameters: one that several layers share is summed once
+    for key, comm in module.tied_comms.items():
+        if getattr(getattr(module, "terapipe_layout", None), "has_copies", False):
+            weights = [weight for weight in comm["module"].parameters() if id(weight) not in seen]
+            seen.update(map(id, weights))
+        else:
+            weights = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+        yield key, comm, weights
 
 
 def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ...], int]]:
@@ -131,18 +163,23 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 
 
 def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | None:
-    """Return an error about a tied parameter that has a gradient on some of its stages only. A collective.
+    """Return an error about a tied weight that is no parameter, or has a gradient on some stages only. A collective.
 
     Stages sum the tied gradients that they have, so that these stages would wait for the others for ever.
     """
     gradients, comms = Gradients(optimizer), module.tied_comms
-    here = {
-        (key, name): gradients.is_there(module._recursive_getattr(comm["module"], name))
-        for key, comm in comms.items()
-        for name in comm["weight_attr"]
+    weights = {
+        (key, name): weight
+        for key, comm, shared in _shared(module)
+        for name, weight in zip(comm["weight_attr"], shared, strict=True)
     }
-    everyone = gather(here, world)
-    for key, name in here:
+    everyone = gather({key: each.is_leaf and gradients.is_there(each) for key, each in weights.items()}, world)
+    for (key, name), weight in weights.items():
+        if not weight.is_leaf:
+            return (
+                f"tied layer {key!r}: {name!r} is computed from other parameters, as by a parametrization or pruning, "
+                "and stages would not sum their gradients: apply that to layers that are not tied"
+            )
         if len({everyone[rank][key, name] for rank in comms[key]["ranks"]}) > 1:
             return (
                 f"tied layer {key!r}: {name!r} is in tied_weight_attr, and only some of its stages use it. Stages "
@@ -167,11 +204,12 @@ def take_owners_weights(module: Any) -> None:
     next step, whose result is overwritten; the owner's are saved.
     """
     by_source: dict[tuple[int, int], tuple[Any, list[Any]]] = {}
+    shared = {key: weights for key, _, weights in _shared(module)}
     for name, (stages, owner) in _holders(module, module.terapipe_layout).items():
         comm = module.tied_comms.get(str(name))
         if comm is not None:
             source = comm["ranks"][stages.index(owner)]
-            weights = [module._recursive_getattr(comm["module"], attribute).data for attribute in comm["weight_attr"]]
+            weights = [weight.data for weight in shared[str(name)]]
             weights += [buffer.data for buffer in comm["module"].buffers() if name == LOSS]
             by_source.setdefault((id(comm["group"]), source), (comm["group"], []))[1].extend(weights)
     # few large messages, in one order on all ranks
@@ -182,8 +220,7 @@ def take_owners_weights(module: Any) -> None:
 def weights_by_group(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Yield each group of stages with the weights that all of them hold, in one order on all ranks."""
     by_group: dict[int, tuple[Any, list[Any]]] = {}
-    for comm in module.tied_comms.values():
-        weights = [module._recursive_getattr(comm["module"], name) for name in comm["weight_attr"]]
+    for _, comm, weights in _shared(module):
         by_group.setdefault(id(comm["group"]), (comm["group"], []))[1].extend(weights)
     yield from by_group.values()
 

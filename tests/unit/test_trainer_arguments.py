@@ -201,6 +201,19 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+class OwnLossLater(PipelineTrainerMixin, Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros(())
+
+
+def test_a_step_refuses_a_loss_of_its_own_and_labels_that_nobody_counted() -> None:
+    """A probe need not show the first."""
+    trainer = without_start(OwnLossLater, model_accepts_loss_kwargs=True, _prepare_inputs=dict)
+    for count, text in ((3, "OwnLossLater.compute_loss must return what"), (None, "got no num_items_in_batch")):
+        with pytest.raises(ModelRefusedError, match=text):
+            trainer._train_on(torch.nn.Module(), {"labels": torch.ones(1, 2)}, count)
+
+
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
     stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)

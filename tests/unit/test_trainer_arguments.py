@@ -63,11 +63,17 @@ def test_the_operations_of_4_bit_weights_count_once() -> None:
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     quantize(model)
     ids = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
-    for is_first in (True, False):
-        stages = types.SimpleNamespace(is_first=is_first)
-        counted = without_start(OtherOrder, model=model, _stages=stages).floating_point_ops(ids)
-        assert counted == (6 * 10 * plain.num_parameters(exclude_embeddings=True) if is_first else 0)
+    counted = without_start(OtherOrder, model=model, _stages=types.SimpleNamespace()).floating_point_ops(ids)
+    assert counted == 6 * 10 * plain.num_parameters(exclude_embeddings=True)
     assert model.is_loaded_in_4bit
+
+
+def test_operations_count_on_the_first_stage_however_a_class_counts_them() -> None:
+    for is_first in (True, False):
+        state, args = types.SimpleNamespace(total_flos=0), types.SimpleNamespace(parallel_mode=None)
+        stages = types.SimpleNamespace(is_first=is_first)
+        without_start(OtherOrder, current_flos=7.0, state=state, args=args, _stages=stages).store_flos()
+        assert state.total_flos == 7 * is_first
 
 
 def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,10 +208,13 @@ class PipelineTrainerMixin(Trainer):
             return super()._get_dataloader(*args, **kwargs)
 
     @over_stages
+    def store_flos(self) -> None:
+        """Count operations once per replica, on its first stage: Trainer sums them over all ranks."""
+        self.current_flos *= self._stages.is_first
+        super().store_flos()
+
+    @over_stages
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Count the operations of a batch once per replica, on its first stage."""
-        if not self._stages.is_first:
-            return 0
         # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)

@@ -229,10 +229,12 @@ class PipelineTrainerMixin(Trainer):
 
     def _train_on(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
-        if num_items_in_batch is None and self.model_accepts_loss_kwargs and inputs.get("labels") is not None:
+        accepts_counts, is_scaled = self.model_accepts_loss_kwargs, getattr(self, "loss_is_scaled_for_ga", None)
+        uncounted = accepts_counts and num_items_in_batch is None and inputs.get("labels") is not None
+        if uncounted or is_scaled not in (None, accepts_counts):
             raise ModelRefusedError(
-                "training_step got no num_items_in_batch, and labels of a step weigh alike: let get_batch_samples "
-                "count them, or set trainer.model_accepts_loss_kwargs = False before the first step"
+                "labels of a step weigh alike, or with trainer.model_accepts_loss_kwargs = False its micro-batches: "
+                f"loss_is_scaled_for_ga={is_scaled} or num_items_in_batch={num_items_in_batch} ask for other weights"
             )
         inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         self._waiting.append((inputs, num_items_in_batch))

@@ -308,7 +308,8 @@ class PipelineTrainerMixin(Trainer):
         count = self._labels_of(inputs)
         if labels is not None:
             inputs = self._for_loss(model, inputs)
-            count = self._labels_of(inputs) if is_sft(type(self)) else count  # TRL counts what it trains on
+            if not _COUNTS_OF_ALL or is_sft(type(self)):  # then the loss is a mean of the labels that it gets
+                count = self._labels_of(inputs)
         loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
         loss = self._without_labels(loss, count)
         self._note_metrics("eval", [inputs])

@@ -189,6 +189,9 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     loss = torch.zeros((), device="meta" if name == "compute_loss" else "cpu")
     is_prediction, probed = name == "prediction_step", copy.copy(trainer)
     vars(probed)["log"] = lambda *_, **__: None
+    # what the method notes of the probe must not stay (TRL's `_metrics`)
+    notes = {key: each for key, each in vars(trainer).items() if key.endswith("metrics") and isinstance(each, dict)}
+    vars(probed).update(copy.deepcopy(notes))
     result: Any = (loss, loss, loss) if is_prediction else loss
     problem = (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "

@@ -12,7 +12,7 @@ pytest.importorskip("accelerate", reason="needs the extra trl: pip install terap
 from tests.distributed import trainer_jobs
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_strategy_runs import written
-from tests.distributed.trainer_classes import refusals, train_by_plugin, without_section
+from tests.distributed.trainer_classes import compare_busy, refusals, train_by_plugin, without_section
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 SAVE = {"save_strategy": "steps", "save_steps": 4}
@@ -263,6 +263,10 @@ def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
     for told in rank_pool(2).run(refusals, folder=str(tmp_path)):
         assert told.pop("") == ""
         assert not {words: text for words, text in told.items() if words not in text}
+
+
+def test_methods_that_stages_replace_change_batches_count_and_log(tmp_path: Path) -> None:
+    check_same(rank_pool(2).run(compare_busy, folder=str(tmp_path))[0], 1e-4)
 
 
 def test_a_framework_takes_the_class_from_the_plugin_in_the_docs(tmp_path: Path) -> None:

@@ -31,6 +31,50 @@ class Delegating(Trainer):
         return loss, logits, labels
 
 
+class Busy(Trainer):
+    """Change batches, count and log in the methods that stages replace."""
+
+    tokens = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.noted_metrics: dict[str, list[int]] = {"steps": []}  # a probe leaves nothing here
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.tokens += inputs["input_ids"].numel()
+        labels = inputs["labels"].masked_fill(inputs["labels"] % 5 == 3, -100)  # which a probe need not have
+        return super().compute_loss(model, inputs | {"labels": labels}, *args, **kwargs)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.noted_metrics["steps"].append(self.state.global_step)
+        if self.state.global_step == 1:
+            self.log({"tokens": self.tokens, "steps": len(self.noted_metrics["steps"])})
+        return loss
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+        self.log({"sum": float(loss)})
+        return loss, logits.argmax(-1), labels
+
+
+def compare_busy(folder: str) -> dict[str, Any]:
+    args = {"eval_strategy": "steps", "eval_steps": 3}
+    return trainer_jobs.compare({"args": args, "metrics": "logits"}, folder, (Busy, over_stages(Busy)))
+
+
+class ReadsLoss(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        self.log({"mine": loss.item()})
+        return loss
+
+
+class OwnContext(Trainer):
+    def compute_loss_context_manager(self) -> Any:
+        return torch.autocast("cpu")
+
+
 class OwnLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().compute_loss(model, inputs, *args, **kwargs)
@@ -130,6 +174,8 @@ def refusals(folder: str) -> dict[str, str]:
         "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
         "OwnSave.save_model: the stages save": {"given": {}, "kind": over_stages(OwnSave)},
         "OwnLossOverStages.compute_loss is its own": {"given": {}, "kind": OwnLossOverStages},
+        "Tensor.item() cannot be called on meta tensors": {"given": {}, "kind": over_stages(ReadsLoss)},
+        "OwnContext.compute_loss_context_manager: DeepSpeed": {"given": {}, "kind": over_stages(OwnContext)},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},

@@ -63,11 +63,17 @@ def test_the_operations_of_4_bit_weights_count_once() -> None:
     model.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     quantize(model)
     ids = {"input_ids": torch.zeros(2, 5, dtype=torch.long)}
-    for is_first in (True, False):
-        stages = types.SimpleNamespace(is_first=is_first)
-        counted = without_start(OtherOrder, model=model, _stages=stages).floating_point_ops(ids)
-        assert counted == (6 * 10 * plain.num_parameters(exclude_embeddings=True) if is_first else 0)
+    counted = without_start(OtherOrder, model=model, _stages=types.SimpleNamespace()).floating_point_ops(ids)
+    assert counted == 6 * 10 * plain.num_parameters(exclude_embeddings=True)
     assert model.is_loaded_in_4bit
+
+
+def test_operations_count_on_the_first_stage_however_a_class_counts_them() -> None:
+    for is_first in (True, False):
+        state, args = types.SimpleNamespace(total_flos=0), types.SimpleNamespace(parallel_mode=None)
+        stages = types.SimpleNamespace(is_first=is_first)
+        without_start(OtherOrder, current_flos=7.0, state=state, args=args, _stages=stages).store_flos()
+        assert state.total_flos == 7 * is_first
 
 
 def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,6 +205,21 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     trainer = without_start(OtherOrder, _stages=stages, optimizer=None)
     torch.optim.lr_scheduler.LambdaLR(trainer.create_optimizer(), lambda step: 0.5)
     assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+class OwnLossLater(PipelineTrainerMixin, Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return torch.zeros(())
+
+
+def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> None:
+    """A probe need not show the first."""
+    cases = (3, None, "compute_loss must return what"), (None, None, "batch=None ask"), (3, False, "ga=False or num")
+    for count, is_scaled, text in cases:
+        fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled}
+        trainer = without_start(OwnLossLater, **fields, _prepare_inputs=dict)
+        with pytest.raises(ModelRefusedError, match=text):
+            trainer._train_on(torch.nn.Module(), {"labels": torch.ones(1, 2)}, count)
 
 
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer, trainer
 
 from terapipe_ds.compat.replaced import replaced
-from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments
+from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments, stock_of
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import logger
@@ -43,6 +43,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Arguments that the engine and its optimizer take at their start
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _OF_ENGINE = (*_OF_OPTIMIZER, "max_grad_norm", "bf16", "fp16")
+_COUNTS_OF_ALL = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names  # labels, in evaluation
 
 
 def over_stages(method: _Method) -> _Method:
@@ -207,10 +208,13 @@ class PipelineTrainerMixin(Trainer):
             return super()._get_dataloader(*args, **kwargs)
 
     @over_stages
+    def store_flos(self) -> None:
+        """Count operations once per replica, on its first stage: Trainer sums them over all ranks."""
+        self.current_flos *= self._stages.is_first
+        super().store_flos()
+
+    @over_stages
     def floating_point_ops(self, inputs: Mapping[str, Any]) -> int:
-        """Count the operations of a batch once per replica, on its first stage."""
-        if not self._stages.is_first:
-            return 0
         # transformers would take weights in 4 bits for packed, and these have no values
         with replaced(base_of(self.model), "is_loaded_in_4bit", False):
             return super().floating_point_ops(inputs)
@@ -218,9 +222,22 @@ class PipelineTrainerMixin(Trainer):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @over_stages
-    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the steps of the classes below, in which `_train_on` is Trainer's own."""
+        with replaced(stock_of(type(self), "training_step"), "training_step", PipelineTrainerMixin._train_on):
+            return super().training_step(*args, **kwargs)
+
+    def _train_on(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
-        self._waiting.append((self._prepare_inputs(inputs), num_items_in_batch))
+        accepts_counts, is_scaled = self.model_accepts_loss_kwargs, getattr(self, "loss_is_scaled_for_ga", None)
+        uncounted = accepts_counts and num_items_in_batch is None and inputs.get("labels") is not None
+        if uncounted or is_scaled not in (None, accepts_counts):
+            raise ModelRefusedError(
+                "labels of a step weigh alike, or with trainer.model_accepts_loss_kwargs = False its micro-batches: "
+                f"loss_is_scaled_for_ga={is_scaled} or num_items_in_batch={num_items_in_batch} ask for other weights"
+            )
+        inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        self._waiting.append((inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
         batches, counts = zip(*self._waiting, strict=True)
@@ -230,6 +247,20 @@ class PipelineTrainerMixin(Trainer):
         loss = self._stages.train(batches, label_counts)
         self._note_metrics("train", batches)
         return self._without_labels(loss.to(self.args.device), num_items_in_batch)
+
+    def _for_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
+        """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""
+        handed_on, loss = list[Any](), torch.zeros((), device="meta")
+
+        def last(_: Trainer, __: nn.Module, batch: Any, *___: Any, **____: Any) -> Tensor:
+            handed_on.append(batch)
+            return loss
+
+        with replaced(stock_of(type(self), "compute_loss"), "compute_loss", last):
+            returned = self.compute_loss(model, inputs, **kwargs)
+        if len(handed_on) == 1 and returned is loss:
+            return handed_on[0]
+        raise ModelRefusedError(f"{type(self).__name__}.compute_loss must return what one call of its parent's returns")
 
     def _without_labels(self, loss: Tensor, count: Any) -> Tensor:
         """Return NaN where no label counts, as the model's own loss does; `logging_nan_inf_filter` leaves it out."""
@@ -262,7 +293,12 @@ class PipelineTrainerMixin(Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     @over_stages
-    def prediction_step(
+    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+        """Call the steps of the classes below, in which `_predict_on` is Trainer's own."""
+        with replaced(stock_of(type(self), "prediction_step"), "prediction_step", PipelineTrainerMixin._predict_on):
+            return super().prediction_step(*args, **kwargs)
+
+    def _predict_on(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Return loss, logits and labels of a batch, with the logits preprocessed."""
@@ -270,6 +306,10 @@ class PipelineTrainerMixin(Trainer):
         labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
         count = self._labels_of(inputs)
+        if labels is not None:
+            inputs = self._for_loss(model, inputs)
+            if not _COUNTS_OF_ALL or is_sft(type(self)):  # then the loss is a mean of the labels that it gets
+                count = self._labels_of(inputs)
         loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
         loss = self._without_labels(loss, count)
         self._note_metrics("eval", [inputs])
@@ -279,8 +319,7 @@ class PipelineTrainerMixin(Trainer):
         """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
         if inputs.get("labels") is None or not self.model_accepts_loss_kwargs:
             return None
-        counts_of_all = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names
-        if counts_of_all and not is_sft(type(self)):
+        if _COUNTS_OF_ALL and not is_sft(type(self)):
             return float(self._get_num_items_in_batch([inputs], self.args.device))
         shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
         return float(shifted.ne(IGNORED).sum()) * self._stages.replicas

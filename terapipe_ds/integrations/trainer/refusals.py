@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import os
@@ -52,8 +53,10 @@ _REFUSED_GIVEN = {
     "optimizers": "they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an optimizer in "
     "DeepSpeed's config",
 }
-# The mixin replaces these methods: a class below it may only call its parent's method.
+# The mixin replaces these methods of Trainer: a class may change the batch, and must call its parent's method.
 _REPLACED = ("compute_loss", "training_step", "prediction_step")
+# Nobody calls these: stages compute in the precision of DeepSpeed's config, and DeepSpeed clips.
+_NOT_CALLED = ("compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm")
 
 
 def is_sft(kind: type) -> bool:
@@ -92,8 +95,10 @@ def _of_class(kind: type, mixin: type) -> Iterator[str]:
                 f"{base.__name__}: its loss compares whole sequences, or needs texts that the model generates; of "
                 "TRL's trainers stages serve SFTTrainer alone"
             )
-    for base in kind.__mro__[kind.__mro__.index(mixin) + 1 : kind.__mro__.index(Trainer)]:
-        if "save_model" in vars(base):
+    for base in kind.__mro__[: kind.__mro__.index(Trainer)]:
+        for name in filter(vars(base).__contains__, _NOT_CALLED):
+            yield f"{base.__name__}.{name}: DeepSpeed's config says how stages compute and clip: remove it"
+        if "save_model" in vars(base) and base in kind.__mro__[kind.__mro__.index(mixin) + 1 :]:
             yield (
                 f"{base.__name__}.save_model: the stages save, and it would not run; override _save, or save_model in "
                 "a class above the mixin"
@@ -171,8 +176,8 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     The method runs once on a probe, with the last one in its place, which shows whether it hands the call on.
     """
     below = [base for base in type(trainer).__mro__ if base is not mixin and name in vars(base)]
-    stock = next(base for base in below if base is Trainer or is_sft_itself(base))
-    # steps of a class of the mixin's run and call the mixin's; stages never call a compute_loss
+    stock = stock_of(type(trainer), name)
+    # steps of a class of the mixin's call the mixin's
     own = [base for base in below[: below.index(stock)] if name == "compute_loss" or not issubclass(base, mixin)]
     if not own:
         return None
@@ -180,7 +185,13 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     ids = torch.tensor([[1, 2]])
     inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
     seen: list[Mapping[str, Any]] = []
-    loss, is_prediction = torch.zeros(()), name == "prediction_step"
+    # nobody may read what compute_loss returns: stages compute it later
+    loss = torch.zeros((), device="meta" if name == "compute_loss" else "cpu")
+    is_prediction, probed = name == "prediction_step", copy.copy(trainer)
+    vars(probed)["log"] = lambda *_, **__: None
+    # what the method notes of the probe must not stay (TRL's `_metrics`)
+    notes = {key: each for key, each in vars(trainer).items() if key.endswith("metrics") and isinstance(each, dict)}
+    vars(probed).update(copy.deepcopy(notes))
     result: Any = (loss, loss, loss) if is_prediction else loss
     problem = (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
@@ -193,7 +204,7 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
 
     try:
         with replaced(stock, name, last):
-            returned = getattr(own[0], name)(trainer, trainer.model, inputs, *[True] * is_prediction)
+            returned = getattr(own[0], name)(probed, trainer.model, inputs, *[True] * is_prediction)
     except Exception as error:
         return f"{problem} (on a probe it raised {type(error).__name__}: {error})"
     # it only called its parent's method if that saw the probe, and if its loss came back
@@ -201,6 +212,11 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     if len(seen) == 1 and seen[0].get("input_ids") is ids and first is loss:
         return None
     return problem
+
+
+def stock_of(kind: type, name: str) -> type:
+    """Return the class of transformers or TRL whose method a Trainer has without the user's classes."""
+    return next(base for base in kind.__mro__ if name in vars(base) and (base is Trainer or is_sft_itself(base)))
 
 
 def is_sft_itself(kind: type) -> bool:

@@ -83,6 +83,7 @@ def _tensors(queries: Queries) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # a mask that was first needed in inference must serve training later
 def block_mask(
     batch: int, tokens: int, start: int, window: int | None, spans: tuple[SpanKey, ...], device: torch.device
 ) -> flex.BlockMask:

@@ -178,6 +178,15 @@ def test_flex_takes_every_option(case: Case) -> None:
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10
 
 
+def test_a_mask_of_flex_that_was_made_in_inference_serves_training() -> None:
+    flex.block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex.block_mask(1, 5, 3, 2, (), torch.device("cpu"))
+    of_function = [cell.cell_contents for cell in mask.mask_mod.__closure__ or ()]
+    tensors = [each for each in (*vars(mask).values(), *of_function) if torch.is_tensor(each)]
+    assert len(tensors) > len(of_function) == 2 and not any(each.is_inference() for each in tensors)
+
+
 def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
     starts, first = torch.tensor(3), torch.tensor([[0, 2, 5], [3, 3, 4]])
     sees = flex.mask_of(starts, first)

@@ -17,9 +17,10 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_attn_on_cpu, flex_on_cpu
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
+from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds import compat
-from terapipe_ds.attention import backends
+from terapipe_ds.attention import GuardCapturedNames, backends
 from terapipe_ds.attention.backends import choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
@@ -176,6 +177,26 @@ def test_the_check_of_dropout(need: Need) -> None:
 def test_flex_takes_every_option(case: Case) -> None:
     with flex_on_cpu():
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10
+
+
+@pytest.mark.parametrize("mode", [GuardCapturedNames, ConstantDraws, functools.partial(FlopCounterMode, display=False)])
+def test_flex_is_compiled_under_the_modes_of_a_first_batch(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    flex._compiled.cache_clear()
+    q, k, v = (torch.randn(1, 2, tokens, 16) for tokens in (10, 30, 30))
+    queries = Queries(q, k, v, 20, 0.25, window=9)
+    expected = flex.Flex().forward(queries)
+    with mode():
+        attended = flex.Flex().forward(queries)
+    flex._compiled.cache_clear()
+    assert len(graphs) == 1 and all(map(torch.equal, attended[:2], expected[:2]))
+    assert largest_error(attended[:2], Reference().forward(queries)[:2]) < 1e-5
 
 
 def test_a_mask_of_flex_that_was_made_in_inference_serves_training() -> None:

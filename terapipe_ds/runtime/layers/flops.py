@@ -43,6 +43,8 @@ def attention_formula(operation: Any, products: int, token_dim: int = 2) -> Call
 
     def count(*args: Any, **options: object) -> int:
         q, k, v = args[query : query + 3]
+        if len(q) < 4:  # packed documents, whose lengths are on the device
+            return 0
         hidden = len(args) > is_causal and bool(args[is_causal]) and q[token_dim] * (q[token_dim] - 1) // 2
         scores = q[0] * q[3 - token_dim] * (q[token_dim] * k[token_dim] - hidden)  # the last query sees all keys
         return int(2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2)))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from terapipe_ds.runtime.layers.flops import StageFlops
+from terapipe_ds.runtime.layers.flops import StageFlops, attention_formula
 from terapipe_ds.schedule.action import Action, Kind
 
 ATEN, ALONE = torch.ops.aten, lambda: 0
@@ -56,3 +56,8 @@ def test_a_whole_sequence(name: str) -> None:
     options = (0.0, True) if name == "flash" else (None, True, 0.0, True)
     kernel = getattr(ATEN, f"_scaled_dot_product_{name}_attention")
     assert counted(lambda: kernel(q, k, k, *options)) == 2 * scores(TOKENS, TOKENS)
+
+
+def test_packed_documents_count_nothing() -> None:
+    formula = attention_formula(ATEN._flash_attention_forward, 2, token_dim=1)
+    assert formula((TOKENS, HEADS, DIM), (KEYS, KV_HEADS, DIM), (KEYS, KV_HEADS, DIM)) == 0

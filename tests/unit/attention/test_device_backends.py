@@ -274,7 +274,7 @@ def _on_cpu(ops: TorchOps, kernel: type, checks: bool = False) -> Iterator[None]
             patch.setattr(first_use, "_WITH_DROPOUT", (2, 4, 2, 40, 30))
         for backend in backends._BACKENDS:
             if isinstance(backend, Cudnn):
-                patch.setattr(backend, "_of_one_token", Reference())
+                patch.setattr(backend, "_flash", Reference())
         with forced(kernel.name):  # type: ignore[attr-defined]
             yield
     _forget()
@@ -292,6 +292,19 @@ def test_cudnn_takes_a_dense_call_and_a_causal_one(heads: tuple[int, int], lengt
     several = [(n, p) for n, p in zip(lengths, starts, strict=True) if n > 1 and len(lengths) > 1]
     expected = [call for n, p in several for call in ([(n, n, True), (n, p, False)] if p else [(n, n, True)])]
     assert ops.calls == expected
+
+
+def test_cudnn_leaves_shapes_after_many_others_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for each shape."""
+    monkeypatch.setattr(fused, "_MOST_SHAPES", 2)
+    kernel, ops = Cudnn(), TorchOps()
+    monkeypatch.setattr(kernel, "_flash", Reference())
+    monkeypatch.setattr(fused, "_aten", ops)
+    for tokens, start, is_known in ((5, 0, True), (5, 3, True), (4, 3, False), (5, 3, True), (5, 4, False)):
+        ops.calls.clear()
+        inputs = first_use.random_queries((2, 4, 2, tokens, start), 8, torch.device("cpu"), torch.float64)
+        assert first_use._error(kernel.forward, kernel.backward, *inputs) < 1e-5
+        assert bool(ops.calls) is is_known
 
 
 def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

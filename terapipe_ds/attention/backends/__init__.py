@@ -23,7 +23,9 @@ from terapipe_ds.attention.backends.fused import CpuFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.messages import logger
 
-__all__ = ["Backend", "available_backends", "backend_name", "choose_backend", "passed_over", "set_backend"]
+__all__ = [
+    "Backend", "available_backends", "backend_name", "backend_names", "choose_backend", "passed_over", "set_backend",
+]  # fmt: skip
 
 
 _TIMED: tuple[Backend, ...] = (FlashAttn4(), FlashAttn3(), FlashAttn(), Cudnn(), CudaFlash())
@@ -59,6 +61,13 @@ def set_backend(name: str | None) -> None:
 def backend_name(q: torch.Tensor) -> str:
     """Return the name of the backend that computes plain slices with queries like `q` ([B, H, T, D])."""
     return (_forced or _automatic_choice(q, Need())[0]).name
+
+
+def backend_names(q: torch.Tensor) -> str:
+    """Return the names of all backends that `backend_name` may return, whichever is the fastest when it measures."""
+    names = [] if _forced else [backend.name for backend in _TIMED if _takes(backend, q, Need(), {})]
+    is_measured = len(names) > 1 and not torch.are_deterministic_algorithms_enabled()
+    return " or ".join(names) if is_measured else backend_name(q)
 
 
 def passed_over(q: torch.Tensor) -> dict[str, str]:

@@ -10,10 +10,11 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _python_dispatch
 
 from terapipe_ds.attention.backends.base import Attended, Backend, Need, Queries, Tensor, expand_heads, sum_groups
@@ -85,12 +86,19 @@ def wrong_result(
 
 @contextmanager
 def _as_outside(device: torch.device) -> Iterator[None]:
-    """Keep the state of random numbers, and suspend modes that watch operations.
-
-    One such mode is the check of the first batch, which would replace random numbers.
-    """
+    """Keep the state of random numbers, and suspend modes: the check of the first batch would replace the numbers."""
     devices = [device] if device.type == "cuda" else []
-    with _python_dispatch._disable_current_modes(), torch.random.fork_rng(devices), torch.no_grad():
+    with without_modes(), torch.random.fork_rng(devices), torch.no_grad():
+        yield
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Suspend modes that watch operations or functions; torch's compiler gives up, or fails, under most of them."""
+    with ExitStack() as stack:
+        while torch._C._len_torch_function_stack():
+            stack.enter_context(_pop_mode_temporarily())
+        stack.enter_context(_python_dispatch._disable_current_modes())
         yield
 
 

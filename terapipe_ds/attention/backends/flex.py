@@ -20,6 +20,7 @@ import torch
 from torch.nn.attention import flex_attention as flex
 
 from terapipe_ds.attention.backends.base import AddGrads, Attended, Need, Queries, Tensor
+from terapipe_ds.attention.backends.first_use import without_modes
 from terapipe_ds.attention.backends.flash_attn import cuda_capability
 from terapipe_ds.attention.document_edges import to_device
 
@@ -66,7 +67,8 @@ class Flex:
         share = (lse.detach() - attended.lse).exp()
         delta = (grad.to(lse.dtype) * attended.out.to(lse.dtype)).sum(-1)
         d_out = (grad * share.unsqueeze(-1)).to(grad.dtype)
-        dq, dk, dv = torch.autograd.grad((out, lse), leaves, (d_out, delta * (1 - share)))
+        with without_modes():
+            dq, dk, dv = torch.autograd.grad((out, lse), leaves, (d_out, delta * (1 - share)))
         add_grads(0, dk, dv)
         return dq
 
@@ -83,6 +85,7 @@ def _tensors(queries: Queries) -> tuple[Any, ...]:
 
 
 @functools.lru_cache(maxsize=16)
+@torch.inference_mode(False)  # a mask that was first needed in inference must serve training later
 def block_mask(
     batch: int, tokens: int, start: int, window: int | None, spans: tuple[SpanKey, ...], device: torch.device
 ) -> flex.BlockMask:
@@ -171,7 +174,7 @@ def _compiled() -> Callable[..., tuple[Tensor, Tensor]]:
     compiled, config = torch.compile(attend, dynamic=True, fullgraph=True), cast(Any, torch.compiler.config)
 
     def run(*inputs: Any) -> tuple[Tensor, Tensor]:
-        with config.patch(recompile_limit=64):
+        with without_modes(), config.patch(recompile_limit=64):
             return compiled(*inputs)
 
     return run

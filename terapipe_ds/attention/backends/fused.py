@@ -28,6 +28,7 @@ from terapipe_ds.attention.backends.flash_attn import (
 )
 
 _aten = torch.ops.aten
+_MOST_SHAPES = 128  # for which cuDNN builds plans: of lengths that vary, most are new
 
 
 class CpuFlash(BlockKernel):
@@ -125,14 +126,16 @@ class Cudnn(BlockKernel):
 
     Its causal mask is aligned top-left, so that one call cannot do a slice: a dense call for the prefix and a causal
     one for the slice's tokens are merged. Both together take about 0.6 of the time of torch's FlashAttention kernel on
-    an H100 (docs/gpu.md). A slice of one token goes to that kernel: cuDNN refuses one query with one key.
+    an H100 (docs/gpu.md). A slice of one token goes to that kernel: cuDNN refuses one query with one key. So do shapes
+    that come after many others: cuDNN builds a plan for each, which takes some tenths of a second and stays in memory.
     """
 
     name = "cudnn"
     expanded = folded = staticmethod(lambda x, heads: x)  # it takes fewer key heads than query heads
 
     def __init__(self) -> None:
-        self._of_one_token = CudaFlash()
+        self._flash = CudaFlash()
+        self._shapes: set[tuple[object, ...]] = set()
 
     def is_available(self) -> bool:
         return cuda_capability() >= (9, 0) and hasattr(_aten, "_scaled_dot_product_cudnn_attention")
@@ -142,6 +145,7 @@ class Cudnn(BlockKernel):
             (need.window, "it knows no window"),
             (need.softcap, NO_SOFTCAP),
             (need.dropout, NO_DROPOUT),
+            (need.documents, "it builds a plan for each length of a document, which takes longer than the document"),
         ):
             if is_asked:
                 return reason
@@ -153,14 +157,17 @@ class Cudnn(BlockKernel):
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in two calls, to the prefix and to the slice's own tokens."""
-        if queries.q.shape[2] == 1:
-            return self._of_one_token.forward(queries)
-        return super().forward(queries)
+        shape = queries.q.shape, queries.start, queries.keys.stride()
+        if queries.q.shape[2] > 1 and (shape in self._shapes or len(self._shapes) < _MOST_SHAPES):
+            self._shapes.add(shape)
+            return super().forward(queries)
+        attended = self._flash.forward(queries)
+        return attended._replace(state=(self._flash, *attended.state))
 
     def backward(self, grad: Tensor, queries: Queries, attended: Attended, add_grads: AddGrads) -> Tensor:
         """Return dQ, by the kernel that ran the forward."""
-        if queries.q.shape[2] == 1:
-            return self._of_one_token.backward(grad, queries, attended, add_grads)
+        if attended.state[0] is self._flash:
+            return self._flash.backward(grad, queries, attended._replace(state=attended.state[1:]), add_grads)
         return super().backward(grad, queries, attended, add_grads)
 
     def run(self, block: Block) -> Attended:

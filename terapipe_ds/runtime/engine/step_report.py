@@ -21,6 +21,7 @@ from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
+from terapipe_ds.runtime.verify.compare import multiplies_in_tf32
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.show import many
 from terapipe_ds.timeline import Timeline
@@ -219,4 +220,4 @@ def _dtype_name(engine: PipelineEngine) -> str:
         return {torch.bfloat16: "bf16", torch.float16: "fp16", None: "fp16"}.get(engine.torch_autocast_dtype(), "fp32")
     if engine.bfloat16_enabled() or engine.fp16_enabled():
         return "bf16" if engine.bfloat16_enabled() else "fp16"
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "fp32"
+    return "tf32" if multiplies_in_tf32() else "fp32"

@@ -33,14 +33,18 @@ _COUNTED = {Kind.FORWARD: "forward", Kind.BACKWARD: "backward", Kind.WEIGHT: "we
 _QK_AND_PV, _BACKWARD = 2, 5  # products of a fused kernel; the backward: Q K^T again, dP, dV, dQ, dK
 
 
-def attention_formula(products: int, query: int, is_causal: int, token_dim: int = 2) -> Callable[..., int]:
+def attention_formula(operation: Any, products: int, token_dim: int = 2) -> Callable[..., int]:
     """Return the formula of a kernel with `products` products per score, for shapes in the place of its tensors.
 
-    `query` and `is_causal` are the positions of these arguments; `token_dim` is the dimension that counts tokens.
+    `token_dim` is the dimension of queries that counts tokens.
     """
+    names = [each.name for each in operation.default._schema.arguments]  # noqa: SLF001  # operators have no other
+    query, is_causal = (names.index(a if a in names else b) for a, b in (("query", "q"), ("is_causal", "causal")))
 
     def count(*args: Any, **options: object) -> int:
         q, k, v = args[query : query + 3]
+        if len(q) < 4:  # packed documents, whose lengths are on the device
+            return 0
         hidden = len(args) > is_causal and bool(args[is_causal]) and q[token_dim] * (q[token_dim] - 1) // 2
         scores = q[0] * q[3 - token_dim] * (q[token_dim] * k[token_dim] - hidden)  # the last query sees all keys
         return int(2 * scores * (q[-1] * (products - products // 2) + v[-1] * (products // 2)))
@@ -49,19 +53,27 @@ def attention_formula(products: int, query: int, is_causal: int, token_dim: int 
 
 
 def _formulas() -> dict[object, Callable[..., int]]:
-    """Return the formulas of operations that torch does not count, or counts without the mask."""
-    aten = torch.ops.aten
-    formulas: dict[object, Callable[..., int]] = {
-        aten.addmm_: lambda total, a, b, **options: int(2 * math.prod(a) * b[1]),
-        aten._scaled_dot_product_flash_attention_for_cpu: attention_formula(_QK_AND_PV, 0, 4),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_formula(_BACKWARD, 1, 7),
-        aten._scaled_dot_product_flash_attention: attention_formula(_QK_AND_PV, 0, 4),
-        aten._scaled_dot_product_flash_attention_backward: attention_formula(_BACKWARD, 1, 11),
-    }
+    """Return the formulas of operations that torch does not count, or counts without the mask.
+
+    Torch's own fail for `addmm` with a dtype of its result, and for `_flash_attention_forward` with a prefix.
+    """
+    aten, sdpa = torch.ops.aten, "_scaled_dot_product_"
+    kinds = "flash_attention", "flash_attention_for_cpu", "cudnn_attention", "efficient_attention"
+    kernels: list[tuple[Any, str, str, int]] = [(aten, f"{sdpa}{kind}", f"{sdpa}{kind}_backward", 2) for kind in kinds]
+    kernels.append((aten, "_flash_attention_forward", "_flash_attention_backward", 1))
     if compat.has("flash_attn"):
-        flash_attn = torch.ops.flash_attn
-        formulas[flash_attn._flash_attn_forward] = attention_formula(_QK_AND_PV, 0, 5, token_dim=1)
-        formulas[flash_attn._flash_attn_backward] = attention_formula(_BACKWARD, 1, 11, token_dim=1)
+        kernels.append((torch.ops.flash_attn, "_flash_attn_forward", "_flash_attn_backward", 1))
+    if compat.has("flash_attn_3") and hasattr(torch.ops.flash_attn_3, "bwd"):
+        kernels.append((torch.ops.flash_attn_3, "fwd", "bwd", 1))
+
+    def product(total: Any, a: Any, b: Any, *dtype: object, **options: object) -> int:
+        return int(2 * math.prod(a) * b[1])
+
+    formulas: dict[object, Callable[..., int]] = {aten.addmm: product, aten.addmm_: product}
+    for library, forward, backward, token_dim in kernels:
+        for name, products in ((forward, _QK_AND_PV), (backward, _BACKWARD)):
+            operation = getattr(library, name)
+            formulas[operation] = attention_formula(operation, products, token_dim)
     return formulas
 
 

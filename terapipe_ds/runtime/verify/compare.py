@@ -49,6 +49,11 @@ def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: boo
     return max(tolerances, default=_TOLERANCES[torch.float32][of_loss])
 
 
+def multiplies_in_tf32() -> bool:
+    """Return whether CUDA rounds fp32 in products; `allow_tf32` raises if the program has set the newer attribute."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
 @dataclass(frozen=True)
 class Difference:
     """Describe which result differs, by how much, and in which tokens (a mask) if it has tokens."""

@@ -377,7 +377,7 @@ class LayerCheck:
 
     def _tolerance(self, outputs: Sequence[Tensor]) -> Tolerance:
         dtypes, device = self._dtypes(outputs), self.inputs.tensors[0].device.type
-        return compare.tolerance_of(dtypes, tf32=device == "cuda" and torch.backends.cuda.matmul.allow_tf32)
+        return compare.tolerance_of(dtypes, tf32=device == "cuda" and compare.multiplies_in_tf32())
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, Difference | None]:
         """Return the outputs of the whole with their layouts, and the first output that differs."""

@@ -17,9 +17,10 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_attn_on_cpu, flex_on_cpu
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
+from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds import compat
-from terapipe_ds.attention import backends
+from terapipe_ds.attention import GuardCapturedNames, backends
 from terapipe_ds.attention.backends import choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
@@ -178,6 +179,35 @@ def test_flex_takes_every_option(case: Case) -> None:
         assert error(run_in_slices(case), run_formula(case)) <= 1e-10
 
 
+@pytest.mark.parametrize("mode", [GuardCapturedNames, ConstantDraws, functools.partial(FlopCounterMode, display=False)])
+def test_flex_is_compiled_under_the_modes_of_a_first_batch(mode: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = list[Any]()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    flex._compiled.cache_clear()
+    q, k, v = (torch.randn(1, 2, tokens, 16) for tokens in (10, 30, 30))
+    queries = Queries(q, k, v, 20, 0.25, window=9)
+    expected = flex.Flex().forward(queries)
+    with mode():
+        attended = flex.Flex().forward(queries)
+    flex._compiled.cache_clear()
+    assert len(graphs) == 1 and all(map(torch.equal, attended[:2], expected[:2]))
+    assert largest_error(attended[:2], Reference().forward(queries)[:2]) < 1e-5
+
+
+def test_a_mask_of_flex_that_was_made_in_inference_serves_training() -> None:
+    flex.block_mask.cache_clear()
+    with torch.inference_mode():
+        mask = flex.block_mask(1, 5, 3, 2, (), torch.device("cpu"))
+    of_function = [cell.cell_contents for cell in mask.mask_mod.__closure__ or ()]
+    tensors = [each for each in (*vars(mask).values(), *of_function) if torch.is_tensor(each)]
+    assert len(tensors) > len(of_function) == 2 and not any(each.is_inference() for each in tensors)
+
+
 def test_the_mask_of_flex_is_what_the_definitions_say() -> None:
     starts, first = torch.tensor(3), torch.tensor([[0, 2, 5], [3, 3, 4]])
     sees = flex.mask_of(starts, first)
@@ -244,7 +274,7 @@ def _on_cpu(ops: TorchOps, kernel: type, checks: bool = False) -> Iterator[None]
             patch.setattr(first_use, "_WITH_DROPOUT", (2, 4, 2, 40, 30))
         for backend in backends._BACKENDS:
             if isinstance(backend, Cudnn):
-                patch.setattr(backend, "_of_one_token", Reference())
+                patch.setattr(backend, "_flash", Reference())
         with forced(kernel.name):  # type: ignore[attr-defined]
             yield
     _forget()
@@ -262,6 +292,19 @@ def test_cudnn_takes_a_dense_call_and_a_causal_one(heads: tuple[int, int], lengt
     several = [(n, p) for n, p in zip(lengths, starts, strict=True) if n > 1 and len(lengths) > 1]
     expected = [call for n, p in several for call in ([(n, n, True), (n, p, False)] if p else [(n, n, True)])]
     assert ops.calls == expected
+
+
+def test_cudnn_leaves_shapes_after_many_others_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for each shape."""
+    monkeypatch.setattr(fused, "_MOST_SHAPES", 2)
+    kernel, ops = Cudnn(), TorchOps()
+    monkeypatch.setattr(kernel, "_flash", Reference())
+    monkeypatch.setattr(fused, "_aten", ops)
+    for tokens, start, is_known in ((5, 0, True), (5, 3, True), (4, 3, False), (5, 3, True), (5, 4, False)):
+        ops.calls.clear()
+        inputs = first_use.random_queries((2, 4, 2, tokens, start), 8, torch.device("cpu"), torch.float64)
+        assert first_use._error(kernel.forward, kernel.backward, *inputs) < 1e-5
+        assert bool(ops.calls) is is_known
 
 
 def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,7 +131,7 @@ def _fake_cuda(backend: str) -> Iterator[None]:
 
 REFUSED = {
     "flash_attn": "", "flash_attn_3": "dropout", "flash_attn_4": "dropout",
-    "cudnn": "window; cap; dropout; window, documents, sinks; all",
+    "cudnn": "window; documents; cap; dropout; window, documents, sinks; all",
     "cuda_flash": "cap; all", "flex": "plain; dropout; sinks",
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from terapipe_ds.attention import backends
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Overhead, Profile, ProfileError, ProfileKey
 from terapipe_ds.planner.memory import PartMemory
@@ -180,3 +181,16 @@ def test_kept_attention_is_in_the_key_of_layers_that_recompute() -> None:
         with pytest.raises(ProfileError, match="attention kept"):
             combine(one, [rank(0, 0, (1.0, 1.0))]).require(other)
     assert full.layers_fingerprint != kept.layers_fingerprint
+
+
+def test_no_measured_choice_of_a_kernel_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times of kernels that are about as fast choose another one in each start."""
+    monkeypatch.setattr(backends, "_takes", lambda kernel, *_: kernel.name in ("cudnn", "cuda_flash"))
+    keys = []
+    for cudnn_ms in (1.0, 2.0):
+        times = {"cudnn": cudnn_ms, "cuda_flash": 1.5}
+        monkeypatch.setattr(backends, "fastest", lambda *_, times=times: times)
+        keys.append(_key())
+    assert keys[0] == keys[1] and keys[0].attention_backend == "cudnn or cuda_flash"
+    monkeypatch.setattr(backends, "_forced", backends.Reference())
+    assert _key().attention_backend == "reference"

@@ -21,7 +21,7 @@ from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products
 from terapipe_ds.runtime.verify import compare
-from terapipe_ds.runtime.verify.layer import _is_updated_per_call
+from terapipe_ds.runtime.verify.layer import LayerCheck, _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
@@ -375,3 +375,19 @@ def test_a_constant_that_is_not_a_number_counts_no_calls() -> None:
     nan, tolerance = float("nan"), compare.tolerance_of({torch.float32}, tf32=False)
     assert not _is_updated_per_call(nan, nan, nan, 3, tolerance)
     assert _is_updated_per_call(0.0, 1.0, 3.0, 3, tolerance)
+
+
+def test_tf32_is_read_however_it_was_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`Trainer(tf32=True)` sets the newer attribute, after which torch refuses to read the older one."""
+    on_cuda = SimpleNamespace(device=torch.device("cuda"))
+    check: Any = SimpleNamespace(_dtypes=lambda _: {torch.float32}, inputs=SimpleNamespace(tensors=[on_cuda]))
+    fp32, tf32 = (compare.tolerance_of({torch.float32}, tf32=is_on) for is_on in (False, True))
+    assert LayerCheck._tolerance(check, ()) == fp32 != tf32
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends, "fp32_precision", "tf32")
+        assert LayerCheck._tolerance(check, ()) == tf32
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert LayerCheck._tolerance(check, ()) == tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")

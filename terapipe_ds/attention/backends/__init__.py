@@ -18,7 +18,7 @@ import torch
 from terapipe_ds.attention.backends.base import Backend, Need
 from terapipe_ds.attention.backends.first_use import fastest
 from terapipe_ds.attention.backends.flash_attn import CudaFlash, FlashAttn, FlashAttn3, FlashAttn4
-from terapipe_ds.attention.backends.flex import Flex
+from terapipe_ds.attention.backends.flex import Flex, is_below_autograd
 from terapipe_ds.attention.backends.fused import CpuFlash, Cudnn
 from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.messages import logger
@@ -81,7 +81,8 @@ def choose_backend(q: torch.Tensor, need: Need) -> Backend:
     Raises ValueError where the forced backend refuses `q` or the need.
     """
     # each layer and slice comes by here
-    deciding = q.device, q.dtype, q.shape[1], q.shape[-1], need, torch.are_deterministic_algorithms_enabled()
+    modes = torch.are_deterministic_algorithms_enabled(), is_below_autograd()
+    deciding = q.device, q.dtype, q.shape[1], q.shape[-1], need, *modes
     if deciding in _chosen:
         return _chosen[deciding]
     chosen, why = (_forced, dict[str, str]()) if _forced is not None else _automatic_choice(q, need)

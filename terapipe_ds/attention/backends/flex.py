@@ -30,6 +30,12 @@ SpanKey = tuple[int, int, int, int, int]
 _BLOCK = 128
 
 
+def is_below_autograd() -> bool:
+    """Return whether torch's dispatcher leaves autograd out here, as within an operator that a compiled layer calls."""
+    key = torch._C.DispatchKey.AutogradFunctionality
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(key)  # type: ignore[no-any-return] # noqa: SLF001
+
+
 class Flex:
     """torch.nn.attention.flex_attention, compiled: CUDA, fp32, bf16 and fp16, head dims from 16 on."""
 
@@ -50,6 +56,8 @@ class Flex:
             return "it cannot replay dropout"
         if not (need.window or need.softcap or need.documents or need.value_dim):
             return "it is only used where attention is more than plainly causal"
+        if is_below_autograd():
+            return "its backward needs a graph of its forward, which torch does not record within a compiled layer"
         return None
 
     def forward(self, queries: Queries) -> Attended:

@@ -17,6 +17,7 @@ from attention_cases import Tensor, forced, largest_error, random_inputs, run_pl
 from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_attn_on_cpu, flex_on_cpu
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
+from torch._subclasses import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds import compat
@@ -197,6 +198,24 @@ def test_flex_is_compiled_under_the_modes_of_a_first_batch(mode: Any, monkeypatc
     flex._compiled.cache_clear()
     assert len(graphs) == 1 and all(map(torch.equal, attended[:2], expected[:2]))
     assert largest_error(attended[:2], Reference().forward(queries)[:2]) < 1e-5
+
+
+def test_flex_leaves_compiled_layers_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backward needs a graph of its forward, and within the operator of a compiled layer torch records none."""
+    monkeypatch.setattr(flex.Flex, "is_available", lambda self: True)
+    chosen = list[str]()
+
+    def choose(x: Tensor) -> Tensor:
+        with FakeTensorMode():
+            q = torch.empty(1, 2, 8, 64, device="cuda")
+        chosen.append(choose_backend(q, Need(softcap=True)).name)
+        return x.clone()
+
+    operator = torch.library.custom_op("tests::choose", choose, mutates_args=(), schema="(Tensor x) -> Tensor")
+    for call in (choose, operator, choose):
+        call(torch.zeros(1))
+    backends.set_backend(None)  # forget both
+    assert chosen == ["flex", "reference", "flex"]
 
 
 def test_a_mask_of_flex_that_was_made_in_inference_serves_training() -> None:

@@ -27,7 +27,7 @@ def read_json(path: str, option: str) -> dict[str, Any]:
     try:
         content = parse_json(read_bytes(path))
     except JsonError as error:
-        raise CommandError(f"{option} {path} is no JSON: {error}; correct the file") from None
+        raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
     if not isinstance(content, dict):
         raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
     return content

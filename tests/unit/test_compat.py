@@ -84,7 +84,7 @@ def test_documents_and_packaging_have_the_tested_versions() -> None:
     ends = dict(re.findall(r"^((?:TORCH|PYTHON)_(?:OLDEST|NEWEST)) \?= (?:python)?(\d+\.\d+)", makefile, re.MULTILINE))
     torch = f"{ends['TORCH_OLDEST']} to {ends['TORCH_NEWEST']}; at every change {TESTED['torch']}"
     python = f"{', '.join(versions.TESTED_PYTHONS)}; at every change {versions.TESTED_PYTHONS[0]}"
-    transformers = f"{TESTED['transformers']}; families without recurrent layers 4.57.6 as well"
+    transformers = f"{TESTED['transformers']}; 4.57.6 for families without recurrent layers"
     for name, version in {**TESTED, "torch": torch, "transformers": transformers, "Python": python}.items():
         assert f"| {name} | {version} |" in readme
     assert (ends["PYTHON_OLDEST"], ends["PYTHON_NEWEST"]) == versions.TESTED_PYTHONS

@@ -169,7 +169,10 @@ def convert(text: str) -> Conversion:
     # each argument to its place
     result = Conversion({}, [f"{name} {value}".rstrip() for name, value in values.items() if name in WITH_SCRIPT])
     problems += [f"{name} {values[name]}: {LOST[name]}" for name in ONE_ALONE if values.get(name, "1") != "1"]
-    result.lost.update({name: LOST[name] for name in values if name in LOST and name not in ONE_ALONE})
+    lost = {name: LOST[name] for name in values if name in LOST and name not in ONE_ALONE}
+    result.lost |= {
+        n: text for n, text in lost.items() if not (text.startswith("give 0") and values[n] in ("0", "0.0"))
+    }
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
     unknown = [f"{name}{nearest(name, known())}" for name in values if name not in known()]
@@ -245,8 +248,13 @@ def _count_steps(values: dict[str, str]) -> list[str]:
     """Add the arguments in steps to those in samples, and return problems."""
     batch, problems = values.get("--global-batch-size", "missing"), []
     for name in [name for name in IN_SAMPLES if name in values]:
+        steps, fraction = (name.replace("samples", unit) for unit in ("iters", "fraction"))
         try:
-            values[name.replace("samples", "iters")] = str(int(values[name]) // _count(batch))
+            if int(values[name]) == 0:  # Megatron-LM's default
+                continue
+            if given := {steps, fraction} & values.keys():
+                problems.append(f"{name} and {min(given)}: give one of them")
+            values[steps] = str(int(values[name]) // _count(batch))
         except ValueError:
             problems.append(f"{name} {values[name]}: no number of samples, or --global-batch-size is {batch}")
     return problems

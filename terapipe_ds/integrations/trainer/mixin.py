@@ -229,6 +229,7 @@ class PipelineTrainerMixin(Trainer):
 
     def _train_on(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
+        inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         accepts_counts, is_scaled = self.model_accepts_loss_kwargs, getattr(self, "loss_is_scaled_for_ga", None)
         uncounted = accepts_counts and num_items_in_batch is None and inputs.get("labels") is not None
         if uncounted or is_scaled not in (None, accepts_counts):
@@ -236,7 +237,6 @@ class PipelineTrainerMixin(Trainer):
                 "labels of a step weigh alike, or with trainer.model_accepts_loss_kwargs = False its micro-batches: "
                 f"loss_is_scaled_for_ga={is_scaled} or num_items_in_batch={num_items_in_batch} ask for other weights"
             )
-        inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         self._waiting.append((inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
@@ -252,13 +252,13 @@ class PipelineTrainerMixin(Trainer):
         """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""
         handed_on, loss = list[Any](), torch.zeros((), device="meta")
 
-        def last(_: Trainer, __: nn.Module, batch: Any, *___: Any, **____: Any) -> Tensor:
-            handed_on.append(batch)
+        def last(_: Trainer, model: nn.Module, inputs: Any, *__: Any, **___: Any) -> Tensor:
+            handed_on.append(inputs)
             return loss
 
         with replaced(stock_of(type(self), "compute_loss"), "compute_loss", last):
             returned = self.compute_loss(model, inputs, **kwargs)
-        if len(handed_on) == 1 and returned is loss:
+        if len(handed_on) == 1 and (returned[0] if isinstance(returned, tuple) else returned) is loss:
             return handed_on[0]
         raise ModelRefusedError(f"{type(self).__name__}.compute_loss must return what one call of its parent's returns")
 

@@ -189,17 +189,16 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     loss = torch.zeros((), device="meta" if name == "compute_loss" else "cpu")
     is_prediction, probed = name == "prediction_step", copy.copy(trainer)
     vars(probed)["log"] = lambda *_, **__: None
-    # what the method notes of the probe must not stay (TRL's `_metrics`)
-    notes = {key: each for key, each in vars(trainer).items() if key.endswith("metrics") and isinstance(each, dict)}
-    vars(probed).update(copy.deepcopy(notes))
+    # what TRL notes of the probe must not stay
+    vars(probed).update(copy.deepcopy({name: each for name, each in vars(trainer).items() if name == "_metrics"}))
     result: Any = (loss, loss, loss) if is_prediction else loss
     problem = (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
         "loss_fn to terapipe_ds.from_pretrained and train without Trainer"
     )
 
-    def last(_: Trainer, model: Any, given: Mapping[str, Any], *__: Any, **___: Any) -> Any:
-        seen.append(given)
+    def last(_: Trainer, model: Any, inputs: Mapping[str, Any], *__: Any, **___: Any) -> Any:
+        seen.append(inputs)
         return result
 
     try:

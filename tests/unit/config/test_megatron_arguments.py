@@ -83,6 +83,8 @@ def test_what_is_given_decides_what_the_json_has() -> None:
     plain = convert("--lr 3e-4 --micro-batch-size 1 --lr-decay-style constant").ds_config
     assert plain["train_micro_batch_size_per_gpu"] == 1 and plain["terapipe"]["schedule"] == "auto"
     assert not plain.keys() & {"data_types", "zero_optimization", "scheduler"}
+    warm = f"{USUAL} --lr-decay-style cosine --lr-warmup-iters 5"
+    assert convert(f"{warm} --lr-warmup-samples 0 --moe-aux-loss-coeff 0") == convert(warm)
     parts = convert(f"{USUAL} --num-virtual-stages-per-pipeline-rank 2 --optimizer sgd").ds_config
     assert (parts["terapipe"]["schedule"], parts["terapipe"]["chunks_per_stage"]) == ("seq1f1b-interleaved", 2)
     assert parts["optimizer"] == {"type": "SGD", "params": {"lr": 3e-4, "weight_decay": 0.01, "momentum": 0.9}}
@@ -94,6 +96,8 @@ def test_what_is_given_decides_what_the_json_has() -> None:
     ("--lr 3e-4", "--lr-decay-style linear needs --lr-decay-iters or --train-iters"),
     ("--lr 3e-4 --train-iters 9 --min-lr 1e-5", "DeepSpeed's linear decay ends at 0; use cosine"),
     ("--train-iters 9", "--lr is missing"),
+    (f"{USUAL} --train-samples 80", "--train-samples and --train-iters: give one of them"),
+    (f"{USUAL} --lr-warmup-samples 80 --lr-warmup-fraction 0.1", "--lr-warmup-samples and --lr-warmup-fraction"),
 ])  # fmt: skip
 def test_one_problem(text: str, problem: str) -> None:
     with pytest.raises(TeraPipeConfigError, match=re.escape(problem)):

@@ -214,10 +214,12 @@ class OwnLossLater(PipelineTrainerMixin, Trainer):
 
 def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> None:
     """A probe need not show the first."""
-    cases = (3, None, "compute_loss must return what"), (None, None, "batch=None ask"), (3, False, "ga=False or num")
-    for count, is_scaled, text in cases:
+    own = OwnLossLater, 3, None, "compute_loss must return what"
+    for kind, count, is_scaled, text in (
+        own, (OtherOrder, None, None, "batch=None ask"), (OtherOrder, 3, False, "ga=False or num"),
+    ):  # fmt: skip
         fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled}
-        trainer = without_start(OwnLossLater, **fields, _prepare_inputs=dict)
+        trainer = without_start(kind, **fields, _prepare_inputs=dict)
         with pytest.raises(ModelRefusedError, match=text):
             trainer._train_on(torch.nn.Module(), {"labels": torch.ones(1, 2)}, count)
 

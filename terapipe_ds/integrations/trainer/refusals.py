@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import inspect
@@ -189,8 +190,11 @@ def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
     loss = torch.zeros((), device="meta" if name == "compute_loss" else "cpu")
     is_prediction, probed = name == "prediction_step", copy.copy(trainer)
     vars(probed)["log"] = lambda *_, **__: None
-    # what TRL notes of the probe must not stay
-    vars(probed).update(copy.deepcopy({name: each for name, each in vars(trainer).items() if name == "_metrics"}))
+    # what the method notes of the probe must not stay (TRL's `_metrics`)
+    for key, each in vars(trainer).items():
+        if key.endswith("metrics") and isinstance(each, dict):
+            with contextlib.suppress(Exception):  # others' objects may not be copied
+                vars(probed)[key] = copy.deepcopy(each)
     result: Any = (loss, loss, loss) if is_prediction else loss
     problem = (
         f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "

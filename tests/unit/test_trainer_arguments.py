@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin
+from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin, refusals
 from terapipe_ds.integrations.trainer.refusals import _REFUSED_ARGS, _of_args, _of_given, outer_arguments
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config
 from terapipe_ds.integrations.trainer.token_loss import TokenLoss
@@ -222,6 +223,25 @@ def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> N
         trainer = without_start(kind, **fields, _prepare_inputs=dict)
         with pytest.raises(ModelRefusedError, match=text):
             trainer._train_on(torch.nn.Module(), {"labels": torch.ones(1, 2)}, count)
+
+
+class AddsLabels(PipelineTrainerMixin, Trainer):
+    """Its loss is a tuple, and it keeps what cannot be copied under a name of metrics."""
+
+    own_metrics: dict[str, Any]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = torch.ones_like(inputs["input_ids"])
+        return super().compute_loss(model=model, inputs={**inputs, "labels": labels}, **kwargs), None
+
+
+def test_a_compute_loss_may_add_labels_and_return_a_tuple() -> None:
+    fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "model": torch.nn.Module(), "_prepare_inputs": dict}
+    trainer, ids = without_start(AddsLabels, own_metrics={"lock": threading.Lock()}, **fields), torch.zeros(1, 2)
+    assert refusals._problem_of_method(trainer, PipelineTrainerMixin, "compute_loss") is None
+    assert trainer._for_loss(trainer.model, {"input_ids": ids})["labels"].sum() == 2
+    with pytest.raises(ModelRefusedError, match="num_items_in_batch=None ask"):  # Trainer has counted no labels
+        trainer._train_on(trainer.model, {"input_ids": ids}, None)
 
 
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import math
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from terapipe_ds.config.values import TeraPipeConfigError
 from terapipe_ds.messages import nearest
@@ -101,7 +101,7 @@ LOST = {
     "--pipeline-model-parallel-layout": "set terapipe.partition: the first layer of each part, and the end",
     "--decoder-first-pipeline-num-layers": "set terapipe.partition",
     "--decoder-last-pipeline-num-layers": "set terapipe.partition",
-    "--rampup-batch-size": "call engine.set_train_batch_size in the script",
+    "--rampup-batch-size": "call engine.set_train_batch_size before each step; `terapipe convert` prints the call",
     "--overlap-grad-reduce": "DeepSpeed reduces once per step, after the last backward",
     "--overlap-param-gather": "DeepSpeed gathers once per step",
     "--overlap-p2p-communication": "messages between stages always overlap with computation",
@@ -157,7 +157,8 @@ def convert(text: str) -> Conversion:
         TeraPipeConfigError: it names all unknown arguments and all wrong values at once.
     """
     given, problems = _read(text)
-    problems += _count_steps(given)
+    ramp, wrong = _read_ramp(given)
+    problems += [*wrong, *_count_steps(given, ramp)]
     values = DEFAULTS | given
     # of adam and sgd, only the chosen one has its values in the JSON
     if values["--optimizer"] == "sgd":
@@ -173,6 +174,7 @@ def convert(text: str) -> Conversion:
     result.lost |= {
         n: text for n, text in lost.items() if not (text.startswith("give 0") and values[n] in ("0", "0.0"))
     }
+    result.lost |= {"--rampup-batch-size": ramp.call} if ramp else {}
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
     unknown = [f"{name}{nearest(name, known())}" for name in values if name not in known()]
@@ -244,7 +246,54 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
     return values, problems
 
 
-def _count_steps(values: dict[str, str]) -> list[str]:
+class _Ramp(NamedTuple):
+    """Hold --rampup-batch-size: sequences of the first step, of one increase, and until the last increase.
+
+    Source: `RampupBatchsizeNumMicroBatchesCalculator` of megatron/core/num_microbatches_calculator.py.
+    """
+
+    start: int
+    increase: int
+    samples: int
+    batch: int  # of all later steps
+
+    @property
+    def _increases(self) -> int:
+        return (self.batch - self.start) // self.increase
+
+    @property
+    def call(self) -> str:
+        """Return the call that a script makes before each step."""
+        size = f"min({self.batch}, {self.start} + {self.increase} * (seen * {self._increases} // {self.samples}))"
+        return (
+            f"before each step call engine.set_train_batch_size({size}), with seen = the sequences of all steps so "
+            f"far; the learning rate follows steps, where Megatron-LM's follows samples"
+        )
+
+    def steps(self, samples: int) -> int:
+        """Return the steps that see so many samples."""
+        seen = steps = 0
+        while seen < min(samples, self.samples + 1):
+            seen += min(self.batch, self.start + self.increase * (seen * self._increases // self.samples))
+            steps += 1
+        return steps + max(samples - seen, 0) // self.batch
+
+
+def _read_ramp(values: Mapping[str, str]) -> tuple[_Ramp | None, list[str]]:
+    """Return the growth of the batch, if any, and problems."""
+    if (text := values.get("--rampup-batch-size")) is None:
+        return None, []
+    try:
+        start, increase, samples, batch = map(_count, [*text.split(), values.get("--global-batch-size", "")])
+        if batch < start or (batch - start) % increase:
+            raise ValueError
+    except ValueError:
+        shape = "give START INCREMENT SAMPLES, with --global-batch-size = START + a multiple of INCREMENT"
+        return None, [f"--rampup-batch-size {text}: {shape}"]
+    return _Ramp(start, increase, samples, batch), []
+
+
+def _count_steps(values: dict[str, str], ramp: _Ramp | None) -> list[str]:
     """Add the arguments in steps to those in samples, and return problems."""
     batch, problems = values.get("--global-batch-size", "missing"), []
     for name in [name for name in IN_SAMPLES if name in values]:
@@ -254,7 +303,8 @@ def _count_steps(values: dict[str, str]) -> list[str]:
                 continue
             if given := {steps, fraction} & values.keys():
                 problems.append(f"{name} and {min(given)}: give one of them")
-            values[steps] = str(int(values[name]) // _count(batch))
+            samples, size = int(values[name]), _count(batch)
+            values[steps] = str(ramp.steps(samples) if ramp else samples // size)
         except ValueError:
             problems.append(f"{name} {values[name]}: no number of samples, or --global-batch-size is {batch}")
     return problems

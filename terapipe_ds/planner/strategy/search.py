@@ -59,6 +59,7 @@ _SURE = 0.5  # of the memory, where a candidate surely fits
 _ROUGH = 1.1  # the best cut saves less than equal stages, nearly always
 _BUDGET = 15_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 200_000  # replayed computations while layers move
+_STOPPED = 500_000  # computations of a whole replay that a stopped search may still take: about 2 s
 
 
 @dataclass
@@ -97,7 +98,8 @@ class Search:
         except (_StoppedError, KeyboardInterrupt) as stopped:
             if not self.scores and isinstance(stopped, KeyboardInterrupt):
                 raise
-            self.is_complete = False
+            self.is_complete, self.stop = False, None
+            self._replay_best(priced, _STOPPED)
         if not self.scores:
             raise self._why_nothing(priced)
         best: dict[Candidate, Score] = {}
@@ -346,11 +348,18 @@ class Search:
             if score.plan.num_slices > 1:
                 self._plan_slices(costs, score)
             self._move_layers(costs, score.shape)
-        # few micro-batches stood for many: replay the best score whole until the best is one replayed whole
+        self._replay_best(priced, MOST_WHOLE)
+
+    def _replay_best(self, priced: dict[Candidate, Priced], most: float) -> None:
+        """Replay the best score whole, until the best is one replayed whole: few micro-batches stood for many."""
+        replayed: set[tuple[Candidate, Shape]] = set()
         while self.scores and not (best := self._ranked()[0]).is_final:
             costs, key = priced[best.candidate], (best.candidate, best.shape)
+            if key in replayed:
+                break
+            replayed.add(key)
             # the earlier score stays until this long replay ends, which an interrupt may cut short
-            whole = costs.score(best.bounds, best.shape, best.plan, self.space.limit_bytes, MOST_WHOLE, math.inf)
+            whole = costs.score(best.bounds, best.shape, best.plan, self.space.limit_bytes, most, math.inf)
             if whole is None:
                 del self.scores[key]
             else:

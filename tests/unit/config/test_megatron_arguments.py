@@ -97,6 +97,8 @@ def test_what_is_given_decides_what_the_json_has() -> None:
     ("--lr 3e-4 --train-iters 9 --min-lr 1e-5", "DeepSpeed's linear decay ends at 0; use cosine"),
     ("--train-iters 9", "--lr is missing"),
     (f"{USUAL} --train-samples 80", "--train-samples and --train-iters: give one of them"),
+    (f"{USUAL} --rampup-batch-size 3 2 80", "--rampup-batch-size 3 2 80: give START INCREMENT SAMPLES"),
+    (f"{USUAL} --rampup-batch-size 4 4", "--rampup-batch-size 4 4: give START INCREMENT SAMPLES"),
     (f"{USUAL} --lr-warmup-samples 80 --lr-warmup-fraction 0.1", "--lr-warmup-samples and --lr-warmup-fraction"),
 ])  # fmt: skip
 def test_one_problem(text: str, problem: str) -> None:
@@ -145,6 +147,28 @@ def test_counts_of_samples_become_steps() -> None:
             convert(f"--lr 3e-4 {wrong}")
 
 
+@pytest.mark.parametrize(("start", "increase", "samples", "batch"), [(2, 2, 60, 8), (1, 3, 50, 10), (8, 1, 20, 8)])
+def test_a_growing_batch_has_megatron_cores_sizes_and_steps(
+    start: int, increase: int, samples: int, batch: int
+) -> None:
+    calculator = pytest.importorskip("megatron.core.num_microbatches_calculator")
+    text = f"--global-batch-size {batch} --lr 1 --rampup-batch-size {start} {increase} {samples}"
+    result = convert(f"{text} --train-samples 200 --lr-decay-style constant")
+    size = re.search(r"set_train_batch_size\((.*)\), with seen", result.lost["--rampup-batch-size"])
+    assert size is not None
+    if batch > start:  # megatron-core divides by 0 otherwise
+        sizes = calculator.RampupBatchsizeNumMicroBatchesCalculator(batch, 1, 1, False, 0, start, increase, samples)
+    seen = steps = 0
+    while seen + batch <= 200:  # a last step of fewer sequences does not count
+        expected = batch
+        if batch > start:
+            sizes.update(seen, consistency_check=False)
+            expected = sizes.get_current_global_batch_size()
+        assert eval(size[1], {"min": min, "seen": seen}) == expected  # noqa: S307 (the printed call)
+        seen, steps = seen + expected, steps + 1
+    assert result.kept == [f"--train-iters {steps}"]
+
+
 def test_an_argument_has_one_place() -> None:
     names = [*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST]
     assert len(names) == len(set(names))
@@ -153,10 +177,14 @@ def test_an_argument_has_one_place() -> None:
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "ds.json"
-    assert main(["convert", "--megatron-args", f"{USUAL} --rampup-batch-size 1 1 8", "--out", str(path)]) == 0
+    assert main(["convert", "--megatron-args", f"{USUAL} --rampup-batch-size 2 2 8", "--out", str(path)]) == 0
     assert json.loads(path.read_text()) == convert(USUAL).ds_config
     captured = capsys.readouterr()
-    assert captured.out == "" and "--rampup-batch-size: call engine.set_train_batch_size" in captured.err
+    assert (
+        captured.out == ""
+        and "--rampup-batch-size: before each step call engine.set_train_batch_size(min(8, 2 + 2 * (seen * 3 // 8)))"
+        in (captured.err)
+    )
     assert main(["convert", "--megatron-args", "--nonsense 1"]) == 2
     capsys.readouterr()
     assert main(["convert", "--megatron-args", "--bf16"]) == 2  # one word, which argparse takes for an option

@@ -372,6 +372,23 @@ def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
         small_strategy(stop=lambda: True)
 
 
+def test_a_search_that_is_stopped_replays_its_answer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few micro-batches predict many too low; the printed time is that of the whole batch."""
+    score, asked = Priced.score, []
+
+    def predicted(self: Priced, bounds: Any, shape: Any, plan: Any, limit: float, most: Any, beat_s: float) -> Any:
+        found = score(self, bounds, shape, plan, limit, most, beat_s)
+        return found and (found if most else dataclasses.replace(found, seconds=found.seconds / 2, is_final=False))
+
+    monkeypatch.setattr(Priced, "score", predicted)
+    stopped = small_strategy(
+        progress=lambda what, done, of: asked.append(what), stop=lambda: asked.count("replays") >= 2
+    )
+    whole = price_strategy(stopped, "mini", Cluster("v100", 2, 2))
+    assert not stopped.is_complete
+    assert stopped.predicted_s == pytest.approx(whole.predicted_s, rel=1e-12)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]

@@ -26,6 +26,7 @@ from terapipe_ds.attention.backends.flash_attn import (
     cuda_capability,
     cuda_refusal,
 )
+from terapipe_ds.messages import logger
 
 _aten = torch.ops.aten
 _MOST_SHAPES = 128  # for which cuDNN builds plans: of lengths that vary, most are new
@@ -159,6 +160,8 @@ class Cudnn(BlockKernel):
         """Attend in two calls, to the prefix and to the slice's own tokens."""
         shape = queries.q.shape, queries.start, queries.keys.stride()
         if queries.q.shape[2] > 1 and (shape in self._shapes or len(self._shapes) < _MOST_SHAPES):
+            if shape not in self._shapes and len(self._shapes) == _MOST_SHAPES - 1:
+                logger.info("sliced attention: cudnn has plans for %d shapes; others take cuda_flash", _MOST_SHAPES)
             self._shapes.add(shape)
             return super().forward(queries)
         attended = self._flash.forward(queries)

@@ -313,17 +313,21 @@ def test_cudnn_takes_a_dense_call_and_a_causal_one(heads: tuple[int, int], lengt
     assert ops.calls == expected
 
 
-def test_cudnn_leaves_shapes_after_many_others_to_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnn_leaves_shapes_after_many_others_to_another_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It builds a plan for each shape."""
     monkeypatch.setattr(fused, "_MOST_SHAPES", 2)
     kernel, ops = Cudnn(), TorchOps()
     monkeypatch.setattr(kernel, "_flash", Reference())
     monkeypatch.setattr(fused, "_aten", ops)
+    caplog.set_level(logging.INFO, logger="terapipe_ds")
     for tokens, start, is_known in ((5, 0, True), (5, 3, True), (4, 3, False), (5, 3, True), (5, 4, False)):
         ops.calls.clear()
         inputs = first_use.random_queries((2, 4, 2, tokens, start), 8, torch.device("cpu"), torch.float64)
         assert first_use._error(kernel.forward, kernel.backward, *inputs) < 1e-5
         assert bool(ops.calls) is is_known
+    assert caplog.text.count("cudnn has plans for 2 shapes; others take cuda_flash") == 1
 
 
 def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

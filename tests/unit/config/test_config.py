@@ -432,6 +432,8 @@ def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tup
     assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
     given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
     assert given.granularity_for(9) == math.lcm(8, multiple)
+    for listed in ({"slices": [96, 192]}, {"slices": [96, 192], "granularity_tokens": 64}):  # measured with it, too
+        assert read(listed).with_multiple(multiple).granularity_for(288) % multiple == 0
 
 
 @pytest.mark.parametrize(

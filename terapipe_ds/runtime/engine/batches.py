@@ -357,13 +357,11 @@ class BatchEnd:
             raise SliceLossError(f"step {step}: {found.problem}{again}. Nothing was updated in this step")
         logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)
 
-    def before_step(self) -> None:
-        """Mark gradients for the norm, and report the operations of the batch."""
+    def step(self, step: Callable[[], None]) -> None:
+        """Let the optimizer step, whose norm reads marks; then copies of a part that it may update apart are equal."""
         mark_gradients(self._engine.module, self._engine.optimizer)
         if self._stage.flops is not None:
             self._stage.flops.report()
-
-    def after_step(self) -> None:
-        """Make the copies of a part equal again, if an optimizer may update them differently."""
+        step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)

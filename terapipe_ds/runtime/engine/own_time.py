@@ -12,13 +12,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.schedule.action import Action, Kind
-
-_NOTHING = nullcontext()
 
 
 class OwnTime:
@@ -63,12 +61,9 @@ class OwnTime:
         if self.is_on:
             self._layers_s += time.thread_time() - self._layers_begin_s
 
-    def layers(self) -> AbstractContextManager[None]:
-        """Count the block as time of the layers."""
-        return self._layers() if self.is_on else _NOTHING
-
     @contextmanager
-    def _layers(self) -> Iterator[None]:
+    def layers(self) -> Iterator[None]:
+        """Count the block as time of the layers."""
         self.layers_begin()
         yield
         self.layers_end()

@@ -258,7 +258,11 @@ def _move_layers(module: Any, moves: Moves, built: Mapping[LayerName, Any]) -> N
     for name, (source, targets) in moves.items():
         for target in targets:
             if module.stage_id == source:
-                values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]
+                # some have no values yet, and get them there (`module.laid_out`)
+                values = [
+                    (key, None if getattr(t, "is_unread", False) else t.detach().cpu().clone(), t.requires_grad)
+                    for key, t in _tensors(built[name]).items()
+                ]
                 sent = [_form_of(built[name]), values]
                 torch_dist.send_object_list(sent, dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
@@ -305,11 +309,6 @@ def _num_hooks(tensor: Tensor) -> int:
     if getattr(tensor, "is_unread", False):  # any hook would have read it
         return 0
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
-def _value_of(tensor: Tensor) -> Tensor | None:
-    """Return the values to send for a tensor; None: it has none yet, and gets some there (`module.laid_out`)."""
-    return None if getattr(tensor, "is_unread", False) else tensor.detach().cpu().clone()
 
 
 def _tensors(layer: Any) -> dict[str, Tensor]:

@@ -109,10 +109,6 @@ class Layout:
                 wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
 
-    def own_wire(self, part_id: int) -> WireEnds:
-        """Return the wire from the home of a part to the home of the next part, which is on another stage."""
-        return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
-
     def tag(self, ends: WireEnds) -> int:
         """Return a tag that tells a wire's messages from others between the same two stages, in the same direction."""
         _, source_chunk, _, target_chunk = ends

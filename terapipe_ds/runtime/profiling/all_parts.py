@@ -6,6 +6,7 @@ together, one part after the other if they hold several, and then try their link
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -223,7 +224,8 @@ def _measure_links(
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     for part in times.values():
         part.message_s.update(dict.fromkeys(chosen, 0.0))
-    ways = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
+    homes = [layout.homes(part_id)[0] for part_id in range(layout.num_parts)]
+    ways = ((part_id, (*ends[0], *ends[1])) for part_id, ends in enumerate(itertools.pairwise(homes)))
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):

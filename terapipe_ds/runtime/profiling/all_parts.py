@@ -34,7 +34,7 @@ from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of, shortest_slice_on
 from terapipe_ds.runtime.links.channel import ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
@@ -105,7 +105,8 @@ def measure_parts(
         timers = {place: _timer(stage, place, micro_batch, shape, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
     # every part runs the same lengths in the same order, because peers meet inside the layers
-    lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
+    points = grid(sequence_length, granularity, shortest_slice_on(engine.module))
+    lengths = sorted({tokens for tokens, _ in points})
     try:
         with (
             untouched(engine.module, engine.weight_gradients.sums),

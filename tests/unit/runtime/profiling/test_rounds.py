@@ -11,15 +11,16 @@ from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, undisturbed
 
 
-@given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
-def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int) -> None:
-    points = grid(length, granularity)
+@given(length=st.integers(1, 5000), granularity=st.integers(1, 300), shortest=st.integers(1, 4))
+def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int, shortest: int) -> None:
+    points = grid(length, granularity, shortest)
     assert len(set(points)) == len(points)
-    assert all(tokens >= 1 and prefix >= 0 and tokens + prefix <= length for tokens, prefix in points)
+    fewest = min(shortest, length)
+    assert all(tokens >= fewest and prefix >= 0 and tokens + prefix <= length for tokens, prefix in points)
     bases = sorted(tokens for tokens, prefix in points if prefix == 0)
-    assert bases[0] == min(granularity, length) and bases[-1] == length
+    assert bases[0] == min(max(granularity, shortest), length) and bases[-1] == length
     assert all(b <= 2 * a for a, b in itertools.pairwise(bases))  # no gap to fill in is large
-    if length > granularity:  # there are plans of two slices, whose second one has a prefix
+    if length > max(granularity, shortest):  # there are plans of two slices, whose second one has a prefix
         assert any(tokens + prefix == length and prefix > 0 for tokens, prefix in points)
     assert sum(tokens for tokens, _ in points) <= 5 * length  # a round costs less than five sequences
 

@@ -34,12 +34,10 @@ class OwnTime:
         self.is_on = training and self._num_batches == 2 and get_accelerator().is_synchronized_device()
 
     def close_batch(self) -> None:
-        """Stop measuring."""
         self.is_on = False
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Measure one F or B."""
         self.input_is_here()
         self._layers_begin_s, self._layers_s = self._begin_s, 0.0
         yield
@@ -57,7 +55,6 @@ class OwnTime:
             self._layers_begin_s = time.thread_time()
 
     def layers_end(self) -> None:
-        """Count again."""
         if self.is_on:
             self._layers_s += time.thread_time() - self._layers_begin_s
 

@@ -82,7 +82,6 @@ class DeviceClock:
         self._last_s = 0.0
 
     def now(self) -> Any:
-        """Record an event."""
         event = self._new_event(enable_timing=True)
         event.record()
         return event

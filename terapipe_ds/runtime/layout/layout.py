@@ -84,7 +84,6 @@ class Layout:
 
     @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
-        """Return the stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:

@@ -43,7 +43,6 @@ class _KindRun:
         return all(least <= size <= largest for size, (least, largest) in both)
 
     def add(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """Count a batch with these sizes."""
         self.count += 1
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]

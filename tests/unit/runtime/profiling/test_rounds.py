@@ -1,5 +1,6 @@
 """Which slices are measured, in which order, how often, and what is made of the times."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, undisturbed
+from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, noise_warning, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300), shortest=st.integers(1, 4))
@@ -129,3 +131,11 @@ def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[flo
     (sample,) = measured(stage, [(1024, 0)], 1024, stages=4, processor_s=lambda: stage.processor_s).samples()
     assert (sample.forward_s, sample.backward_s) == (1024, 2048)
     assert sample.forward_spread > rounds.WIDE_SPREAD
+
+
+def test_a_busy_machine_is_told_by_its_worst_slice() -> None:
+    quiet, busy = CostSample(64, 0, 1.0, 2.0, 0.1, 0.15, 3), CostSample(32, 64, 1.0, 2.0, 0.2, 0.4, 3)
+    assert noise_warning([quiet, busy]) is None, "half of them is not most"
+    text = noise_warning([quiet, busy, dataclasses.replace(busy, prefix=0, backward_spread=0.1)])
+    assert text is not None
+    assert "2 of 3 measured slices vary by more than 15% (the worst, 32 tokens after 64, by 40%)" in text

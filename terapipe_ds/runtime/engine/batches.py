@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -311,16 +310,8 @@ class BatchEnd:
     """Act before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
-        self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
         self._engine, self._layout, self._stage = engine, layout, stage
         self._had_nan = False  # a loss of the previous training batch was NaN
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of the block to `closing_s`."""
-        begin_s = time.perf_counter()
-        yield
-        self.closing_s += time.perf_counter() - begin_s
 
     def before_sums(self) -> None:
         """Refuse losses of NaN, let ranks agree that all is finite, and run the module's own hook `before_reduce`.

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -107,6 +107,7 @@ class TeraPipeEngine(ModelEndsEngine):
     """
 
     reads_terapipe_section = True  # `compat.unread_section` reads it
+    closing_s = 0.0  # that sums of gradients and optimizer took in the last batch, on this rank
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     # by micro-batch of the next batch, the labels that its loss is divided by under "mean_of_step"; None: counted here
     step_label_counts: Sequence[float] | None = None
@@ -287,11 +288,6 @@ class TeraPipeEngine(ModelEndsEngine):
         return super().__getattr__(name)
 
     @property
-    def closing_s(self) -> float:
-        """Return the seconds that sums of gradients and optimizer took in the last batch, on this rank."""
-        return self._batch_end.closing_s
-
-    @property
     def tracer(self) -> ActionTracer:
         """Return the tracer of this rank's computations; a benchmark may set one of its own."""
         return self._stage.tracer
@@ -331,7 +327,7 @@ class TeraPipeEngine(ModelEndsEngine):
         batch = self._incoming.next(num_micro_batches, training)
         self._batch.begin(batch, self.global_steps + 1)
         self._steps.begin(batch)
-        self._batch_end.closing_s = 0.0
+        self.closing_s = 0.0
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
@@ -363,9 +359,10 @@ class TeraPipeEngine(ModelEndsEngine):
         stage.watchdog.note(action)
         execute = self._ACTIONS[action.kind]
         if self._batch.is_observed or action.kind in CLOSING:
-            timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
-            with self._batch.observed(action), timed:
+            begin_s = time.perf_counter()
+            with self._batch.observed(action):
                 execute(self, action)
+            self.closing_s += (time.perf_counter() - begin_s) * (action.kind in CLOSING)
         else:
             execute(self, action)
         if self._written is not None:

@@ -38,7 +38,6 @@ def schedule_problems(section: TeraPipeConfig) -> Iterator[str]:
 
 
 def _file_problems(name: str, chunks: int, slices: object) -> Iterator[str]:
-    """Yield the problems of a schedule in a file."""
     shown, file = shown_value(name, "schedule"), show_value(name)
     try:
         schedule = load(name)

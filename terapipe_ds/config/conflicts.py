@@ -34,10 +34,6 @@ def _exceeds_one(value: Any) -> bool:
         return False  # not a number: DeepSpeed's own validation reports it
 
 
-def _is_off(value: Any) -> bool:
-    return isinstance(value, int | float) and not value
-
-
 def _is_given(value: Any) -> bool:
     return value is not None and value is not False
 
@@ -46,17 +42,8 @@ def _offloads(value: Any) -> bool:
     return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
 
 
-def _has_more_than_a_size(value: Any) -> bool:
-    return isinstance(value, dict) and bool(value.keys() - {"autotp_size"})
-
-
 _OF_PIPELINE = ("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned",
                 "grad_partitioned", "use_reentrant")  # fmt: skip
-
-
-def _has_unknown_keys(value: Any) -> bool:
-    return isinstance(value, dict) and not value.keys() <= {*_OF_PIPELINE}
-
 
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
@@ -70,9 +57,10 @@ CONFLICTS = (
              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
     Conflict("compile.deepcompile", is_on,
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    Conflict("tensor_parallel", _has_more_than_a_size,
+    Conflict("tensor_parallel", lambda value: isinstance(value, dict) and bool(value.keys() - {"autotp_size"}),
              "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
-    Conflict("pipeline", _has_unknown_keys, "it has a key that DeepSpeed silently ignores",
+    Conflict("pipeline", lambda value: isinstance(value, dict) and not value.keys() <= {*_OF_PIPELINE},
+             "it has a key that DeepSpeed silently ignores",
              f"its keys are {', '.join(_OF_PIPELINE)}"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
@@ -88,7 +76,7 @@ CONFLICTS = (
     Conflict("autotuning.enabled", is_on,
              "DeepSpeed's autotuner tries ZeRO stages and micro-batch sizes, and ends the job in the midst of a batch",
              "set it to false"),
-    Conflict("managed_gradient_accumulation", _is_off,
+    Conflict("managed_gradient_accumulation", lambda value: isinstance(value, int | float) and not value,
              "DeepSpeed's pipelines decide themselves when the backward passes of a step are complete",
              "remove it or set it to true"),
 )  # fmt: skip

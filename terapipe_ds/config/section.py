@@ -125,7 +125,7 @@ class TeraPipeConfig(StrictModel):
         None, description="a number > 0, the dense peak of one device in 10^12 FLOP/s, or null"
     )
     _strategy: Strategy | None = PrivateAttr(None)
-    _multiple: int = PrivateAttr(1)  # slices are multiples of it where the config does not set the granularity
+    _multiple: int = PrivateAttr(1)  # of the lengths of slices
 
     def __init__(self, /, **section: Any) -> None:
         problems: dict[Path, str] = {}
@@ -226,8 +226,8 @@ class TeraPipeConfig(StrictModel):
         try:
             return SlicePlan.equal(sequence_length, number, granularity)
         except PlanError as error:
-            key = "granularity_tokens" if granularity > sequence_length else "slices"
-            raise TeraPipeConfigError(f"{shown_value(getattr(self, key), key)}: {error}") from None
+            key, value = ("granularity_tokens", granularity) if granularity > sequence_length else ("slices", number)
+            raise TeraPipeConfigError(f"{shown_value(value, key)}: {error}") from None
 
     def plans_for(self, sequence_length: int, num_micro_batches: int) -> tuple[SlicePlan, ...]:
         """Return the plan of each micro-batch; raise as `plan_for`, or where `slices` lists another number of plans."""
@@ -276,12 +276,11 @@ class TeraPipeConfig(StrictModel):
         number of slices fits, and is at most the length of the sequence. Listed slices may be shorter: the costs of all
         of them count.
         """
-        granularity = self.granularity_tokens
+        granularity = math.lcm(self.granularity_tokens, self._multiple)
         if self.listed_slices:
             return min(granularity, sequence_length, *map(min, self.listed_slices))
         if "granularity_tokens" in self.model_fields_set:
             return granularity
-        granularity = math.lcm(granularity, self._multiple)
         fewest = self.slices if isinstance(self.slices, int) else 1
         while -(-sequence_length // granularity) < fewest and granularity % (2 * self._multiple) == 0:
             granularity //= 2
@@ -295,20 +294,16 @@ class TeraPipeConfig(StrictModel):
 
     def with_multiple(self, multiple: int) -> TeraPipeConfig:
         """Return the config for layers whose slices must be multiples of `multiple` tokens; listed slices stay."""
-        if multiple == 1 or isinstance(self.slices, tuple):
-            return self
-        if "granularity_tokens" in self.model_fields_set:
-            return self.model_copy(update={"granularity_tokens": math.lcm(self.granularity_tokens, multiple)})
         config = self.model_copy()
         config._multiple = multiple  # noqa: SLF001 (of a copy of itself)
         return config
 
     def check_granularity(self, sequence_length: int) -> None:
         """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
-        if self.granularity_for(sequence_length) > sequence_length:
+        if (granularity := self.granularity_for(sequence_length)) > sequence_length:
             problem = f"larger than a sequence of {sequence_length} tokens"
             fix = f"give at most {sequence_length}, or longer sequences"
-            raise TeraPipeConfigError(f"{shown_value(self.granularity_tokens, 'granularity_tokens')}: {problem}; {fix}")
+            raise TeraPipeConfigError(f"{shown_value(granularity, 'granularity_tokens')}: {problem}; {fix}")
 
     @property
     def is_stock_order(self) -> bool:

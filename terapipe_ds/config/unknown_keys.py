@@ -69,7 +69,6 @@ def _names_in(allowed: str) -> list[str]:
 
 
 def unknown_key(path: Path, value: Any, models: Models) -> str:
-    """Return the problem of an unknown key, with the nearest known one."""
     known = {key: (*parent, key) for parent, model in models.items() for key in model.model_fields}
     close = closest(show_key(path[-1]).strip().lower(), known)
     hint = f"known keys: {', '.join(models[path[:-1]].model_fields)}"

@@ -17,7 +17,6 @@ EXTRAS = {
 
 
 def python() -> Iterator[Line]:
-    """Report the version of Python."""
     running = f"{sys.version_info[0]}.{sys.version_info[1]}"
     tested = versions.TESTED_PYTHONS
     if running in tested:

@@ -349,6 +349,16 @@ def test_listed_slices_of_one_token_are_refused_before_the_first_step(family: st
         assert "terapipe.slices = [4, 1, 3]: a slice has 1 token" in text and "slices of 2 tokens or more" in text
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("family", known("mamba2"))
+def test_no_slice_of_one_token_is_measured(family: str) -> None:
+    """The second of two slices would be one: the granularity is 64."""
+    job: dict[str, Any] = {"job": train_short_slices, "family": family, "lengths": (65,), "slices": "auto"}
+    run = rank_pool(2).run(engines.with_few_rounds, **job)
+    assert [refusal for _, refusal in run] == ["", ""]
+    assert not engines.violations([errors for errors, _ in run])
+
+
 def test_a_summed_loss_can_count_as_num_items_in_batch_does() -> None:
     """Follow the docs, with micro-batches whose numbers of labels differ a lot."""
     assert not engines.violations(rank_pool(2).run(divide_by_all_items))

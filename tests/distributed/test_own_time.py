@@ -39,7 +39,7 @@ def job(settings: dict[str, Any], dtype: str, **changes: Any) -> tuple[list[floa
             for batch in engines.batches(4):
                 engines.train(engine, [batch])
                 slices.append(list(engine.slice_plan(engines.LENGTH).lengths))
-            found = [seconds for both in engine.own_seconds().values() for seconds in both]
+            found = [seconds for both in engine.own_time.of_parts().values() for seconds in both]
     return found, lines, slices
 
 

@@ -279,6 +279,7 @@ class TestSequenceRanks:
         [
             pytest.param({"slices": "auto"}, id="slices"),
             pytest.param({"slices": "auto", "schedule": "auto"}, marks=pytest.mark.full, id="schedule"),
+            pytest.param({"slices": [6, 2, 4], "schedule": "auto"}, id="listed"),
         ],
     )
     def test_slices_are_planned_from_measured_shares(self, changes: dict[str, Any], tmp_path: Path) -> None:

@@ -153,14 +153,14 @@ def _in_multiples(terapipe: dict[str, Any], length: int, by_hand: list[int]) -> 
         _, odd = engines.step_error(engine, engines.batches(1, length=length - 1)[0])
         _, refused = engines.raised_by(lambda: engine.use_slice_plan(SlicePlan(tuple(by_hand))))
         assert "slice_length_multiple" in refused
-        return lengths, engine.terapipe_config.granularity_tokens, odd, refused
+        return lengths, engine.terapipe_config.granularity_for(length), odd, refused
 
 
 @pytest.mark.parametrize(
     ("changes", "lengths", "granularity_tokens"),
     [
         ({"slices": 3, "granularity_tokens": 3}, [12, 6, 4], 6),  # 22 tokens are 4 granules of 6, the last one partial
-        ({"slices": [2, 20]}, [2, 20], 1),
+        ({"slices": [2, 20]}, [2, 20], 2),
         ({"slices": "auto", "granularity_tokens": 5}, None, 10),
         ({"slices": 3}, [8, 8, 6], 2),
     ],

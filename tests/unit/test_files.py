@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,6 +20,7 @@ import pytest
 import terapipe_ds
 from terapipe_ds.files.atomic import check_writable, sync, write_atomically, write_text
 from terapipe_ds.files.bounded import MAX_BYTES, read_bytes, unpacked
+from terapipe_ds.files.strict_json import JsonError, parse_json
 
 PACKAGE = Path(terapipe_ds.__file__).parent
 WRITING_METHODS = {"write_text", "write_bytes", "savefig", "tofile"}
@@ -248,3 +250,19 @@ def test_every_file_is_written_by_the_helper() -> None:
 def test_bare_writes_are_seen(source: str) -> None:
     good = "open(path); path.open('rb'); write_text(path, text); open(os.devnull, 'w')"
     assert len(list(bare_writes(f"{good}; write_atomically(path, lambda t: figure.savefig(t)); {source}"))) == 1
+
+
+@pytest.mark.parametrize(("text", "reason"), [
+    ('{"a": 1, "b": {"c": 1, "c": 2}}', "the key 'c' occurs twice in one object"),
+    (None, "it is None, and no text"),
+    ("[1,", "EOF while parsing"),
+    (b'"\xff"', "invalid unicode"),
+    (f"[{'1,' * 1_000_001}1]", "it has 1,000,001 values, more than the 1,000,000 that are read"),
+    ("[" * 300 + "]" * 300, "recursion limit exceeded"),
+    (f"[{'[],' * 200_000}[]]", "it has 200,002 lists and objects, more than the 200,000 that are read"),
+    (f"[{'9' * 5000}]", "number out of range"),
+], ids=lambda each: str(each)[:20])  # fmt: skip
+def test_what_is_no_usable_json_is_refused_with_the_reason(text: Any, reason: str) -> None:
+    with pytest.raises(JsonError, match=reason):
+        parse_json(text)
+    assert parse_json(b'\xef\xbb\xbf{"a": [1, null]}') == {"a": [1, None]}

@@ -230,8 +230,7 @@ class Stages:
         if sequence.size == 1:
             return of_pipeline
         # each has the sums of its own tokens, or none if no label counts there
-        of_ranks = [of_pipeline] * sequence.size
-        torch_dist.all_gather_object(of_ranks, of_pipeline, group=sequence.group)
+        of_ranks = gather(of_pipeline, sequence.group)
         parts = {index: [sums[index] for sums in of_ranks if index in sums] for index in set().union(*of_ranks)}
         return {index: [math.fsum(of_one) for of_one in zip(*each, strict=True)] for index, each in parts.items()}
 

@@ -66,7 +66,6 @@ class MicroBatchInFlight:
     all_weights: tuple[float, ...] = ()
 
     def to(self, device: torch.device) -> None:
-        """Bring inputs and labels to the device."""
         if self.inputs is not None:
             self.inputs = self.inputs.to(device)
         if self.labels is not None:
@@ -126,7 +125,6 @@ class BatchInFlight:
         self.live_peak = max(self.live_peak, len(self.slices))
 
     def get(self, key: Key) -> SliceInFlight:
-        """Return a live slice."""
         if key not in self.slices:
             raise InFlightError(f"slice {key[1]}.{key[2]} is not live on stage {self.stage_id} (part {key[0]})")
         return self.slices[key]
@@ -174,11 +172,9 @@ class PartInFlight:
         self._sends_outputs, self._sends_gradients = sends_outputs, sends_gradients
 
     def key(self, action: Action) -> Key:
-        """Return the key of the slice that `action` works on."""
         return self._place.part_id, action.micro_batch_id, action.slice_id
 
     def get(self, action: Action) -> SliceInFlight:
-        """Return the live slice that `action` works on."""
         return self.batch.get(self.key(action))
 
     def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:

@@ -217,7 +217,8 @@ class BatchSource:
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
         if self._config.is_stock_order and self._tells_nothing(labels):
-            length = _length_of(inputs, self._config.sequence_dim)
+            tensors, dim = inputs if isinstance(inputs, (tuple, list)) else (inputs,), self._config.sequence_dim
+            length = next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
             return UncutLabels((), (), 0, False, _copied(labels), length)
         if not _is_absent(labels):
             return self._labels_of(_copied(labels))
@@ -350,9 +351,3 @@ def _copied(data: Any) -> Any:
     if isinstance(data, (tuple, list)) and all(torch.is_tensor(t) for t in data):
         return tuple(map(_copied, data))
     return {key: _copied(value) for key, value in data.items()} if type(data) is dict else data
-
-
-def _length_of(inputs: Any, dim: int) -> int:
-    """Return the size of the first input that has the dimension; 1 if none has it, or its size is 0."""
-    tensors = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
-    return next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)

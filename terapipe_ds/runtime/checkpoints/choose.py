@@ -52,7 +52,11 @@ def find_checkpoint(
 
     def choose() -> ChosenCheckpoint:
         try:
-            return _universal(folder, tag) if is_universal else choose_checkpoint(folder, tag, with_optimizer, damaged)
+            if not is_universal:
+                return choose_checkpoint(folder, tag, with_optimizer, damaged)
+            latest = folder / "latest_universal"
+            named = _read_tag(latest) if tag is None and latest.is_file() else tag
+            return ChosenCheckpoint(named, named)
         except (OSError, ValueError) as error:
             raise CheckpointError(str(error)) from error
 
@@ -119,13 +123,6 @@ def _names_without_list(place: Path, with_optimizer: bool) -> list[str]:
     paths = [path.relative_to(place) for path in place.rglob("*.pt") if not path.is_dir()]
     ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]
     return sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
-
-
-def _universal(folder: Path, tag: str | None) -> ChosenCheckpoint:
-    latest = folder / "latest_universal"
-    if tag is None and latest.is_file():
-        tag = _read_tag(latest)
-    return ChosenCheckpoint(tag, tag)
 
 
 def _read_tag(latest: Path) -> str:

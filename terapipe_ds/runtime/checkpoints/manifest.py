@@ -29,7 +29,6 @@ class CheckpointError(ValueError):
 
 
 def checksum_of(path: Path) -> str:
-    """Return the checksum of a file's bytes."""
     with path.open("rb", buffering=0) as file:
         return f"xxh3:{hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()}"  # type: ignore[type-var]
 
@@ -105,7 +104,6 @@ class Manifest(BaseModel):
         return in_short(problems)
 
     def names(self, with_optimizer: bool = True) -> list[str]:
-        """Return the files to load."""
         return sorted(name for name in self.files if with_optimizer or not name.endswith(OPTIMIZER_FILES))
 
     def damage(self, folder: Path, name: str) -> str | None:

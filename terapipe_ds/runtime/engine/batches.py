@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -311,16 +310,8 @@ class BatchEnd:
     """Act before and after DeepSpeed sums gradients and steps the optimizer, once per training batch."""
 
     def __init__(self, engine: PipelineEngine, layout: Layout, stage: Stage) -> None:
-        self.closing_s = 0.0  # of the actions in `CLOSING`, in the last batch on this rank
         self._engine, self._layout, self._stage = engine, layout, stage
         self._had_nan = False  # a loss of the previous training batch was NaN
-
-    @contextmanager
-    def timed(self) -> Iterator[None]:
-        """Add the time of the block to `closing_s`."""
-        begin_s = time.perf_counter()
-        yield
-        self.closing_s += time.perf_counter() - begin_s
 
     def before_sums(self) -> None:
         """Refuse losses of NaN, let ranks agree that all is finite, and run the module's own hook `before_reduce`.
@@ -357,13 +348,11 @@ class BatchEnd:
             raise SliceLossError(f"step {step}: {found.problem}{again}. Nothing was updated in this step")
         logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)
 
-    def before_step(self) -> None:
-        """Mark gradients for the norm, and report the operations of the batch."""
+    def step(self, step: Callable[[], None]) -> None:
+        """Let the optimizer step, whose norm reads marks; then copies of a part that it may update apart are equal."""
         mark_gradients(self._engine.module, self._engine.optimizer)
         if self._stage.flops is not None:
             self._stage.flops.report()
-
-    def after_step(self) -> None:
-        """Make the copies of a part equal again, if an optimizer may update them differently."""
+        step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)

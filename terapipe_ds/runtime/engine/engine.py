@@ -42,14 +42,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.runtime.utils import clip_grad_norm_
 
-from terapipe_ds.attention import SliceStore
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError
@@ -69,7 +68,6 @@ from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
 from terapipe_ds.runtime.engine.trained_parameters import pass_over_numbers
 from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
-from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, problem_of_tied_gradients, sum_gradients
 from terapipe_ds.runtime.links.choose_formats import packed_wires
@@ -81,7 +79,8 @@ from terapipe_ds.runtime.profiling.profiles import require_profile
 from terapipe_ds.schedule.action import Action, Kind
 
 _WITH_GROUPS = (
-    "_groups", "_wires", "_stage", "_plans", "_incoming", "_parts", "_batch", "_batch_end", "_steps", "_checkpoints"
+    "_groups", "_wires", "_stage", "_plans", "_incoming", "_parts", "_batch", "_batch_end", "_steps", "_checkpoints",
+    "slice_store", "weight_gradients",
 )  # fmt: skip
 
 
@@ -108,6 +107,7 @@ class TeraPipeEngine(ModelEndsEngine):
     """
 
     reads_terapipe_section = True  # `compat.unread_section` reads it
+    closing_s = 0.0  # that sums of gradients and optimizer took in the last batch, on this rank
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     # by micro-batch of the next batch, the labels that its loss is divided by under "mean_of_step"; None: counted here
     step_label_counts: Sequence[float] | None = None
@@ -129,7 +129,7 @@ class TeraPipeEngine(ModelEndsEngine):
         setup = EngineSetup.of(kwargs)
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
-        self._own_time = setup.own_time
+        self.own_time = setup.own_time
         with neighbours_staged():
             by_setup = {"model_parameters": setup.parameters, "optimizer": setup.optimizer}
             super().__init__(*args, **{**kwargs, **by_setup})
@@ -142,6 +142,7 @@ class TeraPipeEngine(ModelEndsEngine):
         # build the objects that the actions work with, then those that draw batches for them
         self._wires = packed_wires(wires, self.terapipe_config, self._layout)
         self._stage = stage = build_stage(self, setup, groups, self._wires)
+        self.slice_store, self.weight_gradients = stage.store, stage.weight_gradients
         groups.leave_hangs_to_watchdog()
         self._plans = Plans(to_plan, self._wires, stage.watchdog.note)
         self._parts = tuple(PartRunner(stage, place) for place in self._layout.places(self.stage_id))  # by chunk
@@ -287,25 +288,6 @@ class TeraPipeEngine(ModelEndsEngine):
         return super().__getattr__(name)
 
     @property
-    def slice_store(self) -> SliceStore:
-        """Return the store of keys, values and their gradients."""
-        return self._stage.store
-
-    @property
-    def weight_gradients(self) -> WeightGradients:
-        """Return the weight gradients that layers compute themselves."""
-        return self._stage.weight_gradients
-
-    @property
-    def closing_s(self) -> float:
-        """Return the seconds that sums of gradients and optimizer took in the last batch, on this rank."""
-        return self._batch_end.closing_s
-
-    def own_seconds(self) -> dict[int, tuple[float, float]] | None:
-        """Return the engine's own time in an F and a B of each part here; None until it has been measured."""
-        return self._own_time.of_parts()
-
-    @property
     def tracer(self) -> ActionTracer:
         """Return the tracer of this rank's computations; a benchmark may set one of its own."""
         return self._stage.tracer
@@ -345,7 +327,7 @@ class TeraPipeEngine(ModelEndsEngine):
         batch = self._incoming.next(num_micro_batches, training)
         self._batch.begin(batch, self.global_steps + 1)
         self._steps.begin(batch)
-        self._batch_end.closing_s = 0.0
+        self.closing_s = 0.0
         return batch.schedule.for_stage(self.stage_id)
 
     def _exec_schedule(self, pipe_schedule: Any) -> None:
@@ -377,9 +359,10 @@ class TeraPipeEngine(ModelEndsEngine):
         stage.watchdog.note(action)
         execute = self._ACTIONS[action.kind]
         if self._batch.is_observed or action.kind in CLOSING:
-            timed = self._batch_end.timed() if action.kind in CLOSING else nullcontext()
-            with self._batch.observed(action), timed:
+            begin_s = time.perf_counter()
+            with self._batch.observed(action):
                 execute(self, action)
+            self.closing_s += (time.perf_counter() - begin_s) * (action.kind in CLOSING)
         else:
             execute(self, action)
         if self._written is not None:
@@ -409,19 +392,14 @@ class TeraPipeEngine(ModelEndsEngine):
             refuse_in_batch(problem, self._groups.world)
             refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 
-    def _optimizer_step(self, action: Action) -> None:
-        self._batch_end.before_step()
-        self._exec_optimizer_step()
-        self._batch_end.after_step()
-
     # DeepSpeed calls these two around autograd in a B
 
     def _backward_prologue(self) -> None:
         super()._backward_prologue()
-        self._own_time.layers_begin()
+        self.own_time.layers_begin()
 
     def _backward_epilogue(self) -> None:
-        self._own_time.layers_end()
+        self.own_time.layers_end()
         super()._backward_epilogue()
 
     steps_per_print = steps_between_prints
@@ -452,5 +430,5 @@ class TeraPipeEngine(ModelEndsEngine):
         Kind.SEND_GRAD: _on_its_part(PartRunner.send_gradients),
         Kind.REDUCE_TIED_GRADS: _reduce_tied_grads,
         Kind.REDUCE_GRADS: lambda self, action: self._exec_reduce_grads(),
-        Kind.OPTIMIZER_STEP: _optimizer_step,
+        Kind.OPTIMIZER_STEP: lambda self, action: self._batch_end.step(self._exec_optimizer_step),
     }

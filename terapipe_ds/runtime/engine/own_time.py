@@ -12,13 +12,11 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.schedule.action import Action, Kind
-
-_NOTHING = nullcontext()
 
 
 class OwnTime:
@@ -36,12 +34,10 @@ class OwnTime:
         self.is_on = training and self._num_batches == 2 and get_accelerator().is_synchronized_device()
 
     def close_batch(self) -> None:
-        """Stop measuring."""
         self.is_on = False
 
     @contextmanager
     def around(self, action: Action) -> Iterator[None]:
-        """Measure one F or B."""
         self.input_is_here()
         self._layers_begin_s, self._layers_s = self._begin_s, 0.0
         yield
@@ -59,16 +55,12 @@ class OwnTime:
             self._layers_begin_s = time.thread_time()
 
     def layers_end(self) -> None:
-        """Count again."""
         if self.is_on:
             self._layers_s += time.thread_time() - self._layers_begin_s
 
-    def layers(self) -> AbstractContextManager[None]:
-        """Count the block as time of the layers."""
-        return self._layers() if self.is_on else _NOTHING
-
     @contextmanager
-    def _layers(self) -> Iterator[None]:
+    def layers(self) -> Iterator[None]:
+        """Count the block as time of the layers."""
         self.layers_begin()
         yield
         self.layers_end()

@@ -346,7 +346,6 @@ class PartRunner:
         slices.finish(action)
 
     def send_activation(self, action: Action) -> None:
-        """Send the outputs of the layers."""
         stage = self._stage
         stage.deepspeed.timed(PIPE_SEND_OUTPUT_TIMER, stage.links.send_activation, action, *self._outputs(action))
         self._open().finish(action)

@@ -155,7 +155,6 @@ class StepReport:
 
 
 def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
-    """Return the log line about the first training step."""
     schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
     slices = f"{counts[0]} to " * (counts[0] < counts[-1]) + many(counts[-1], "slice")
     micro_batches = many(num_micro_batches, "micro-batch")

@@ -82,7 +82,6 @@ class DeviceClock:
         self._last_s = 0.0
 
     def now(self) -> Any:
-        """Record an event."""
         event = self._new_event(enable_timing=True)
         event.record()
         return event
@@ -151,21 +150,19 @@ class Tracer:
             return
         if isinstance(clock, DeviceClock):
             clock.end()
-        times = ((action, clock.seconds(start), clock.seconds(end)) for action, start, end in self._marks)
-        self.last = tuple(event_of(action, self._stage_id, *both) for action, *both in times)
-        self._marks = []
+        events = []
+        for action, *marks in self._marks:
+            (start_s, end_s), unit = map(clock.seconds, marks), (action.micro_batch_id, action.slice_id)
+            times = start_s, max(start_s, end_s)
+            kind = action.kind.value
+            events.append(TimelineEvent(self._stage_id, str(action), *unit, kind, *times, action.chunk_id))
+        self.last, self._marks = tuple(events), []
         if not self._is_written or self._dir is None:
             return
         with self._writing.attempt():
             self._dir.mkdir(parents=True, exist_ok=True)
             timeline = Timeline(num_stages=self._num_stages, events=self.last)
             timeline.save(self._dir / timeline_file_name(step, self._rank))
-
-
-def event_of(action: Action, stage_id: int, start_s: float, end_s: float) -> TimelineEvent:
-    """Return the event of an action that ran from `start_s` to `end_s`."""
-    unit, times = (action.micro_batch_id, action.slice_id), (start_s, max(start_s, end_s))
-    return TimelineEvent(stage_id, str(action), *unit, action.kind.value, *times, action.chunk_id)
 
 
 @contextmanager

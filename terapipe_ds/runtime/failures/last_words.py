@@ -102,5 +102,4 @@ class LastWords:
         arm_timer(seconds, self._stderr)
 
     def close(self) -> None:
-        """Close the descriptor of stderr."""
         self._stderr.close()

@@ -25,7 +25,7 @@ from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, laye
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.sequence_axis import group_of
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, guessed_method, random_states_kept
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import join_copies
 from terapipe_ds.runtime.log import show_log
 
@@ -156,7 +156,10 @@ def _method_of(module: Any, layout: Layout) -> str:
             f"{len(module._layer_specs)} layers cannot be cut in {layout.num_parts} parts ({layout.num_stages} stages, "
             f"{layout.chunks_per_stage} chunks each): give fewer chunks_per_stage"
         )
-    method = getattr(module, PARTITION_METHOD, None) or guessed_method(module)
+    # nothing recorded the method if the module was built before `register`
+    stock = list(getattr(module, STOCK_BOUNDS, module.parts))
+    guessed = (each for each in ("parameters", "uniform") if bounds_by(module, each, len(stock) - 1) == stock)
+    method = getattr(module, PARTITION_METHOD, None) or next(guessed, None)
     if method is None:
         raise TeraPipeConfigError(
             "stages with several parts need the partition_method of the PipelineModule, and nothing tells it: "
@@ -258,7 +261,11 @@ def _move_layers(module: Any, moves: Moves, built: Mapping[LayerName, Any]) -> N
     for name, (source, targets) in moves.items():
         for target in targets:
             if module.stage_id == source:
-                values = [(key, _value_of(t), t.requires_grad) for key, t in _tensors(built[name]).items()]
+                # some have no values yet, and get them there (`module.laid_out`)
+                values = [
+                    (key, None if getattr(t, "is_unread", False) else t.detach().cpu().clone(), t.requires_grad)
+                    for key, t in _tensors(built[name]).items()
+                ]
                 sent = [_form_of(built[name]), values]
                 torch_dist.send_object_list(sent, dst=grid.pp_group[target], group=group)
             elif module.stage_id == target:
@@ -305,11 +312,6 @@ def _num_hooks(tensor: Tensor) -> int:
     if getattr(tensor, "is_unread", False):  # any hook would have read it
         return 0
     return len(tensor._backward_hooks or ()) + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ())
-
-
-def _value_of(tensor: Tensor) -> Tensor | None:
-    """Return the values to send for a tensor; None: it has none yet, and gets some there (`module.laid_out`)."""
-    return None if getattr(tensor, "is_unread", False) else tensor.detach().cpu().clone()
 
 
 def _tensors(layer: Any) -> dict[str, Tensor]:

@@ -84,7 +84,6 @@ class Layout:
 
     @cached_property
     def drawing_stages(self) -> tuple[int, ...]:
-        """Return the stages that draw data."""
         return tuple(sorted({*self.stages_with_end(True), *self.stages_with_end(False)}))
 
     def problem_of(self, schedule: Schedule) -> str | None:
@@ -108,10 +107,6 @@ class Layout:
                 same = [target for target in targets if target[1] == source[1]] if self.has_copies else []
                 wires += [(*source, *target) for target in same or targets if source[0] != target[0]]
         return wires
-
-    def own_wire(self, part_id: int) -> WireEnds:
-        """Return the wire from the home of a part to the home of the next part, which is on another stage."""
-        return (*self.homes(part_id)[0], *self.homes(part_id + 1)[0])
 
     def tag(self, ends: WireEnds) -> int:
         """Return a tag that tells a wire's messages from others between the same two stages, in the same direction."""

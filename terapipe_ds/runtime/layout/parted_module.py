@@ -65,7 +65,6 @@ class PartedModule(PipelineModule):
             self.activate(before)
 
     def held_layers(self) -> dict[LayerName, Any]:
-        """Return the layers of all parts on this stage."""
         return layers_by_name(self, [(part.start, part.forward_funcs) for part in self.held_parts])
 
     def stage_owner(self, layer_idx: int) -> int:

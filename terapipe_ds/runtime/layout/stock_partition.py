@@ -15,17 +15,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger as deepspeed_logger
 
 from terapipe_ds.compat.replaced import replaced
-from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS
 
 PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: the method that cut it
-
-
-def guessed_method(module: Any) -> str | None:
-    """Return a partition method that gives the cut with which a module was built."""
-    # nothing recorded the method if the module was built before `register`
-    stock = list(getattr(module, STOCK_BOUNDS, module.parts))
-    methods = ("parameters", "uniform")
-    return next((m for m in methods if bounds_by(module, m, len(stock) - 1) == stock), None)
 
 
 def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:

@@ -97,7 +97,6 @@ def _holders(module: Any, layout: Layout) -> dict[LayerName, tuple[tuple[int, ..
 
 
 def owners_of(module: Any, layout: Layout) -> dict[LayerName, int]:
-    """Return the stage that saves each layer."""
     return {name: owner for name, (_, owner) in _holders(module, layout).items()}
 
 

@@ -88,6 +88,5 @@ class MessageSpec:
 
     @staticmethod
     def decode(announcement: torch.Tensor) -> MessageSpec:
-        """Return the spec that `encode` has announced."""
         spec: MessageSpec = pickle.loads(announcement.numpy().tobytes())
         return spec

@@ -43,7 +43,6 @@ class _KindRun:
         return all(least <= size <= largest for size, (least, largest) in both)
 
     def add(self, sizes: Sequence[tuple[int, ...]]) -> None:
-        """Count a batch with these sizes."""
         self.count += 1
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
@@ -207,7 +206,10 @@ class StageLinks:
         """Return the input of F `action`, or of B a gradient for each output that requires one, once it has arrived."""
         channel = self._incoming(action)
         if channel is None:
-            return self._take(action)
+            try:
+                return self._handed.pop((action.kind, action.part_id, action.unit))
+            except KeyError:
+                raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
         message = channel.wait(action.unit)
         neighbour = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
         self._heard_from(channel.wire.peer_stage_id, action.kind, neighbour, action.unit)
@@ -260,12 +262,6 @@ class StageLinks:
         spec = MessageSpec.of(tensors, is_tuple)
         part_id = action.part_id + (1 if action.kind is Kind.FORWARD else -1)
         self._handed[action.kind, part_id, action.unit] = spec, tuple(tensor.detach() for tensor in tensors)
-
-    def _take(self, action: Action) -> tuple[MessageSpec, Tensors]:
-        try:
-            return self._handed.pop((action.kind, action.part_id, action.unit))
-        except KeyError:
-            raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
 
     def describe_wait(self, action: Action) -> Wait:
         """Describe for reports the message that an F or a B waits for, and its sender."""

@@ -30,7 +30,6 @@ class Choice:
 
     @classmethod
     def of(cls, result: PlanResult) -> Choice:
-        """Return the choice of the planner."""
         again = None if result.recompute is None else frozenset(itertools.chain(*result.recompute))
         return cls(result.plans, result.schedule, again, Prediction(result.predicted_s, result.unsliced_s))
 
@@ -39,17 +38,14 @@ class Choice:
             object.__setattr__(self, "plans", self.plans[:1])
 
     def plan_of(self, micro_batch_id: int) -> SlicePlan:
-        """Return the plan of a micro-batch."""
         return self.plans[micro_batch_id % len(self.plans)]
 
     @property
     def sequence_length(self) -> int:
-        """Return the number of tokens of the sequences."""
         return self.plans[0].sequence_length
 
     @property
     def cuts(self) -> bool:
-        """Return whether sequences are cut at all."""
         return any(plan.num_slices > 1 for plan in self.plans)
 
     def of_length(self, length: int) -> Choice:

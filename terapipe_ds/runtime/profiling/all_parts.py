@@ -6,6 +6,7 @@ together, one part after the other if they hold several, and then try their link
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -33,7 +34,7 @@ from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layout.layout import Layout, Place, rounds_of
 from terapipe_ds.runtime.layout.parted_module import activate, parameters_of_part
-from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
+from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of, shortest_slice_on
 from terapipe_ds.runtime.links.channel import ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.compression import Packing
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
@@ -104,7 +105,8 @@ def measure_parts(
         timers = {place: _timer(stage, place, micro_batch, shape, sequence_length) for place in places}
     granularity = stage.config.granularity_for(sequence_length)
     # every part runs the same lengths in the same order, because peers meet inside the layers
-    lengths = sorted({tokens for tokens, _ in grid(sequence_length, granularity)})
+    points = grid(sequence_length, granularity, shortest_slice_on(engine.module))
+    lengths = sorted({tokens for tokens, _ in points})
     try:
         with (
             untouched(engine.module, engine.weight_gradients.sums),
@@ -223,7 +225,8 @@ def _measure_links(
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     for part in times.values():
         part.message_s.update(dict.fromkeys(chosen, 0.0))
-    ways = ((part_id, layout.own_wire(part_id)) for part_id in range(layout.num_parts - 1))
+    homes = [layout.homes(part_id)[0] for part_id in range(layout.num_parts)]
+    ways = ((part_id, (*ends[0], *ends[1])) for part_id, ends in enumerate(itertools.pairwise(homes)))
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):

@@ -50,10 +50,9 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
         layers.append(_layers_of_part(list(replicas.values())))
+        # none has its bytes if a profiler ran on one rank
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
-        # with a profiler on one rank its bytes are unknown, and then no limit can be guaranteed
-        is_known = len(memories) == len(ranks)
-        memory = max(memories, key=lambda numbers: numbers["static_bytes"]) if is_known else None
+        memory = max(memories, key=lambda numbers: numbers["static_bytes"], default=None)
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
         # messages add time to the layers of a part, to F and B alike: the median of its ranks
         points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))

@@ -107,7 +107,6 @@ def device_name(device: torch.device) -> str:
 
 
 def cpu_name() -> str:
-    """Return the processor's name from Linux."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]

@@ -62,7 +62,7 @@ class Profiles:
 
         Return the largest own time in the F and B of a slice, in seconds; 0.0 if there is nothing to add.
         """
-        taken = self._engine.own_seconds()
+        taken = self._engine.own_time.of_parts()
         if self._measured_last is None or taken is None:
             return 0.0
         (size, path), self._measured_last = self._measured_last, None

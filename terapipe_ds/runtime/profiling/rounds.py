@@ -20,6 +20,7 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 Point = tuple[int, int]
@@ -73,7 +74,7 @@ def time_part(
         progress: called with the finished share, between 0 and 1.
     """
     length = timer.sequence_length
-    points = grid(length, granularity_tokens)
+    points = grid(length, granularity_tokens, shortest_slice_on(timer.module))
     # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
     processor_s = time.process_time if get_accelerator().is_synchronized_device() else None
@@ -84,13 +85,13 @@ def time_part(
     return rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
 
 
-def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
+def grid(sequence_length: int, granularity_tokens: int, shortest: int = 1) -> tuple[Point, ...]:
     """Return the points to measure: few, because the cost model fills in the rest.
 
     They are slices without a prefix from one granule, doubling, to the whole sequence, and some of these lengths with
-    prefixes up to the longest that fits.
+    prefixes up to the longest that fits. Layers cannot run fewer tokens than `shortest`, except a whole sequence.
     """
-    smallest = min(granularity_tokens, sequence_length)
+    smallest = min(max(granularity_tokens, shortest), sequence_length)
     lengths = [smallest]
     while 2 * lengths[-1] < sequence_length:
         lengths.append(2 * lengths[-1])
@@ -104,7 +105,8 @@ def grid(sequence_length: int, granularity_tokens: int) -> tuple[Point, ...]:
         if (sequence_length - tokens) // 2 >= tokens:
             contexts.append((tokens, (sequence_length - tokens) // 2))
     if not contexts and smallest < sequence_length:  # two slices; the second one is less than a granule
-        contexts.append((sequence_length - smallest, smallest))
+        second = max(sequence_length - smallest, shortest)
+        contexts.append((second, sequence_length - second))
     return tuple(dict.fromkeys(bases + contexts))
 
 

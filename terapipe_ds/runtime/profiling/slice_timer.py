@@ -196,7 +196,6 @@ class SliceTimer:
         return self.now_s() - begin_s, live
 
     def backward(self, live: LiveSlice) -> float:
-        """Return the seconds of B of a slice whose F has run."""
         begin_s = self.now_s()
         self.issue_backward(live)
         return self.now_s() - begin_s

@@ -279,9 +279,11 @@ class FirstBatchCheck:
         if self._engine.stage_id == self._layout.loss_stage:
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
             try:
-                cut = self._weighted(
-                    micro_batch, cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
-                )
+                cut = cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
+                assert micro_batch.labels is not None
+                of_cut = cut.of(micro_batch.labels), cut.plan, self._config, self._module.loss_fn
+                # if no label counts, weigh by tokens
+                cut = replace(cut, weights=weights_of(*of_cut) if any(slice_counts(*of_cut)) else cut.plan.shares)
             except Exception as error:
                 kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
@@ -300,14 +302,6 @@ class FirstBatchCheck:
             stages = self._layout.num_stages
             plan = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
         return Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
-
-    def _weighted(self, micro_batch: MicroBatchInFlight, cut: Cut) -> Cut:
-        """Return the cut with the weights of its slices' losses; if no label counts, weigh by tokens."""
-        assert micro_batch.labels is not None
-        labels, weights = cut.of(micro_batch.labels), cut.plan.shares
-        if any(slice_counts(labels, cut.plan, self._config, self._module.loss_fn)):
-            weights = weights_of(labels, cut.plan, self._config, self._module.loss_fn)
-        return replace(cut, weights=weights)
 
     def _check_parts(
         self, micro_batch: MicroBatchInFlight, result: Findings, cut: Cut, kind: type[LayerCheck] = LayerCheck

@@ -17,7 +17,7 @@ from terapipe_ds.runtime.batch.loss_weights import slice_counts, weights_of
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.cut import Cut, num_rows
 from terapipe_ds.runtime.verify.loss import LossCheck
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, TokenDim
+from terapipe_ds.runtime.verify.tokens import PerSlice, TokenDim
 
 _MOST_KINDS = 4096  # of a micro-batch: the most frequent ones
 _TOKENS = 64  # in a call, each with one kind of label
@@ -40,7 +40,12 @@ class LabelProbe:
         store = SliceStore()  # this object stays with the engine, and the other store has the buffers of a window
         slicing = replace(check.slicing, plan=SlicePlan((tokens,)), weights=(1.0,), starts=None, store=store)
         self._device = check.outputs.tensors[0].device
-        outputs = _narrowed(check.outputs, tokens)  # on the host: the memory of the device is for training
+        few = (
+            layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
+            for layout, each in zip(check.outputs.layouts, check.outputs.tensors, strict=True)
+        )
+        # on the host: the memory of the device is for training
+        outputs = replace(check.outputs, tensors=tuple(each.detach().to("cpu", copy=True) for each in few))
         self._check = replace(check, outputs=outputs, slicing=slicing, head=None)
         self._tokens, self._rows, self._seen = tokens, num_rows(check.labels), np.empty(0, np.int64)
         # special labels that are spread unevenly over unequal slices tell the means apart
@@ -248,15 +253,6 @@ def _named(labels: SliceableTensors, kinds: Tensor) -> str:
     tokens = labels.deciding.movedim(labels.dim, 0)[kinds.to(labels.deciding.device)]
     values = tokens.unique().tolist() if not tokens.is_floating_point() else []
     return ", ".join(map(str, values[:_NAMED])) + ", ..." * (len(values) > _NAMED)
-
-
-def _narrowed(outputs: Activations, tokens: int) -> Activations:
-    """Return copies of the outputs' first tokens on the host."""
-    tensors = (
-        layout.tokens_back(layout.tokens_first(each)[:tokens]) if isinstance(layout, TokenDim) else each
-        for layout, each in zip(outputs.layouts, outputs.tensors, strict=True)
-    )
-    return replace(outputs, tensors=tuple(each.detach().to("cpu", copy=True) for each in tensors))
 
 
 def _with_labels(

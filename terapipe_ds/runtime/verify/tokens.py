@@ -45,7 +45,6 @@ class TensorRanks:
         return torch.cat(everyone)
 
     def exchange(self, value: _T) -> list[_T]:
-        """Return the values of all ranks."""
         return [value] if self.group is None else gather(value, self.group)
 
     def first(self, value: _T | None) -> _T | None:

@@ -432,6 +432,8 @@ def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tup
     assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
     given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
     assert given.granularity_for(9) == math.lcm(8, multiple)
+    for listed in ({"slices": [96, 192]}, {"slices": [96, 192], "granularity_tokens": 64}):  # measured with it, too
+        assert read(listed).with_multiple(multiple).granularity_for(288) % multiple == 0
 
 
 @pytest.mark.parametrize(
@@ -576,3 +578,12 @@ def test_the_nearest_value_is_named(section: dict[str, Any], near: str) -> None:
 @pytest.mark.parametrize("section", [{"strategy": "paths"}, {"compile": "false"}])
 def test_words_that_describe_a_value_are_not_suggested(section: dict[str, Any]) -> None:
     assert "did you mean" not in problem(section)
+
+
+@pytest.mark.parametrize(("others", "why"), [
+    ({"recompute": "auto", "planner": {"memory_limit_gb": 1}}, 'recompute "auto" knows only the seconds'),
+    ({"recompute": "off"}, "nothing recomputes"),
+    ({"recompute": "full", "compile": True, "slices": 2}, "compiled layers run all of their forward again"),
+])  # fmt: skip
+def test_attention_is_kept_where_named_stages_recompute(others: dict[str, Any], why: str) -> None:
+    assert why in problem({"enabled": True, "keep_attention": True, **others})

@@ -1,5 +1,6 @@
 """Test the places of parts, their wires, the cuts of layers, and the copies that count."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from terapipe_ds.planner.strategy import Cluster, plan_strategy
 from terapipe_ds.runtime.layout.layout import Layout, Place, bounds_in, layout_of
 from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_may_differ, owners_of
 from terapipe_ds.runtime.links.groups import wires_apart
-from terapipe_ds.schedule import build, placement_for
+from terapipe_ds.schedule import build, placement_for, to_csv
 from terapipe_ds.schedule.action import Action
 
 
@@ -147,3 +148,14 @@ def test_the_owner_of_a_tied_layer_is_that_of_its_first_part_and_of_the_loss_tha
     swapped = Layout(2, {(0, 0): 1, (0, 1): 0, (1, 0): 0, (1, 1): 1})
     module.parts = [0, 3, 5]
     assert owners_of(module, swapped) == {"words": 1, 1: 1, 2: 1, 3: 0, LOSS: 0}
+
+
+def test_an_order_from_a_file_fits_the_stages_and_places_a_part_once_on_each(tmp_path: Path) -> None:
+    path = tmp_path / "order.csv"
+    path.write_text(to_csv(build("chimera", 2, 2, 1)))
+    assert layout(str(path), 2).has_copies
+    with pytest.raises(TeraPipeConfigError, match="it is for 2 stages, and the module has 3; write one for 3"):
+        layout(str(path), 3)
+    path.write_text("placement,0/0,1/1\nF0.0c0,F1.0c1,B0.0c0,B1.0c1\nF0.0c0,B0.0c0,F1.0c1,B1.0c1\n")
+    with pytest.raises(TeraPipeConfigError, match="stage 0 holds a part twice; place it there once"):
+        layout(str(path), 2)

@@ -175,3 +175,9 @@ def test_a_plan_for_about_as_many_tokens_starts_slices_where_the_planned_one_doe
     choice = Choice((SlicePlan((64, 64, 16)),), "seq1f1b", predicted=Prediction(1.0))
     assert choice.of_length(length).plans == (SlicePlan(lengths),)
     assert (choice.of_length(length).predicted is None) is (length != 144), "of its own tokens, or none"
+
+
+def test_equal_plans_of_all_micro_batches_are_one() -> None:
+    plan, other = SlicePlan((6, 2)), SlicePlan((4, 4))
+    assert Choice((plan, plan), "1f1b") == Choice((plan,), "1f1b") and Choice((plan, plan), "1f1b").plans == (plan,)
+    assert [Choice((plan, other), "1f1b").plan_of(m) for m in range(3)] == [plan, other, plan]

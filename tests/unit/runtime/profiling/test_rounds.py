@@ -1,5 +1,6 @@
 """Which slices are measured, in which order, how often, and what is made of the times."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -7,19 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, undisturbed
+from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, noise_warning, undisturbed
 
 
-@given(length=st.integers(1, 5000), granularity=st.integers(1, 300))
-def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int) -> None:
-    points = grid(length, granularity)
+@given(length=st.integers(1, 5000), granularity=st.integers(1, 300), shortest=st.integers(1, 4))
+def test_the_grid_covers_what_a_plan_may_ask_for(length: int, granularity: int, shortest: int) -> None:
+    points = grid(length, granularity, shortest)
     assert len(set(points)) == len(points)
-    assert all(tokens >= 1 and prefix >= 0 and tokens + prefix <= length for tokens, prefix in points)
+    fewest = min(shortest, length)
+    assert all(tokens >= fewest and prefix >= 0 and tokens + prefix <= length for tokens, prefix in points)
     bases = sorted(tokens for tokens, prefix in points if prefix == 0)
-    assert bases[0] == min(granularity, length) and bases[-1] == length
+    assert bases[0] == min(max(granularity, shortest), length) and bases[-1] == length
     assert all(b <= 2 * a for a, b in itertools.pairwise(bases))  # no gap to fill in is large
-    if length > granularity:  # there are plans of two slices, whose second one has a prefix
+    if length > max(granularity, shortest):  # there are plans of two slices, whose second one has a prefix
         assert any(tokens + prefix == length and prefix > 0 for tokens, prefix in points)
     assert sum(tokens for tokens, _ in points) <= 5 * length  # a round costs less than five sequences
 
@@ -128,3 +131,11 @@ def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[flo
     (sample,) = measured(stage, [(1024, 0)], 1024, stages=4, processor_s=lambda: stage.processor_s).samples()
     assert (sample.forward_s, sample.backward_s) == (1024, 2048)
     assert sample.forward_spread > rounds.WIDE_SPREAD
+
+
+def test_a_busy_machine_is_told_by_its_worst_slice() -> None:
+    quiet, busy = CostSample(64, 0, 1.0, 2.0, 0.1, 0.15, 3), CostSample(32, 64, 1.0, 2.0, 0.2, 0.4, 3)
+    assert noise_warning([quiet, busy]) is None, "half of them is not most"
+    text = noise_warning([quiet, busy, dataclasses.replace(busy, prefix=0, backward_spread=0.1)])
+    assert text is not None
+    assert "2 of 3 measured slices vary by more than 15% (the worst, 32 tokens after 64, by 40%)" in text

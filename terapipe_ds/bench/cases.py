@@ -260,4 +260,4 @@ def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] |
     if not slices:
         return preset.cases
     few = [case for case in all_cases(slices) if case.schedule in ("1f1b", "seq1f1b")]
-    return [case for case in few if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
+    return [case for case in few if case.schedule == "seq1f1b" or case.slices == 1]

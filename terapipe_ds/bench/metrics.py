@@ -122,16 +122,6 @@ def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: in
     return sum(unsliced_s) / float(whole_s)
 
 
-def ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """Return the other's step time over the own one: the median over the turns."""
-    return statistics.median(a / b for a, b in zip(others, own, strict=True))
-
-
-def median_index(seconds: Sequence[float]) -> int:
-    """Return the step of median length (of an even number, the faster of the two in the middle)."""
-    return list(seconds).index(statistics.median_low(seconds))
-
-
 @dataclass(frozen=True)
 class ActionCosts:
     """Hold CPU seconds of a part's actions by kind, tokens and prefix (a backward with its W), and of its links."""

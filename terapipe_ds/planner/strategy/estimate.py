@@ -48,7 +48,7 @@ class Estimated(Bounded):
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
         kinds = self._kinds(shape.schedule)
-        work = [spans_matrix(self._work(num_slices, again)) for again in kinds]
+        work = [spans_matrix(np.add(*self._sliced(again, num_slices))) for again in kinds]
         fits = [self._peaks(shape, num_slices, again) <= limit_bytes for again in kinds]
         kept = [self._rates[again]["slice"] for again in kinds]
         copied = self._copied(shape, num_slices)
@@ -131,7 +131,7 @@ class Estimated(Bounded):
         starts, stops, stages = np.array(cut[:-1]), np.array(cut[1:]), np.array(owners)
         seconds, of_parts = np.zeros(len(stages)), np.array(recompute)[stages]
         for again in set(recompute):
-            done = np.concatenate(([0.0], np.cumsum(self._work(num_slices, again))))
+            done = np.concatenate(([0.0], np.cumsum(np.add(*self._sliced(again, num_slices)))))
             seconds = np.where(of_parts == again, done[stops] - done[starts], seconds)
         return np.asarray(np.bincount(stages, seconds), float)
 
@@ -171,10 +171,6 @@ class Estimated(Bounded):
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = self._kinds(shape.schedule)[:2][-1]
         return least_maximum(list(self._peaks(shape, num_slices, again)))
-
-    def _work(self, num_slices: int, recompute: int) -> Floats:
-        forward, backward = self._sliced(recompute, num_slices)
-        return forward + backward
 
     def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage for every span of layers.

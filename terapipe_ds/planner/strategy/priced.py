@@ -119,12 +119,9 @@ class Priced(Estimated):
         replays = functools.partial(replay_of, replayed)
         replay = functools.partial(replay_few, replayed, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
-        # the seconds are known sooner than the bytes
-        timed = replay(costs=costs)
-        if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
-            return None
-        if memory.offloads:
-            timed = replay(costs=costs, memory=memory)
+        # the seconds are known sooner than the bytes, and those without copies to the host sooner than those with them
+        for copied in (None, memory) if memory.offloads else (None,):
+            timed = replay(costs=costs, memory=copied)
             if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
                 return None
         hosts = self._host_bytes(replayed, bounds, plan, memory, owners)

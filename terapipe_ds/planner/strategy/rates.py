@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import ask
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
@@ -44,12 +46,9 @@ def equal_cuts(
     return list(dict.fromkeys(cuts))
 
 
-def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
-    if getattr(cost, "vectorized", False):
-        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        return float(np.sum(cost.forward_s(tokens, prefixes))), float(np.sum(cost.backward_s(tokens, prefixes)))
-    spans = list(zip(plan.lengths, plan.starts, strict=True))
-    return sum(cost.forward_s(*span) for span in spans), sum(cost.backward_s(*span) for span in spans)
+def _seconds(cost: Any, plan: SlicePlan) -> list[float]:
+    names = "forward_s", "backward_s"
+    return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in names]
 
 
 def whole_of(cost: Any, length: int) -> tuple[float, float]:
@@ -60,16 +59,14 @@ def whole_of(cost: Any, length: int) -> tuple[float, float]:
 def least_of(cost: Any, length: int) -> tuple[float, float]:
     """Return the least work of any possible slices, by a program over their ends, and the least first forward."""
     edges = [*range(0, length, granule_of(length)), length]
-    seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
+    seconds = {
+        (start, stop): (float(cost.forward_s(stop - start, start)), float(cost.backward_s(stop - start, start)))
+        for start, stop in itertools.combinations(edges, 2)
+    }
     least = {0: 0.0}
     for stop in edges[1:]:
         least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
     return least[length], min(seconds[0, stop][0] for stop in edges[1:])
-
-
-def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
-    tokens, prefix = span[1] - span[0], span[0]
-    return float(cost.forward_s(tokens, prefix)), float(cost.backward_s(tokens, prefix))
 
 
 def granule_of(length: int) -> int:

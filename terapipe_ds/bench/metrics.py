@@ -36,7 +36,6 @@ class Recorded(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the wall time."""
         return self.end_s - self.start_s
 
     def __str__(self) -> str:
@@ -54,7 +53,6 @@ class StepTrace:
     stages: Sequence[Sequence[Recorded]]
 
     def computations(self) -> list[list[Recorded]]:
-        """Return F, B and W of each stage."""
         return [[event for event in events if event.kind in COMPUTE_KINDS] for events in self.stages]
 
     def timeline(self) -> Timeline:

@@ -74,7 +74,6 @@ class Judge:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the budget is spent."""
         return self.spent > self.budget
 
     @property

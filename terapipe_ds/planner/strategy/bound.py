@@ -88,7 +88,6 @@ class Bounded:
         return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
-        """Return the bound of one cut."""
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)
         ends = np.concatenate(([0.0], np.cumsum(self._least_ends)))
         starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])

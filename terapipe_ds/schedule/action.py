@@ -54,10 +54,8 @@ SliceKey = tuple[int, int]
 """(micro_batch_id, slice_id)."""
 ComputeKey = tuple[Kind, int, int, int]
 """(kind, part_id, micro_batch_id, slice_id)."""
-Unit = tuple[Kind, int, int]
-"""(F or B or W, micro_batch_id, slice_id): what generators write where a stage holds one part."""
 PlacedUnit = tuple[Kind, int, int, int]
-"""(F or B or W, micro_batch_id, slice_id, chunk_id)."""
+"""(F or B or W, micro_batch_id, slice_id, chunk_id): what generators write."""
 
 
 class Action(NamedTuple):

@@ -10,7 +10,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.action import PlacedUnit, ScheduleError
 from terapipe_ds.schedule.chunked import loop_with_leads, peak_of
 from terapipe_ds.schedule.greedy import SPLIT, list_schedule, room_at_places, room_on_stages
-from terapipe_ds.schedule.one_f_one_b import on_chunk_0, seq1f1b, with_weights
+from terapipe_ds.schedule.one_f_one_b import seq1f1b, with_weights
 from terapipe_ds.schedule.placement import Placement, loop, v_shape
 
 TAKE_LIMITS = ("seq1f1b-interleaved-zb", "zbv")
@@ -33,7 +33,7 @@ def seq1f1b_interleaved_zb(
     placement = loop(num_stages, num_chunks)
     limit = _most_live(placement, num_slices, max_live_slices)
     if num_chunks == 1:
-        orders = on_chunk_0(seq1f1b(num_stages, num_slices))
+        orders = seq1f1b(num_stages, num_slices)
     else:
         orders = loop_with_leads(num_stages, num_slices, num_chunks, aligned=True)
     if any(peak_of(order) > limit for order in orders):

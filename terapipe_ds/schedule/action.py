@@ -95,18 +95,14 @@ class Action(NamedTuple):
         return f"{self.kind.code}{self.micro_batch_id}.{self.slice_id}{chunk}"
 
     def __str__(self) -> str:
-        if self.kind in COMPUTE_KINDS:
-            return self.text(with_chunk=self.chunk_id > 0)
-        if self.micro_batch_id < 0:
+        if self.micro_batch_id < 0 and self.kind not in COMPUTE_KINDS:
             return self.kind.code
         if self.kind is Kind.LOAD:
             return f"{self.kind.code}{self.micro_batch_id}"
         text = self.text(with_chunk=self.chunk_id > 0)
         if self.kind in SEND_KINDS:
             return f"{text}>{self.peer_stage_id}"
-        if self.kind in RECV_KINDS:
-            return f"{text}<{self.peer_stage_id}"
-        return text
+        return f"{text}<{self.peer_stage_id}" if self.kind in RECV_KINDS else text
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -16,6 +16,8 @@ from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
 
+_NAMES = "forward_s", "backward_s"
+
 
 @functools.lru_cache(maxsize=512)
 def layer_seconds(
@@ -47,8 +49,7 @@ def equal_cuts(
 
 
 def _seconds(cost: Any, plan: SlicePlan) -> list[float]:
-    names = "forward_s", "backward_s"
-    return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in names]
+    return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in _NAMES]
 
 
 def whole_of(cost: Any, length: int) -> tuple[float, float]:
@@ -59,10 +60,10 @@ def whole_of(cost: Any, length: int) -> tuple[float, float]:
 def least_of(cost: Any, length: int) -> tuple[float, float]:
     """Return the least work of any possible slices, by a program over their ends, and the least first forward."""
     edges = [*range(0, length, granule_of(length)), length]
-    seconds = {
-        (start, stop): (float(cost.forward_s(stop - start, start)), float(cost.backward_s(stop - start, start)))
-        for start, stop in itertools.combinations(edges, 2)
-    }
+    spans = list(itertools.combinations(edges, 2))
+    pairs = [stop - start for start, stop in spans], [start for start, _ in spans]
+    both = (ask(cost, name, *pairs, PlannerError).tolist() for name in _NAMES)
+    seconds = dict(zip(spans, zip(*both, strict=True), strict=True))
     least = {0: 0.0}
     for stop in edges[1:]:
         least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)

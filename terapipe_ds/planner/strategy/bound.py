@@ -131,7 +131,7 @@ class Bounded:
     def _least_ends(self) -> Floats:
         summed, moved = self.layers.end_bytes(self.candidate.setting)
         rate = min(per_byte for _, per_byte in self._reductions)
-        return rate * summed + moved / self._reachable
+        return rate * summed + moved / self.cluster.card.reachable_bytes_per_s
 
     @functools.cached_property
     def _reductions(self) -> list[tuple[float, float]]:
@@ -143,10 +143,6 @@ class Bounded:
     @functools.cached_property
     def _process_bytes(self) -> int:
         return self.cluster.process_bytes(self.candidate.grid)
-
-    @property
-    def _reachable(self) -> float:
-        return self.cluster.card.memory_bandwidth_bytes_per_s * self.cluster.card.bandwidth_efficiency
 
     # --- costs
 

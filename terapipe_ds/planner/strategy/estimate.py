@@ -267,16 +267,17 @@ class Estimated(Bounded):
         """Return, per stage, the seconds of its reduction, of the tied matrix's exchange, and of its optimizer step."""
         setting = self.candidate.setting
         summed, moved = self.layers.end_bytes(setting)
+        reachable = self.cluster.card.reachable_bytes_per_s
         seconds = [fixed_s for fixed_s, _ in self._reductions]
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             per_byte = self._reductions[stage_id][1]
-            seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
+            seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / reachable
         copy = self.layers.tied_copy(setting)
         if copy is not None and self._has_tied_copy(owners):
             link = self.cluster.link_between(self.candidate.grid, owners[0], owners[-1])
             for stage_id in (owners[0], owners[-1]):
                 seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
-            seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
+            seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / reachable
         return seconds
 
     def _has_tied_copy(self, owners: Sequence[int]) -> bool:

@@ -17,13 +17,11 @@ from typing import Any
 
 from studies.options import study_parser
 from studies.paper import FILE, parse_scheme
-from terapipe_ds.costs.model_sizes import model_size
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.layers.config_json import with_length
-from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.strategy import Cluster, Strategy, rank_strategies
 from terapipe_ds.planner.strategy.candidate import Score
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.question import layers_of
 from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.planner.strategy.space import Choices, Space
 
@@ -66,7 +64,7 @@ class PublishedSetting:
         Micro-batches have one sequence, as in the authors' code. The schedule is this package's for that number of
         slices, or the paper's (all forwards, then all backwards) if that fits in memory.
         """
-        layers = CountedLayers(with_length(model_size(self.model), self.sequence_length), cluster)
+        layers = layers_of(self.model, cluster, self.sequence_length, "auto")
         limit, choices = float(cluster.card.memory_bytes), Choices(self.stages, self.tensor, self.data)
         space = Space(layers, cluster, self.global_batch, self.sequence_length, limit, choices)
         scores = []

@@ -58,7 +58,6 @@ class Case:
 
     @property
     def label(self) -> str:
-        """Return the name of the case in tables and plots."""
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
         options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
@@ -89,7 +88,6 @@ class Case:
 
     @property
     def planned(self) -> bool:
-        """Return whether the planner cuts the slices."""
         return isinstance(self.slices, str)
 
     @property
@@ -104,7 +102,6 @@ class Case:
         return int(limit) if limit else None
 
     def runs_at(self, accumulation: int) -> bool:
-        """Return whether the case competes at this accumulation."""
         return not self.accumulations or accumulation in self.accumulations
 
     def problem(self, work: Workload, accumulation: int, gpt: dict[str, Any] | None = None) -> str | None:
@@ -148,7 +145,6 @@ class Job:
     peak_tflops: float | None = None  # of a device; None: of the card that a GPU's name identifies
 
     def device_of(self, rank: int) -> str:
-        """Return the device on which a rank computes."""
         return self.device if self.device == "cpu" else f"{self.device}:{0 if self.share_device else rank}"
 
     def problem(self, index: int, accumulation: int) -> str | None:
@@ -260,4 +256,4 @@ def _candidates(preset: Preset, every_schedule: bool, slices: Sequence[Slices] |
     if not slices:
         return preset.cases
     few = [case for case in all_cases(slices) if case.schedule in ("1f1b", "seq1f1b")]
-    return [case for case in few if case.system != "terapipe" or case.schedule == "seq1f1b" or case.slices == 1]
+    return [case for case in few if case.schedule == "seq1f1b" or case.slices == 1]

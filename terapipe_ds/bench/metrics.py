@@ -36,7 +36,6 @@ class Recorded(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the wall time."""
         return self.end_s - self.start_s
 
     def __str__(self) -> str:
@@ -54,7 +53,6 @@ class StepTrace:
     stages: Sequence[Sequence[Recorded]]
 
     def computations(self) -> list[list[Recorded]]:
-        """Return F, B and W of each stage."""
         return [[event for event in events if event.kind in COMPUTE_KINDS] for events in self.stages]
 
     def timeline(self) -> Timeline:
@@ -120,16 +118,6 @@ def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: in
     """Return the time of unsliced F and B (by stage) in the turns, over their time when `costs` were measured."""
     whole_s = sum(c.forward_s(sequence_length, 0) + c.backward_s(sequence_length, 0) for c in costs)
     return sum(unsliced_s) / float(whole_s)
-
-
-def ratio(others: Sequence[float], own: Sequence[float]) -> float:
-    """Return the other's step time over the own one: the median over the turns."""
-    return statistics.median(a / b for a, b in zip(others, own, strict=True))
-
-
-def median_index(seconds: Sequence[float]) -> int:
-    """Return the step of median length (of an even number, the faster of the two in the middle)."""
-    return list(seconds).index(statistics.median_low(seconds))
 
 
 @dataclass(frozen=True)

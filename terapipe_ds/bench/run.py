@@ -13,6 +13,7 @@ import signal
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,6 @@ from terapipe_ds.bench.metrics import (
     bound_s,
     drift,
     ideal_bubble,
-    median_index,
-    ratio,
     replay_s,
     unsliced_s,
 )
@@ -230,7 +229,7 @@ class MeasuredRun:
         sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
         bound = None if unsliced is None else bound_s(unsliced, self.accumulation, bubble, self.closing_s)
         costs = self.measured.costs.get("whole stages")
-        of_median = self.timelines[median_index(steps)]
+        of_median = self.timelines[steps.index(statistics.median_low(steps))]
         drawn = Timeline(of_median.num_stages, tuple(of_median.computations()), self.case.label)
         # for replays and devices, wall and processor time of a process do not compare
         has_cores = self.job.device == "cpu" and not self.job.replayed
@@ -244,7 +243,7 @@ class MeasuredRun:
             "predicted_s": self.predicted_s(),
             "replayed_s": self.replayed_s,
             "closing_s": self.closing_s,
-            "ratio_to_stock": None if stock is None else ratio(stock.step_s_all, steps),
+            "ratio_to_stock": None if stock is None else statistics.median(map(truediv, stock.step_s_all, steps)),
             "ratio_to_bound": None if bound is None else bound / step_s,
             "drift": None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length),
             "off_core_s": statistics.median(trace.off_core_s() for trace in self.traces) if has_cores else None,

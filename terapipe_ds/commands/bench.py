@@ -118,7 +118,6 @@ class BenchOptions(Options):
 
 
 def run(options: BenchOptions) -> None:
-    """Measure, print, write."""
     if options.result is not None:
         _report_of(options, options.result)
         return

@@ -226,7 +226,6 @@ class Options(BaseModel):
 
     @property
     def words(self) -> Sequence[str]:
-        """Return the words of the command line."""
         return self._words
 
     @property

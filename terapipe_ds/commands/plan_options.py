@@ -75,7 +75,6 @@ class PlanOptions(CostOptions):
 
     @property
     def profile(self) -> str | None:
-        """Return the file of measured costs."""
         if len(self.profiles) > 1:
             raise CommandError("--profile is given twice: give one, or find a strategy with `terapipe strategy`")
         return self.profiles[0] if self.profiles else None

@@ -293,7 +293,6 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
-    """Return the function from parts to memory."""
     size, grid = size_of(options.model), Grid(options.stages, options.data_parallel, options.tensor_parallel)
     process_bytes = Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 

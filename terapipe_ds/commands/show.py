@@ -53,7 +53,6 @@ class ShowOptions(ScheduleOptions):
 
 
 def run(options: ShowOptions) -> None:
-    """Print or write the schedule."""
     options.refuse_without("stage", "lowered")
     try:
         path, counts = options.from_csv if options.file is None else options.file, options.slices

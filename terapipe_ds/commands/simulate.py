@@ -151,7 +151,6 @@ def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[Slice
 
 
 def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
-    """Write the files that the user names."""
     if options.order:
         write_text(options.order, csv_of(schedule))
     if options.picture:
@@ -246,7 +245,6 @@ def _critical_path(timeline: Timeline) -> str:
 
 
 def _plans(options: SimulateOptions, num_micro_batches: int) -> list[SlicePlan]:
-    """Return a plan for each micro-batch."""
     plans = [_plan(text, options) for text in options.slices]
     if len(plans) not in (1, num_micro_batches):
         given = f"--slices is given {len(plans)} times for {num_micro_batches} micro-batches"
@@ -277,7 +275,6 @@ def _plan(text: str, options: SimulateOptions) -> SlicePlan:
 
 
 def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
-    """Return the formats of activations and gradients."""
     from terapipe_ds.costs.wire_formats import FORMATS
 
     forward, _, backward = (text or "").partition(",")

@@ -76,7 +76,6 @@ def run(options: TimelineOptions) -> None:
 
 
 def _write(options: TimelineOptions, titled: list[tuple[str, Timeline]]) -> None:
-    """Write the files that the user names."""
     if options.out:
         draw_timelines(titled, options.out)
     if options.html:

@@ -98,8 +98,8 @@ class AnalyticCosts:
 
     def step_s(self) -> float:
         """Return the seconds of an Adam step over the parameters on one rank, without data-parallel reduction."""
-        reachable = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
-        return self.num_parameters() / self.tensor_parallel * OPTIMIZER_BYTES_PER_PARAMETER / reachable
+        moved = self.num_parameters() / self.tensor_parallel * OPTIMIZER_BYTES_PER_PARAMETER
+        return moved / self.device.reachable_bytes_per_s
 
     def num_parameters(self) -> int:
         """Count the parameters of this part over all tensor-parallel ranks; both end parts hold a tied matrix."""
@@ -251,8 +251,7 @@ class AnalyticCosts:
     def _roofline_s(self, flops: Array | float, moved: Array, kernels: int, efficiency: float = 1.0) -> Array:
         peak = self.device.peak_flops[self.dtype]
         assert peak is not None  # resolve_dtype
-        reachable_bytes_per_s = self.device.memory_bandwidth_bytes_per_s * self.device.bandwidth_efficiency
-        busy_s = np.maximum(flops / (peak * efficiency), moved / reachable_bytes_per_s)
+        busy_s = np.maximum(flops / (peak * efficiency), moved / self.device.reachable_bytes_per_s)
         return np.asarray(busy_s + kernels * self.device.kernel_floor_s)
 
     def _all_reduce_s(self, message_bytes: Array) -> Array:

@@ -74,6 +74,11 @@ class DeviceCard:
         return hash(self.name)
 
     @property
+    def reachable_bytes_per_s(self) -> float:
+        """Return the rate at which real kernels move the bytes of the memory."""
+        return self.memory_bandwidth_bytes_per_s * self.bandwidth_efficiency
+
+    @property
     def dtypes(self) -> tuple[str, ...]:
         """Return the dtypes in which the device computes."""
         return tuple(name for name, peak in self.peak_flops.items() if peak is not None)

@@ -59,7 +59,7 @@ class Curve:
 
     base_tokens: Array  # ascending
     base_s: Array
-    terms: tuple[float, ...] | None  # a0 to a4; None without samples that have a prefix
+    terms: tuple[float, ...] = (0.0,) * 5  # a0 to a4; all 0 without samples that have a prefix
     window: float = math.inf  # of tokens; a4 is 0 without
 
     @classmethod
@@ -67,7 +67,7 @@ class Curve:
         """Interpolate the points without prefix; fit the others by least squares of relative errors."""
         plain = prefix == 0
         order = np.argsort(tokens[plain])
-        base = cls(tokens[plain][order], seconds[plain][order], None, window)
+        base = cls(tokens[plain][order], seconds[plain][order], window=window)
         if plain.all():
             return base
         i, j = tokens[~plain], prefix[~plain]
@@ -90,7 +90,7 @@ class Curve:
 
     def _own_s(self, tokens: Array) -> Array:
         """Return the seconds in which tokens attend to one another, if a pair takes as long as one with the prefix."""
-        *_, each, windowed = self.terms or (0.0, 0.0)
+        *_, each, windowed = self.terms
         own_s: Array = max(each, 0.0) * tokens**2 / 2 + max(windowed, 0.0) * _seen(tokens, self.window)
         return own_s
 
@@ -98,8 +98,6 @@ class Curve:
         """Return seconds, never fewer than without a prefix: attention to more tokens never takes less."""
         straight_s = _interpolate(tokens, self.base_tokens, self.base_s - self.bend * self._own_s(self.base_tokens))
         seconds: Array = straight_s + self.bend * self._own_s(np.maximum(tokens, self.base_tokens[0]))
-        if self.terms is None:
-            return seconds + np.zeros_like(prefix)
         a0, a1, a2, a3, a4 = self.terms
         context = a0 + a1 * tokens + a2 * prefix + a3 * tokens * prefix + a4 * _pairs(tokens, prefix, self.window)
         return seconds + np.where(prefix > 0, np.maximum(context, 0.0), 0.0)
@@ -150,7 +148,7 @@ class CostModel:
             sizes, seconds = zip(*points, strict=True)
             if len(set(sizes)) < len(sizes):
                 raise CostModelError(f"links: tokens {list(sizes)} has one size twice; give the samples of one link")
-            curve = Curve(np.array(sizes, float), np.array(seconds), None)
+            curve = Curve(np.array(sizes, float), np.array(seconds))
             self.send_s = functools.partial(self._evaluate, curve, prefix=0, what="messages")
         if step_s is not None:
             self.step_s = functools.partial(float, step_s)

@@ -167,7 +167,6 @@ class ModelSize:
         return 3.0 * (2 * matrices * length + self.num_layers * attention)
 
     def norm_parameters(self) -> int:
-        """Count the parameters of one norm."""
         return self.hidden_size * (2 if self.bias else 1)
 
     def layers_of_parts(self, num_parts: int, given: Sequence[int] | None, error: type[ValueError]) -> tuple[int, ...]:

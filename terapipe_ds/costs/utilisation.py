@@ -49,5 +49,4 @@ class Utilisation:
         return lines
 
     def to_dict(self) -> dict[str, float]:
-        """Return the figures by name."""
         return asdict(self)

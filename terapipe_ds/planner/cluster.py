@@ -68,7 +68,6 @@ class Cluster:
 
     @cached_property
     def card(self) -> DeviceCard:
-        """Return the numbers of one device."""
         return device_card(self.device) if isinstance(self.device, str) else self.device
 
     def shared(self, streams: int) -> LinkCard:
@@ -98,12 +97,10 @@ class Cluster:
 
     @cached_property
     def within(self) -> LinkCard:
-        """Return the link of a device to others of its node."""
         return _link(self.card.node_link, self.within_bytes_per_s, self.within_latency_s)
 
     @cached_property
     def between(self) -> LinkCard:
-        """Return the link of a device to other nodes."""
         return _link(self.card.network_link, self.between_bytes_per_s, self.between_latency_s)
 
     @cached_property

@@ -49,10 +49,10 @@ def num_parts_of(schedule: str, num_stages: int, chunks_per_stage: int, costs: A
             return count_parts(schedule, num_stages, chunks)
         except ScheduleError as error:
             raise PlannerError(error.reason) from None
-    num_parts = len(costs) if isinstance(costs, list | tuple) else num_stages * chunks
-    if chunks > 1 and not ranked_schedules(num_stages, chunks, num_parts):
+    num_parts = len(costs) if isinstance(costs, list | tuple) and chunks > 1 else num_stages * chunks
+    if not ranked_schedules(num_stages, chunks, num_parts):
         raise PlannerError(
             f"{num_parts} costs: on {num_stages} stages no schedule has {chunks} chunks per stage and so many parts; "
             f"give {num_stages * chunks}, one per part, or one object for all"
         )
-    return num_parts if chunks > 1 else num_stages
+    return num_parts

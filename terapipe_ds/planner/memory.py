@@ -75,7 +75,6 @@ class MemoryModel:
         return self.offloads, self.process_bytes, *((part, self.parts[part]) for part in near)
 
     def only(self, kind: str) -> MemoryModel:
-        """Return the memory with the bytes of one kind alone."""
         kept = MEMORY_KINDS[kind]
         parts = []
         for part in self.parts:

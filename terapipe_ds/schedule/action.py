@@ -54,10 +54,8 @@ SliceKey = tuple[int, int]
 """(micro_batch_id, slice_id)."""
 ComputeKey = tuple[Kind, int, int, int]
 """(kind, part_id, micro_batch_id, slice_id)."""
-Unit = tuple[Kind, int, int]
-"""(F or B or W, micro_batch_id, slice_id): what generators write where a stage holds one part."""
 PlacedUnit = tuple[Kind, int, int, int]
-"""(F or B or W, micro_batch_id, slice_id, chunk_id)."""
+"""(F or B or W, micro_batch_id, slice_id, chunk_id): what generators write."""
 
 
 class Action(NamedTuple):
@@ -97,18 +95,14 @@ class Action(NamedTuple):
         return f"{self.kind.code}{self.micro_batch_id}.{self.slice_id}{chunk}"
 
     def __str__(self) -> str:
-        if self.kind in COMPUTE_KINDS:
-            return self.text(with_chunk=self.chunk_id > 0)
-        if self.micro_batch_id < 0:
+        if self.micro_batch_id < 0 and self.kind not in COMPUTE_KINDS:
             return self.kind.code
         if self.kind is Kind.LOAD:
             return f"{self.kind.code}{self.micro_batch_id}"
         text = self.text(with_chunk=self.chunk_id > 0)
         if self.kind in SEND_KINDS:
             return f"{text}>{self.peer_stage_id}"
-        if self.kind in RECV_KINDS:
-            return f"{text}<{self.peer_stage_id}"
-        return text
+        return f"{text}<{self.peer_stage_id}" if self.kind in RECV_KINDS else text
 
     @classmethod
     def parse(cls, text: str) -> Action:

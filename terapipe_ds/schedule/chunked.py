@@ -10,12 +10,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, islice
 
 from terapipe_ds.plan import split_evenly
-from terapipe_ds.schedule.action import Kind, PlacedUnit, Unit
+from terapipe_ds.schedule.action import Kind, PlacedUnit
 from terapipe_ds.schedule.greedy import UNSPLIT, list_schedule, room_at_places, shortest
 from terapipe_ds.schedule.one_f_one_b import (
     backwards,
     forwards,
-    on_chunk_0,
     one_f_one_b,
     seq1f1b,
     slices_of,
@@ -34,7 +33,7 @@ def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
     It equals Megatron's order where that exists (m a multiple of K, one slice). `num_chunks` 1 is plain `1f1b`.
     """
     if num_chunks == 1:
-        return on_chunk_0(one_f_one_b(num_stages, num_slices))
+        return one_f_one_b(num_stages, num_slices)
     whole = loop_with_leads(num_stages, (1,) * len(num_slices), num_chunks)
     return [
         [(kind, m, s, chunk) for kind, m, _, chunk in order for s in slices_of(kind, num_slices[m])] for order in whole
@@ -49,7 +48,7 @@ def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks
     It equals its authors' order where that exists (m * s a multiple of K, s a divisor of K).
     """
     if num_chunks == 1:
-        return on_chunk_0(seq1f1b(num_stages, num_slices))
+        return seq1f1b(num_stages, num_slices)
     return loop_with_leads(num_stages, num_slices, num_chunks)
 
 
@@ -62,8 +61,8 @@ def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: in
     return _rounds(_groups(forwards(num_slices), num_stages), range(num_chunks))
 
 
-def _rounds(groups: list[list[Unit]], chunks: Sequence[int]) -> list[PlacedUnit]:
-    return [(*unit, chunk) for group in groups for chunk in chunks for unit in group]
+def _rounds(groups: list[list[PlacedUnit]], chunks: Sequence[int]) -> list[PlacedUnit]:
+    return [(*unit[:3], chunk) for group in groups for chunk in chunks for unit in group]
 
 
 def loop_with_leads(
@@ -82,9 +81,9 @@ def loop_with_leads(
     return with_leads(ahead, back, [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)])
 
 
-def _aligned_groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
+def _aligned_groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
     """Return `_groups` of each micro-batch, or of as few together as have K units."""
-    together: list[list[Unit]] = [[]]
+    together: list[list[PlacedUnit]] = [[]]
     for _, slices in groupby(units, key=lambda unit: unit[1]):
         if len(together[-1]) >= num_stages:
             together.append([])
@@ -95,7 +94,7 @@ def _aligned_groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
     return [group for several in together for group in _groups(several, num_stages)]
 
 
-def _groups(units: list[Unit], num_stages: int) -> list[list[Unit]]:
+def _groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
     """Return units in as many groups of at least K as possible, nearly equal, larger first; one for fewer units."""
     rest = iter(units)
     return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]
@@ -113,7 +112,7 @@ def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Placed
         slots = {
             part_id + 2 * n: (Kind.FORWARD, m, s, chunk)
             for chunk, part_id in enumerate(parts)
-            for n, (_, m, s) in enumerate(units)
+            for n, (_, m, s, _) in enumerate(units)
         }
         orders.append([unit for _, unit in sorted(slots.items())])
     return orders

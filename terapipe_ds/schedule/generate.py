@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from terapipe_ds.messages import check_count, closest
-from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError, Unit
+from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError
 from terapipe_ds.schedule.chunked import (
     chimera,
     chimera_seq,
@@ -23,7 +23,6 @@ from terapipe_ds.schedule.one_f_one_b import (
     backwards,
     dapple,
     forwards,
-    on_chunk_0,
     one_f_one_b,
     seq1f1b,
     seq1f1b_zb,
@@ -37,7 +36,7 @@ from terapipe_ds.schedule.split_chunks import TAKE_LIMITS, seq1f1b_interleaved_z
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B0.1 B0.0 B1.1 B1.0
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 B1.1 B1.0 .    .
-def gpipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def gpipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Run all forwards, then all backwards (Huang et al., arXiv 1811.06965)."""
     return [forwards(num_slices) + backwards(num_slices) for _ in range(num_stages)]
 
@@ -45,13 +44,13 @@ def gpipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    .    .    B1.1 B1.0 B0.1 B0.0
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 .    .    B1.1 B1.0 B0.1 B0.0 .
 # stage 2  .    .    F0.0 F0.1 F1.0 F1.1 B1.1 B1.0 B0.1 B0.0 .    .
-def terapipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def terapipe(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Run all slices forward, then all backward in exactly the reverse order (Li et al., arXiv 2102.07988)."""
     order = forwards(num_slices)
-    return [order + [(Kind.BACKWARD, m, s) for _, m, s in reversed(order)] for _ in range(num_stages)]
+    return [order + [(Kind.BACKWARD, *unit[1:]) for unit in reversed(order)] for _ in range(num_stages)]
 
 
-GENERATORS: dict[str, Callable[..., list[list[Unit]]]] = {
+GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "dapple": dapple,
@@ -59,10 +58,6 @@ GENERATORS: dict[str, Callable[..., list[list[Unit]]]] = {
     "seq1f1b": seq1f1b,
     "zb-h1": zb_h1,
     "seq1f1b-zb": seq1f1b_zb,
-}
-"""Those with one part per stage: called with K and the slices of each micro-batch."""
-
-CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
     "interleaved": interleaved,
     "seq1f1b-interleaved": seq1f1b_interleaved,
     "seq1f1b-interleaved-zb": seq1f1b_interleaved_zb,
@@ -70,9 +65,9 @@ CHUNKED_GENERATORS: dict[str, Callable[..., list[list[PlacedUnit]]]] = {
     "chimera": chimera,
     "chimera-seq": chimera_seq,
 }
-"""Those whose stages hold several chunks; a looped one is called with their number too."""
+"""They are called with K and the slices of each micro-batch; a looped one with the number of chunks too."""
 
-SCHEDULE_NAMES = (*GENERATORS, *CHUNKED_GENERATORS)
+SCHEDULE_NAMES = tuple(GENERATORS)
 """The names that `build` knows."""
 _KNOWN = ", ".join(SCHEDULE_NAMES)
 
@@ -113,11 +108,9 @@ def build(
     chunks = len(placement) // num_stages
     if forward_only:
         units = _forwards(name, num_stages, slices, chunks)
-    elif name in GENERATORS:
-        units = on_chunk_0(GENERATORS[name](num_stages, slices, **options))
     else:
         looped = (chunks,) if name in LOOPED else ()
-        units = CHUNKED_GENERATORS[name](num_stages, slices, *looped, **options)
+        units = GENERATORS[name](num_stages, slices, *looped, **options)
     orders = tuple(
         tuple(Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order)
         for stage_id, order in enumerate(units)

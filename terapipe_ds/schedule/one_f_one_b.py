@@ -12,28 +12,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from itertools import chain, groupby
-from typing import Any, TypeVar
 
-from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, Unit
-
-AnyUnit = TypeVar("AnyUnit", bound=tuple[Any, ...])
-"""A unit, or one with its chunk."""
+from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError
 
 
-def forwards(num_slices: tuple[int, ...]) -> list[Unit]:
+def forwards(num_slices: tuple[int, ...]) -> list[PlacedUnit]:
     """Return every forward: micro-batches in order, slices in order."""
-    return [(Kind.FORWARD, m, s) for m, count in enumerate(num_slices) for s in range(count)]
+    return [(Kind.FORWARD, m, s, 0) for m, count in enumerate(num_slices) for s in range(count)]
 
 
-def backwards(num_slices: tuple[int, ...]) -> list[Unit]:
+def backwards(num_slices: tuple[int, ...]) -> list[PlacedUnit]:
     """Return every backward: micro-batches first in first out, slices last in first out."""
-    return [(Kind.BACKWARD, m, s) for m, count in enumerate(num_slices) for s in reversed(range(count))]
+    return [(Kind.BACKWARD, m, s, 0) for m, count in enumerate(num_slices) for s in reversed(range(count))]
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
-def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Alternate forwards and backwards by whole micro-batches, each expanded to its slices.
 
     It equals the compute order of DeepSpeed's `TrainSchedule` (deepspeed/runtime/pipe/schedule.py).
@@ -44,7 +40,7 @@ def one_f_one_b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 .    .    B1.1 B1.0
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 .    .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 .    .
-def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -> list[list[Unit]]:
+def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -> list[list[PlacedUnit]]:
     """Run `1f1b` with the warm-ups of DAPPLE (Fan et al., PPoPP 2021, arXiv 2007.01045), for comparison.
 
     Stage i runs K - i micro-batches forward before its first backward with policy "A", which is `1f1b`, and
@@ -60,7 +56,7 @@ def dapple(num_stages: int, num_slices: tuple[int, ...], policy: object = "A") -
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 .    B0.0 .    B1.1 B1.0
 # stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 .    B1.1 B1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0 .    .
-def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Alternate forwards and backwards by slices (Seq1F1B, arXiv 2406.03488).
 
     At stage i, after a warm-up of `min(K - i + s - 2, m * s)` forwards, each forward is followed by a backward. The
@@ -74,7 +70,7 @@ def seq1f1b(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     return with_leads(forwards(num_slices), backwards(num_slices), range(num_stages - 1, -1, -1))
 
 
-def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterable[int]) -> list[list[AnyUnit]]:
+def with_leads(ahead: Sequence[PlacedUnit], back: Sequence[PlacedUnit], leads: Iterable[int]) -> list[list[PlacedUnit]]:
     """Return, per stage, forwards and backwards merged, each stage its `lead` of forwards ahead of the last one.
 
     The last stage runs at least one forward before each backward, and goes on until that backward's own F has run.
@@ -82,7 +78,7 @@ def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterabl
     position = {unit[1:]: index for index, unit in enumerate(ahead)}
     orders = []
     for lead in leads:
-        order: list[AnyUnit] = []
+        order: list[PlacedUnit] = []
         done = on_last_stage = 0  # forwards run so far: here, and on the last stage
         for unit in back:
             on_last_stage = max(on_last_stage + 1, position[unit[1:]] + 1)
@@ -94,7 +90,7 @@ def with_leads(ahead: Sequence[AnyUnit], back: Sequence[AnyUnit], leads: Iterabl
     return orders
 
 
-def _by_whole_micro_batches(leads: Iterable[int], num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def _by_whole_micro_batches(leads: Iterable[int], num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Return, per stage, `lead` micro-batches forward, then one forward and one backward in turns."""
     ahead, back = (
         [list(group) for _, group in groupby(units, key=lambda unit: unit[1])]
@@ -118,7 +114,7 @@ def slices_of(kind: Kind, count: int) -> range:
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0
 # stage 1  .    F0.0 F0.1 F1.0 F1.1 B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0 .
 # stage 2  .    .    F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0 W0.1 W0.0 W1.1 W1.0
-def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Run 1F1B by whole micro-batches, with W (ZB-H1 of Qi et al., arXiv 2401.10241, figure 3).
 
     No stage holds more than K micro-batches between their F and their W, as many as stage 0 of `1f1b`: see
@@ -127,7 +123,7 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
     """
     whole = one_f_one_b(num_stages, (1,) * len(num_slices))
     return [
-        [(kind, m, s) for kind, m, _ in with_weights(order, num_stages) for s in slices_of(kind, num_slices[m])]
+        [(kind, m, s, 0) for kind, m, *_ in with_weights(order, num_stages) for s in slices_of(kind, num_slices[m])]
         for order in whole
     ]
 
@@ -135,7 +131,7 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 W0.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0
 # stage 1  .    F0.0 F0.1 F1.0 .    B0.1 F1.1 B0.0 W0.1 B1.1 W0.0 B1.0 W1.1 W1.0
 # stage 2  .    .    F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 W0.1 B1.0 W0.0 W1.1 W1.0
-def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]:
+def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Run `seq1f1b` with W (the rule behind the zero-bubble figure of the Seq1F1B authors, arXiv 2406.03488).
 
     No stage holds more than K + s - 1 slices between their F and their W, as many as stage 0 of `seq1f1b` (s of the
@@ -145,14 +141,14 @@ def seq1f1b_zb(num_stages: int, num_slices: tuple[int, ...]) -> list[list[Unit]]
     return [with_weights(order, limit) for order in seq1f1b(num_stages, num_slices)]
 
 
-def with_weights(order: list[AnyUnit], limit: int) -> list[AnyUnit]:
+def with_weights(order: list[PlacedUnit], limit: int) -> list[PlacedUnit]:
     """Return `order` (F and B) with a W for each B, first in first out.
 
     Before a forward the oldest ones run, until fewer than `limit` units are between F and W; after the last forward
     one runs after each B; the remaining ones run at the end.
     """
-    merged: list[Any] = []
-    pending: deque[Any] = deque()
+    merged: list[PlacedUnit] = []
+    pending: deque[PlacedUnit] = deque()
     live = 0
     ahead = sum(unit[0] is Kind.FORWARD for unit in order)
     for unit in order:
@@ -168,8 +164,3 @@ def with_weights(order: list[AnyUnit], limit: int) -> list[AnyUnit]:
                 merged.append(pending.popleft())
                 live -= 1
     return merged + list(pending)
-
-
-def on_chunk_0(orders: Iterable[Iterable[Unit]]) -> list[list[PlacedUnit]]:
-    """Return the orders with the chunk of each unit, where stages have one."""
-    return [[(*unit, 0) for unit in order] for order in orders]

@@ -10,7 +10,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.schedule.action import PlacedUnit, ScheduleError
 from terapipe_ds.schedule.chunked import loop_with_leads, peak_of
 from terapipe_ds.schedule.greedy import SPLIT, list_schedule, room_at_places, room_on_stages
-from terapipe_ds.schedule.one_f_one_b import on_chunk_0, seq1f1b, with_weights
+from terapipe_ds.schedule.one_f_one_b import seq1f1b, with_weights
 from terapipe_ds.schedule.placement import Placement, loop, v_shape
 
 TAKE_LIMITS = ("seq1f1b-interleaved-zb", "zbv")
@@ -33,7 +33,7 @@ def seq1f1b_interleaved_zb(
     placement = loop(num_stages, num_chunks)
     limit = _most_live(placement, num_slices, max_live_slices)
     if num_chunks == 1:
-        orders = on_chunk_0(seq1f1b(num_stages, num_slices))
+        orders = seq1f1b(num_stages, num_slices)
     else:
         orders = loop_with_leads(num_stages, num_slices, num_chunks, aligned=True)
     if any(peak_of(order) > limit for order in orders):
@@ -59,11 +59,11 @@ def _most_live(placement: Placement, num_slices: tuple[int, ...], max_live_slice
     `max_live_slices` is such a number; None: all of them; `DEFAULT`: v s min(m, K), where a micro-batch has at most s.
     Raises `ScheduleError` on anything else, and where a stage could not hold a whole micro-batch.
     """
-    _, chunks, least = _sizes(placement, num_slices)
+    _, chunks, least, usual = _sizes(placement, num_slices)
     if max_live_slices is None:
         return chunks * sum(num_slices)
     if max_live_slices == DEFAULT:
-        return _as_in_1f1b(placement, num_slices)
+        return usual
     if type(max_live_slices) is not int:
         problem = f"max_live_slices is {show_value(max_live_slices)}"
         raise ScheduleError(f"{problem}: give a number of slices, None for no limit, or {DEFAULT!r}")
@@ -73,16 +73,12 @@ def _most_live(placement: Placement, num_slices: tuple[int, ...], max_live_slice
     return max_live_slices
 
 
-def _sizes(placement: Placement, num_slices: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return K, v, and the most slices of a micro-batch on a stage."""
+def _sizes(placement: Placement, num_slices: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """Return K, v, the most slices of a micro-batch on a stage, and the `DEFAULT` limit."""
     num_stages = 1 + max(stage_id for stage_id, _ in placement)
     chunks = len(placement) // num_stages
-    return num_stages, chunks, chunks * max(num_slices)
-
-
-def _as_in_1f1b(placement: Placement, num_slices: tuple[int, ...]) -> int:
-    num_stages, _, of_one = _sizes(placement, num_slices)
-    return of_one * min(len(num_slices), num_stages)
+    of_one = chunks * max(num_slices)
+    return num_stages, chunks, of_one, of_one * min(len(num_slices), num_stages)
 
 
 def _listed(placement: Placement, num_slices: tuple[int, ...], limit: int) -> list[list[PlacedUnit]]:
@@ -91,9 +87,9 @@ def _listed(placement: Placement, num_slices: tuple[int, ...], limit: int) -> li
     If the limit is short, stages share it out among their chunks as work goes on, or beforehand by the number of
     parts that follow: either may be shorter. Otherwise orders without a wait exist if all times are equal.
     """
-    num_stages, chunks, of_one = _sizes(placement, num_slices)
+    num_stages, chunks, of_one, usual = _sizes(placement, num_slices)
     rooms, weights = [room_on_stages(limit, num_slices, chunks)], (1, 1, 1)
-    if limit >= _as_in_1f1b(placement, num_slices):
+    if limit >= usual:
         weights = (4, 1, 1)
     if limit < chunks * sum(num_slices):
         shares = {}

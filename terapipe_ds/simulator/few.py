@@ -118,20 +118,16 @@ def replay_few(
             earlier_s = replay_of(half).ends_of_stages(plan, costs, memory)
             ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
             is_proven = False
-    if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not _offloads(memory):
+    if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not memory.offloads:
         # from the second micro-batch on, each adds the same bytes
         two, three = (replay_of(count).peak_bytes(plan, memory, stages) for count in (2, 3))
         peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
     elif memory is not None:
         enough, is_sure = shape.most_live
-        if _offloads(memory):  # a slice is away for a while that the rest of the batch decides
+        if memory.offloads:  # a slice is away for a while that the rest of the batch decides
             enough, is_sure = (num_micro_batches if is_short else shape.filling), False
         elif is_short and not is_sure:
             enough = num_micro_batches
         peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory, stages)
         is_proven &= is_sure or enough >= num_micro_batches
     return Outcome(ends_s, peaks, is_proven)
-
-
-def _offloads(memory: Memory) -> bool:
-    return bool(getattr(memory, "offloads", False))

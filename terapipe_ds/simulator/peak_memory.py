@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
 from typing import Protocol
 
@@ -28,7 +28,12 @@ class Memory(Protocol):
     """Define the simulator's interface of memory; `planner.memory.MemoryModel` describes each share."""
 
     @property
+    def offloads(self) -> bool: ...
+    @property
+    def host_bytes_per_s(self) -> float | None: ...
+    @property
     def process_bytes(self) -> int: ...
+    def key_of(self, part_ids: Sequence[int]) -> tuple[object, ...]: ...
     def static_bytes(self, part_id: int) -> int: ...
     def gradient_bytes(self, part_id: int) -> int: ...
     def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
@@ -36,6 +41,7 @@ class Memory(Protocol):
     def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
     def whole_bytes(self, part_id: int, sequence_length: int) -> int: ...
     def slice_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
+    def staying_bytes(self, part_id: int, tokens: int) -> int: ...
     def weight_bytes(self, part_id: int, tokens: int, prefix: int) -> int: ...
     def sent_bytes(self, part_id: int, tokens: int) -> int: ...
     def working_bytes(self, part_id: int, tokens: int, prefix: int, is_whole: bool) -> int: ...
@@ -78,8 +84,9 @@ def bytes_of_stage(
             size = memory.sent_bytes(action.part_id + (action.kind is Kind.FORWARD), stop - start)
             after[index] += size
             after[until] -= size
-    if getattr(memory, "offloads", False):
-        _offload(order, spans, memory, gained, after)
+    for forward, until, size in _away(order, spans, memory) if memory.offloads else ():
+        after[forward + LEAVES_AFTER] -= size
+        gained[until] += size
     # a walk over the order adds up the bytes that come and go
     now = memory.process_bytes + sum(map(memory.static_bytes, parts)) + pooled
     numbers = [now]
@@ -114,7 +121,7 @@ def _pooled_bytes(needed: Mapping[_Held, tuple[int, int]], spans: Spans, memory:
                 size = _size(held, spans, memory)
                 changes[first] += size
                 changes[last + 1] -= size
-        total += max(accumulate((changes[index] for index in sorted(changes)), initial=0))
+        total += _largest_sum(changes)
     return total
 
 
@@ -213,37 +220,34 @@ def offloaded_bytes(spans: Spans, memory: Memory) -> Callable[[int, SliceKey], i
 
     Equal slices of a part have equal bytes.
     """
-    staying = getattr(memory, "staying_bytes", None)
 
     @functools.cache
     def bytes_of(part_id: int, start: int, stop: int, is_whole: bool) -> int:
         size = memory.slice_bytes(part_id, stop - start, start)
-        if staying is not None:
-            size -= min(size, staying(part_id, stop - start))
+        size -= min(size, memory.staying_bytes(part_id, stop - start))
         return size + (memory.whole_bytes(part_id, stop) if is_whole else 0)
 
     return lambda part_id, unit: bytes_of(part_id, *spans[unit[0]][unit[1]], len(spans[unit[0]]) == 1)
 
 
-def _offload(order: Sequence[Action], spans: Spans, memory: Memory, gained: Counter[int], after: Counter[int]) -> None:
-    """Subtract from a stage's bytes those that are on the host."""
+def _away(order: Sequence[Action], spans: Spans, memory: Memory) -> Iterator[tuple[int, int, int]]:
+    """Yield, for each offloaded slice, the computation that makes it, the one at whose start it is back, its bytes."""
     places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     bytes_of = offloaded_bytes(spans, memory)
-    for (part_id, unit), index in offloaded_until(order).items():
-        size = bytes_of(part_id, unit)
-        after[places[part_id, unit] + LEAVES_AFTER] -= size
-        gained[index] += size
+    for key, until in offloaded_until(order).items():
+        yield places[key], until, bytes_of(*key)
 
 
 def host_bytes(order: Sequence[Action], spans: Spans, memory: Memory) -> int:
     """Return the most bytes that a stage's offloaded slices take on the host at a time."""
-    places = {(action.part_id, action.unit): i for i, action in enumerate(order) if action.kind is Kind.FORWARD}
     changes: Counter[int] = Counter()
-    bytes_of = offloaded_bytes(spans, memory)
-    for (part_id, unit), until in offloaded_until(order).items():
-        size = bytes_of(part_id, unit)
-        changes[places[part_id, unit]] += size
+    for forward, until, size in _away(order, spans, memory):
+        changes[forward] += size
         changes[until + 1] -= size
+    return _largest_sum(changes)
+
+
+def _largest_sum(changes: Mapping[int, int]) -> int:
     return max(accumulate((changes[index] for index in sorted(changes)), initial=0))
 
 

@@ -98,10 +98,9 @@ class Replay:
         """Return the replay of a schedule, built at the first call; the latest few are kept."""
         return Replay(schedule)
 
-    def makespan(self, plan: Plans, costs: Any, *, overlap: bool = True) -> float:
+    def makespan(self, plan: Plans, costs: Any) -> float:
         """Return `run(...).makespan_s` without the events: for a search over many plans."""
-        _, _, seconds, sends = self._durations(plan, costs)
-        return max(self._pass(seconds, sends, overlap).ends)
+        return max(self.ends_of_stages(plan, costs))
 
     def ends_of_stages(self, plan: Plans, costs: Any, memory: Memory | None = None) -> list[float]:
         """Return, per stage, the end of its last computation: then it can reduce its gradients."""
@@ -121,17 +120,12 @@ class Replay:
         spans = [one.spans() for one in plans]
         # while a search moves layers between two stages, the bytes of all others stay
         counted = range(self.schedule.num_stages) if stages is None else stages
-        keys = {k: (k, plans, key) if (key := self._key_of(k, memory)) else None for k in counted}
-        for stage_id, key in keys.items():
-            if key is None or key not in self._peaks:
-                numbers = bytes_of_stage(self.schedule, stage_id, spans, memory, self._outstanding)
-                self._peaks[key if key is not None else stage_id] = max(numbers)
-        return tuple(self._peaks[stage_id if key is None else key] for stage_id, key in keys.items())
-
-    def _key_of(self, stage_id: int, memory: Memory) -> Any:
-        """Return what decides a stage's bytes beside its order; None where the memory does not say."""
-        key_of = getattr(memory, "key_of", None)
-        return None if key_of is None else key_of(self._parts_of[stage_id])
+        keys = [(k, plans, memory.key_of(self._parts_of[k])) for k in counted]
+        for key in keys:
+            if key not in self._peaks:
+                numbers = bytes_of_stage(self.schedule, key[0], spans, memory, self._outstanding)
+                self._peaks[key] = max(numbers)
+        return tuple(self._peaks[key] for key in keys)
 
     @functools.cached_property
     def _parts_of(self) -> list[list[int]]:
@@ -236,8 +230,7 @@ class Replay:
 
     def _copies(self, plans: Sequence[SlicePlan], memory: Memory | None) -> HostCopies | None:
         """Return the copies between stages and their hosts, where there are any and they take time."""
-        rate = getattr(memory, "host_bytes_per_s", None)
-        if memory is None or rate is None or not getattr(memory, "offloads", False) or self.schedule.forward_only:
+        if memory is None or (rate := memory.host_bytes_per_s) is None or not memory.offloads:
             return None
         spans = [plan.spans() for plan in plans]
         bytes_of = offloaded_bytes(spans, memory)

@@ -37,7 +37,6 @@ class Quantity:
 
     @property
     def difference(self) -> float:
-        """Return measured minus predicted."""
         return self.measured - self.predicted
 
     @property

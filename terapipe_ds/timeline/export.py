@@ -11,7 +11,6 @@ from typing import Any
 from terapipe_ds.timeline.timeline import Timeline, TimelineEvent
 
 LINK_KINDS = ("SA", "SG")
-_STAGES, _LINKS = 0, 1  # the two processes of the trace
 
 
 def to_chrome_trace(timeline: Timeline, title: str = "", *others: tuple[str, Timeline]) -> str:
@@ -26,7 +25,7 @@ def to_chrome_trace(timeline: Timeline, title: str = "", *others: tuple[str, Tim
 
 
 def _rows(timeline: Timeline, title: str, first_pid: int) -> list[dict[str, Any]]:
-    stages, links = first_pid + _STAGES, first_pid + _LINKS
+    stages, links = first_pid, first_pid + 1  # the two processes of the trace
     zero_s = min((event.start_s for event in timeline.events), default=0.0)
     rows = [_name("thread_name", stages, k, f"stage {k}") for k in range(timeline.num_stages)]
     threads: dict[tuple[Any, ...], int] = {}

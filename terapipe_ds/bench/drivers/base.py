@@ -74,7 +74,6 @@ class Driver:
             refresh()
 
     def states(self) -> list[Tensor]:
-        """Return the tensors of the optimizer."""
         return [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
 
     def copies(self) -> list[Tensor]:

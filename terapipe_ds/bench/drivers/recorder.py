@@ -27,12 +27,10 @@ class Recorder:
         self._start_s = self._start_cpu_s = 0.0
 
     def clear(self) -> None:
-        """Drop the events of the last step."""
         self.events = []
 
     @contextmanager
     def span(self, kind: str, micro_batch_id: int = -1, slice_id: int = -1, chunk_id: int = 0) -> Iterator[None]:
-        """Record the body as one event."""
         self.restart()
         yield
         if self.on:
@@ -71,7 +69,6 @@ class EngineRecorder(Recorder):
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
-        """Record one action of the schedule."""
         is_recorded, unit = action.kind in _RECORDED, (action.micro_batch_id, action.slice_id, action.chunk_id)
         with self.span(action.kind.value, *unit) if is_recorded else nullcontext():
             yield

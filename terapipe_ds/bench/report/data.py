@@ -167,7 +167,7 @@ class RunGroup:
 
 
 def _kind_of(run: object) -> str:
-    error = run.get("error") if isinstance(run, dict) else getattr(run, "error", None)
+    error = run.get("error") if isinstance(run, dict) else None
     return "<run>" if error is None else "<failed>"
 
 

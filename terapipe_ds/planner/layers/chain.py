@@ -40,27 +40,17 @@ class LayerChain:
         parameter_bytes: Sequence[float],
         costs: Sequence[Costs] | None = None,
     ) -> None:
-        numbers = {
-            "forward_s": forward_s,
-            "backward_s": backward_s,
-            "output_bytes": output_bytes,
-            "saved_bytes": saved_bytes,
-            "parameter_bytes": parameter_bytes,
-        }
-        checked = {name: _checked(name, values) for name, values in numbers.items()}
-        self.num_layers = len(checked["forward_s"])
-        # a missing number would shift all later numbers to other layers
-        lengths = {name: len(values) for name, values in checked.items()}
-        lengths |= {} if costs is None else {"costs": len(costs)}
-        for name, length in lengths.items():
-            if length != self.num_layers or not length:
-                raise PlannerError(
-                    f"{name} has {length} entries, forward_s {self.num_layers}: give one per layer, and at least one"
-                )
-        self.forward_s, self.backward_s = checked["forward_s"], checked["backward_s"]
-        self.bytes_after, self.saved_bytes = checked["output_bytes"], checked["saved_bytes"]
-        self.parameter_bytes = checked["parameter_bytes"]
+        self.forward_s, self.backward_s = _checked("forward_s", forward_s), _checked("backward_s", backward_s)
+        self.output_bytes = _checked("output_bytes", output_bytes)
+        self.saved_bytes = _checked("saved_bytes", saved_bytes)
+        self.parameter_bytes = _checked("parameter_bytes", parameter_bytes)
         self.costs = None if costs is None else tuple(costs)
+        self.num_layers = len(self.forward_s)
+        # a missing number would shift all later numbers to other layers
+        for name, values in vars(self).items():
+            if isinstance(values, np.ndarray | tuple) and not 0 < len(values) == self.num_layers:
+                has = f"{name} has {len(values)} entries, forward_s {self.num_layers}"
+                raise PlannerError(f"{has}: give one per layer, and at least one")
 
     def of_length(self, sequence_length: int) -> Layers:
         """Return the planner's view of the chain, for sequences of that length."""
@@ -87,7 +77,7 @@ class _ChainLayers(Layers):
         return costs_of_layers(self._layers(setting), setting.micro_batch, recompute)
 
     def output_bytes(self, setting: Setting) -> Floats:
-        return setting.micro_batch / self._length * self._chain.bytes_after
+        return setting.micro_batch / self._length * self._chain.output_bytes
 
     def memory_of_spans(self, setting: Setting, spans: Sequence[Span]) -> tuple[PartMemory, ...]:
         layers = self._layers(setting)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -179,8 +178,3 @@ def _listed(path: str, config: Mapping[str, Any], name: str, kind: type) -> list
     if not isinstance(values, list) or any(type(value) is not kind for value in values):
         raise PlannerError(f"{path}: {name} is no list of {kind.__name__}: give the config.json of a decoder model")
     return values
-
-
-def with_length(size: ModelSize, sequence_length: int) -> ModelSize:
-    """Return the size with room for sequences of this length, where positions are learned."""
-    return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))

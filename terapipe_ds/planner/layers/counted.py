@@ -108,10 +108,10 @@ class CountedLayers(Layers):
         divided = setting.data * setting.sequence if is_divided else 1
         moved = OPTIMIZER_BYTES_PER_PARAMETER / divided
         if setting.offload_optimizer:  # seconds on the host, as bytes that the device could have moved in that time
-            card, link = self._cluster.card, self._cluster.host_link
-            copied_s = (4 + ITEMSIZE[self.dtype]) / link.bandwidth_bytes_per_s  # gradients down, parameters up
+            rate = self._cluster.host_link.bandwidth_bytes_per_s
+            copied_s = (4 + ITEMSIZE[self.dtype]) / rate  # gradients down, parameters up
             host_s = copied_s + self._cluster.devices_per_node / HOST_ADAM_PARAMETERS_PER_S
-            host_bytes = host_s * card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
+            host_bytes = host_s * self._cluster.card.reachable_bytes_per_s
             # a CPU is its own host: nothing is faster there
             moved = max(OPTIMIZER_BYTES_PER_PARAMETER, host_bytes) / divided
         return bytes_summed(self.dtype, setting.zero_stage), moved

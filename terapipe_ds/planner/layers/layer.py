@@ -72,7 +72,6 @@ class OverheadCosts:
         return 0.0 * tokens + 0.0 * prefix
 
     def shared_by(self, layers: int) -> OverheadCosts:
-        """Return the share of one of `layers` layers."""
         return OverheadCosts(self._points, 1 / layers)
 
     def _between(self, seconds: Sequence[float], tokens: Any) -> Any:

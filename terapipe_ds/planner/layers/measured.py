@@ -118,18 +118,17 @@ class MeasuredLayers(Layers):
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
         # the step was measured with all states on one rank; replicas divide a share of them
-        card, summed, share = self._cluster.card, bytes_summed(self.dtype, setting.zero_stage), 1.0
+        rate, share = self._cluster.card.reachable_bytes_per_s, 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data
         elif setting.zero_stage:
             of_all, of_share = _PASSES["ZeRO-1"]
             share = (of_all + of_share / setting.data) / sum(_PASSES["ZeRO-0"])
-        rate = card.memory_bandwidth_bytes_per_s * card.bandwidth_efficiency
         layers = self._layers[_size(setting)]
         trained = np.array([layer.trained for layer in layers], float)
         counted = OPTIMIZER_BYTES_PER_PARAMETER * trained
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
-        return summed * trained, share * np.array(moved)
+        return bytes_summed(self.dtype, setting.zero_stage) * trained, share * np.array(moved)
 
     def _memory(self, setting: Setting, span: Span) -> PartMemory:
         layers = self._layers[_size(setting)][span.start : span.stop]

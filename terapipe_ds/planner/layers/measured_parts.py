@@ -41,7 +41,6 @@ class MeasuredParts:
 
     @classmethod
     def of_profile(cls, profile: Profile) -> MeasuredParts:
-        """Return the layers that a profile measured."""
         layers, is_timed = layers_of_profile(profile), profile.layers is not None
         bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds
         return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
@@ -71,7 +70,6 @@ class MeasuredParts:
 
     @property
     def has_memory(self) -> bool:
-        """Return whether the memory of all layers was measured."""
         return all(layer.memory is not None for layer in self.layers)
 
     def bounds(self, num_parts: int) -> list[int] | None:

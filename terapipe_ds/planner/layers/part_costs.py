@@ -19,7 +19,6 @@ class Wire:
     bytes_per_token: float
 
     def __call__(self, tokens: Any) -> Any:
-        """Return the seconds of the message of a slice."""
         return self.link.latency_s + self.bytes_per_token * tokens / self.link.bandwidth_bytes_per_s
 
 

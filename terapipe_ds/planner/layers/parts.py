@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import abc
 import enum
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -132,8 +131,3 @@ def bytes_summed(dtype: str, zero_stage: int) -> float:
     if dtype == "bfloat16":
         return 4 + 2 / 2
     return (1.5 if zero_stage else 1.0) * ITEMSIZE[dtype]
-
-
-def spans_of(bounds: Sequence[int], recompute: Sequence[int]) -> list[Span]:
-    """Return the part between each two bounds."""
-    return [Span(*edges, again) for edges, again in zip(itertools.pairwise(bounds), recompute, strict=True)]

@@ -56,11 +56,9 @@ class Holdings:
         return peak
 
     def fits(self, stage_id: int, order: Sequence[int]) -> bool:
-        """Return whether the order of a stage keeps its limit."""
         return self.peak(stage_id, order) <= self.limits[stage_id]
 
     def fit(self, orders: Orders) -> bool:
-        """Return whether the orders of all stages keep their limits."""
         return all(self.fits(stage_id, order) for stage_id, order in enumerate(orders))
 
     def keeps(self, schedule: Schedule, orders: Orders) -> bool:

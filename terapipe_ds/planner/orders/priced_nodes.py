@@ -94,7 +94,6 @@ class PricedNodes:
         return orders
 
     def to_schedule(self, orders: Orders) -> Schedule:
-        """Return the schedule with these orders."""
         slices = tuple(plan.num_slices for plan in self.plans)
         actions = tuple(tuple(map(self.action, order)) for order in orders)
         chunks = self.num_parts // self.num_stages

@@ -68,7 +68,6 @@ class PartLayers:
         return PartCosts([self.costs], again, **kept)
 
     def ids_of(self, subset: Subset) -> tuple[int, ...]:
-        """Return the numbers of the model's layers in a subset."""
         return tuple(self.layers[index].layer_id for index in subset.layers)
 
     def again_s(self, plan: SlicePlan, num_micro_batches: int) -> list[float]:
@@ -121,7 +120,6 @@ class RecomputeChoice:
 
     @classmethod
     def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset]) -> RecomputeChoice:
-        """Return the choice of one subset per part."""
         both = list(zip(parts, subsets, strict=True))
         return cls(
             tuple(part.ids_of(one) for part, one in both),

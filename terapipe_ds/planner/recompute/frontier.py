@@ -33,16 +33,6 @@ class Subset(NamedTuple):
     moment: int
     layers: tuple[int, ...]  # indices
 
-    def without(self, layer: Layer, is_whole: bool) -> Subset:
-        """Return the subset where the next layer does not recompute."""
-        return self._replace(kept=self.kept + round(layer.kept_bytes(is_whole) * _BYTES))
-
-    def extended(self, index: int, layer: Layer, seconds: float, is_whole: bool) -> Subset:
-        """Return the subset where the next layer recomputes."""
-        moment = self.kept + round(layer.kept_bytes(is_whole) * _BYTES)
-        kept = self.kept + round(layer.input_bytes * _BYTES)
-        return Subset(self.again + round(seconds * _SECONDS), kept, max(self.moment, moment), (*self.layers, index))
-
     @property
     def again_s(self) -> float:
         return self.again / _SECONDS
@@ -69,10 +59,14 @@ def frontier(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: f
     subsets = [Subset(0, round(besides_bytes * _BYTES), 0, ())]
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
         # a layer doubles the subsets, and most of them are no better than another one
-        without = [one.without(layer, is_whole) for one in subsets]
-        again = [one.extended(index, layer, seconds, is_whole) for one in subsets]
-        is_smaller = layer.input_bytes < layer.kept_bytes(is_whole)  # where it recomputes
-        subsets = _undominated([*without, *again] if is_smaller else without)
+        whole, own, again = layer.kept_bytes(is_whole), round(layer.input_bytes * _BYTES), round(seconds * _SECONDS)
+        without = [one._replace(kept=one.kept + round(whole * _BYTES)) for one in subsets]
+        if layer.input_bytes < whole:  # where it recomputes it keeps less
+            without += [
+                Subset(one.again + again, one.kept + own, max(one.moment, wider.kept), (*one.layers, index))
+                for one, wider in zip(subsets, without, strict=True)
+            ]
+        subsets = _undominated(without)
         # both ends stay: nothing recomputed, and everything
         if len(subsets) > MOST_SUBSETS:  # evenly over the range, with both ends
             step = (len(subsets) - 1) / (MOST_SUBSETS - 1)

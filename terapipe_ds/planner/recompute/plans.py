@@ -86,7 +86,6 @@ class _Question:
     options: Mapping[str, object]
 
     def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
-        """Return the best slices and layers that the search reaches."""
 
         def slices(choice: RecomputeChoice, limit_bytes: float | None) -> PlanResult:
             return plan_slices(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from operator import itemgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -73,7 +74,6 @@ class Judge:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether the budget is spent."""
         return self.spent > self.budget
 
     @property
@@ -160,7 +160,7 @@ class Judge:
     @property
     def _adds_bytes(self) -> bool:
         """Return whether a formula has the peak bytes."""
-        return self.is_flow_shop and not getattr(self.pipeline.memory, "offloads", False)
+        return self.is_flow_shop and not self.pipeline.memory.offloads
 
     def _replayed_bytes(self, lengths: Lengths, stages: Sequence[int] | None = None) -> tuple[int, ...]:
         walk = _WALK if stages is None else _WALK * len(stages) / self.pipeline.num_stages
@@ -232,16 +232,15 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     """Return the error where nothing fits: the least need among the tried plans, its stage, and advice."""
     memory, limit = judge.pipeline.memory, judge.pipeline.memory_limit_bytes or 0.0
     needs: list[tuple[int, tuple[int, ...], int]] = []
-    for plan in sorted(tried, key=judge.needs_at_least):
-        if needs and judge.needs_at_least(plan) >= min(needs)[0]:
+    for least, plan in sorted(((judge.needs_at_least(plan), plan) for plan in tried), key=itemgetter(0)):
+        if needs and least >= min(needs)[0]:
             break
         peaks = judge.peak_bytes(plan) or ()
         needs.append((max(peaks), peaks, len(plan)))
-    need, peaks, count = min(needs, key=lambda entry: entry[0])
+    need, peaks, count = min(needs, key=itemgetter(0))
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
-    gradient_bytes = getattr(memory, "gradient_bytes", lambda part_id: 0)
-    static = memory.process_bytes + sum(memory.static_bytes(part) + gradient_bytes(part) for part in parts)
+    static = memory.process_bytes + sum(memory.static_bytes(part) + memory.gradient_bytes(part) for part in parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     problem = (

@@ -49,12 +49,10 @@ class CachedCosts:
         return self._of_slices("backward_s", tokens, prefix)
 
     def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
-        """Return forward, backward and send seconds of slices in arrays."""
         sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
         return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
 
     def whole_s(self, sequence_length: int) -> float:
-        """Return the seconds of forward and backward of a whole sequence."""
         return float(self.forward_s(sequence_length, 0) + self.backward_s(sequence_length, 0))
 
     def _of_slices(self, name: str, tokens: Any, prefix: Any) -> Any:

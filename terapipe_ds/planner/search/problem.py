@@ -145,7 +145,6 @@ class Problem:
         return {name: _AUTO_CHUNKED[name] for name in ranked_schedules(*shape, self.knows_weights, self.placement)}
 
     def best(self, schedule: str, budget: int, options: Mapping[str, object] = MappingProxyType({})) -> PlanResult:
-        """Return the best plan for one schedule."""
         judge = Judge(self.pipeline, schedule, budget=budget, progress=self.progress, schedule_options=options)
         answer = self._proven_by_program(judge) or self._best_of_all(judge) or self._climbed(judge)
         self.chosen.append(answer.lengths)

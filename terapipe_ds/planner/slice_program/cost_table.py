@@ -12,7 +12,7 @@ import numpy.typing as npt
 from terapipe_ds.costs.interface import Costs, ask, method_of
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import count_granules
-from terapipe_ds.planner.errors import PlannerError, check_count
+from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, Bools, Floats, least_tails, trace
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -103,13 +103,7 @@ def check_methods(costs: Costs) -> None:
 
 
 def equal_time(table: CostTable, num_slices: int) -> tuple[int, ...]:
-    """Return slice lengths in granules whose largest f + b is least, then the sum. PlannerError for too many slices."""
-    num_slices = check_count("num_slices", num_slices)
-    if num_slices > table.num_granules:
-        raise PlannerError(
-            f"{num_slices} slices cut at multiples of {table.granularity_tokens} tokens do not fit in a sequence of "
-            f"{table.sequence_length} tokens: give at most {table.num_granules}, or a smaller granularity"
-        )
+    """Return 1 to `num_granules` slice lengths in granules whose largest f + b is least, then the sum."""
     # first the least largest slice, then the least sum among cuts that keep to it
     every = Band(table.total_s, table.total_s, table.total_s)
     largest = least_tails(every, num_slices=num_slices, exactly=True, largest=True)[0, -1, 0]

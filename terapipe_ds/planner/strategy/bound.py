@@ -88,7 +88,6 @@ class Bounded:
         return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
-        """Return the bound of one cut."""
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)
         ends = np.concatenate(([0.0], np.cumsum(self._least_ends)))
         starts, stops = np.array(bounds[:-1]), np.array(bounds[1:])
@@ -132,7 +131,7 @@ class Bounded:
     def _least_ends(self) -> Floats:
         summed, moved = self.layers.end_bytes(self.candidate.setting)
         rate = min(per_byte for _, per_byte in self._reductions)
-        return rate * summed + moved / self._reachable
+        return rate * summed + moved / self.cluster.card.reachable_bytes_per_s
 
     @functools.cached_property
     def _reductions(self) -> list[tuple[float, float]]:
@@ -144,10 +143,6 @@ class Bounded:
     @functools.cached_property
     def _process_bytes(self) -> int:
         return self.cluster.process_bytes(self.candidate.grid)
-
-    @property
-    def _reachable(self) -> float:
-        return self.cluster.card.memory_bandwidth_bytes_per_s * self.cluster.card.bandwidth_efficiency
 
     # --- costs
 

@@ -48,7 +48,7 @@ class Estimated(Bounded):
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
         kinds = self._kinds(shape.schedule)
-        work = [spans_matrix(self._work(num_slices, again)) for again in kinds]
+        work = [spans_matrix(np.add(*self._sliced(again, num_slices))) for again in kinds]
         fits = [self._peaks(shape, num_slices, again) <= limit_bytes for again in kinds]
         kept = [self._rates[again]["slice"] for again in kinds]
         copied = self._copied(shape, num_slices)
@@ -131,7 +131,7 @@ class Estimated(Bounded):
         starts, stops, stages = np.array(cut[:-1]), np.array(cut[1:]), np.array(owners)
         seconds, of_parts = np.zeros(len(stages)), np.array(recompute)[stages]
         for again in set(recompute):
-            done = np.concatenate(([0.0], np.cumsum(self._work(num_slices, again))))
+            done = np.concatenate(([0.0], np.cumsum(np.add(*self._sliced(again, num_slices)))))
             seconds = np.where(of_parts == again, done[stops] - done[starts], seconds)
         return np.asarray(np.bincount(stages, seconds), float)
 
@@ -171,10 +171,6 @@ class Estimated(Bounded):
         """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
         again = self._kinds(shape.schedule)[:2][-1]
         return least_maximum(list(self._peaks(shape, num_slices, again)))
-
-    def _work(self, num_slices: int, recompute: int) -> Floats:
-        forward, backward = self._sliced(recompute, num_slices)
-        return forward + backward
 
     def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage for every span of layers.
@@ -271,16 +267,17 @@ class Estimated(Bounded):
         """Return, per stage, the seconds of its reduction, of the tied matrix's exchange, and of its optimizer step."""
         setting = self.candidate.setting
         summed, moved = self.layers.end_bytes(setting)
+        reachable = self.cluster.card.reachable_bytes_per_s
         seconds = [fixed_s for fixed_s, _ in self._reductions]
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             per_byte = self._reductions[stage_id][1]
-            seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / self._reachable
+            seconds[stage_id] += per_byte * summed[start:stop].sum() + moved[start:stop].sum() / reachable
         copy = self.layers.tied_copy(setting)
         if copy is not None and self._has_tied_copy(owners):
             link = self.cluster.link_between(self.candidate.grid, owners[0], owners[-1])
             for stage_id in (owners[0], owners[-1]):
                 seconds[stage_id] += copy.exchanged / link.bandwidth_bytes_per_s + 2 * link.latency_s
-            seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / self._reachable
+            seconds[owners[-1]] += self._reductions[owners[-1]][1] * copy.summed + copy.moved / reachable
         return seconds
 
     def _has_tied_copy(self, owners: Sequence[int]) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.cuts import Bounds
 from terapipe_ds.planner.layers.part_costs import NO_WIRE, PartCosts, Wire
-from terapipe_ds.planner.layers.parts import Again, spans_of
+from terapipe_ds.planner.layers.parts import Again, Span
 from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.estimate import Estimated
@@ -53,9 +53,9 @@ class Priced(Estimated):
         return parts
 
     def memory(self, bounds: Bounds, recompute: Sequence[int], owners: Sequence[int]) -> MemoryModel:
-        """Return the memory of the parts."""
-        again = [recompute[stage_id] for stage_id in owners]
-        parts = self.layers.memory_of_spans(self.candidate.setting, spans_of(bounds, again))
+        edges = zip(itertools.pairwise(bounds), owners, strict=True)
+        spans = [Span(*ends, recompute[stage_id]) for ends, stage_id in edges]
+        parts = self.layers.memory_of_spans(self.candidate.setting, spans)
         memory = MemoryModel(parts, process_bytes=self._process_bytes)
         if not self.candidate.levers.offload_activations:
             return memory
@@ -119,12 +119,9 @@ class Priced(Estimated):
         replays = functools.partial(replay_of, replayed)
         replay = functools.partial(replay_few, replayed, self.num_micro_batches, replays, plan, most=most)
         costs, memory = self.parts(bounds, recompute, owners), self.memory(bounds, recompute, owners)
-        # the seconds are known sooner than the bytes
-        timed = replay(costs=costs)
-        if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
-            return None
-        if memory.offloads:
-            timed = replay(costs=costs, memory=memory)
+        # the seconds are known sooner than the bytes, and those without copies to the host sooner than those with them
+        for copied in (None, memory) if memory.offloads else (None,):
+            timed = replay(costs=costs, memory=copied)
             if (seconds := self._step_s(list(timed.ends_s), bounds, owners)) > beat_s:
                 return None
         hosts = self._host_bytes(replayed, bounds, plan, memory, owners)

@@ -15,7 +15,7 @@ from terapipe_ds.messages import nearest, show_value
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.layers.chain import LayerChain
-from terapipe_ds.planner.layers.config_json import size_of_config, with_length
+from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Again, Layers
@@ -181,7 +181,9 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured
-    return CountedLayers(with_length(size_of(model), sequence_length), cluster, dtype)
+    size = size_of(model)
+    longest = max(size.max_sequence_length, sequence_length)  # learned positions have room for it
+    return CountedLayers(dataclasses.replace(size, max_sequence_length=longest), cluster, dtype)
 
 
 def size_of(model: object) -> ModelSize:

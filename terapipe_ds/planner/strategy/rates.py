@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from terapipe_ds.costs.interface import ask
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, spans_matrix
 from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
+
+_NAMES = "forward_s", "backward_s"
 
 
 @functools.lru_cache(maxsize=512)
@@ -44,12 +48,8 @@ def equal_cuts(
     return list(dict.fromkeys(cuts))
 
 
-def _seconds(cost: Any, plan: SlicePlan) -> tuple[float, float]:
-    if getattr(cost, "vectorized", False):
-        tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
-        return float(np.sum(cost.forward_s(tokens, prefixes))), float(np.sum(cost.backward_s(tokens, prefixes)))
-    spans = list(zip(plan.lengths, plan.starts, strict=True))
-    return sum(cost.forward_s(*span) for span in spans), sum(cost.backward_s(*span) for span in spans)
+def _seconds(cost: Any, plan: SlicePlan) -> list[float]:
+    return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in _NAMES]
 
 
 def whole_of(cost: Any, length: int) -> tuple[float, float]:
@@ -60,16 +60,14 @@ def whole_of(cost: Any, length: int) -> tuple[float, float]:
 def least_of(cost: Any, length: int) -> tuple[float, float]:
     """Return the least work of any possible slices, by a program over their ends, and the least first forward."""
     edges = [*range(0, length, granule_of(length)), length]
-    seconds = {span: _seconds_of(cost, span) for span in itertools.combinations(edges, 2)}
+    spans = list(itertools.combinations(edges, 2))
+    pairs = [stop - start for start, stop in spans], [start for start, _ in spans]
+    both = (ask(cost, name, *pairs, PlannerError).tolist() for name in _NAMES)
+    seconds = dict(zip(spans, zip(*both, strict=True), strict=True))
     least = {0: 0.0}
     for stop in edges[1:]:
         least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
     return least[length], min(seconds[0, stop][0] for stop in edges[1:])
-
-
-def _seconds_of(cost: Any, span: tuple[int, int]) -> tuple[float, float]:
-    tokens, prefix = span[1] - span[0], span[0]
-    return float(cost.forward_s(tokens, prefix)), float(cost.backward_s(tokens, prefix))
 
 
 def granule_of(length: int) -> int:

@@ -19,7 +19,6 @@ class Shape(NamedTuple):
 
     @property
     def is_split(self) -> bool:
-        """Return whether backwards are split."""
         return self.schedule in SPLIT_SCHEDULES
 
     @property

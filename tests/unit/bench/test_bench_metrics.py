@@ -64,11 +64,6 @@ def test_unsliced_seconds_are_the_medians_of_the_fastest_system_on_each_stage() 
     assert metrics.unsliced_s([first, second], 2) == pytest.approx((3.2, 2.0))
 
 
-def test_ratios_are_taken_turn_by_turn() -> None:
-    assert metrics.ratio([4.0, 8.0, 5.0], [2.0, 5.0, 1.0]) == pytest.approx(2.0)  # 2.0, 1.6, 5.0
-    assert [metrics.median_index(row) for row in ([3.0, 1.0, 2.0], [4.0, 1.0, 3.0, 2.0])] == [2, 3]
-
-
 def test_a_replay_puts_cpu_times_and_links_in_the_schedule() -> None:
     links = {3: 0.25, 5: 0.5}
     seconds, timeline = replay_s(TRACE, SCHEDULE, (SlicePlan((5, 3)),) * SCHEDULE.num_micro_batches, links)

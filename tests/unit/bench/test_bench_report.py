@@ -171,10 +171,16 @@ def test_activations_are_a_share_of_the_stock_engines() -> None:
     """By hand: stock keeps 900 - 100 = 800 on stage 0, slices 400 - 100 = 300 on stage 1; predicted 840 and 294."""
     memory = {"peak_bytes": [900, 500], "static_bytes": [100, 100], "predicted_peak_bytes": [940, 460]}
     less = {"peak_bytes": [300, 400], "static_bytes": [100, 100], "predicted_peak_bytes": [350, 394]}
-    page = page_of(result(STOCK | memory, SLICED | less))
+    page = page_of(result(STOCK | memory, SLICED | less, row("torch", "gpipe")))
     own = [cells for cells in page.rows if cells[:1] == ["terapipe seq1f1b"]]
     assert own[-1][3:] == ["0.375", "0.350", "−6.7 %"]
-    assert "Activations" not in page_of(result(STOCK, SLICED)).data and "Activations" in page.data
+    assert "Activations" in page.data
+    for runs in (
+        (STOCK, SLICED),
+        (STOCK | memory, SLICED),
+        (STOCK | memory | {"peak_bytes": [100, 100]}, SLICED | less),
+    ):
+        assert "Activations" not in page_of(result(*runs)).data
 
 
 def test_planned_and_replayed_rows_are_labelled() -> None:

@@ -203,6 +203,10 @@ def test_options_narrow(options: dict[str, Any], labels: list[str]) -> None:
 def test_options_widen_and_are_refused() -> None:
     widened = cases_of(slices=[4, 16])
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
+    assert cases_of(schedules=["gpipe"])[0] == "deepspeed 1f1b", "ratios need it"
+    assert "terapipe 1f1b, 1 slice" not in cases_of(systems=["terapipe", "torch"], schedules=["gpipe"])
+    given = Case("terapipe", "interleaved", (5, 3), given_chunks=3)
+    assert given.label == "terapipe interleaved, 3 parts per stage, 2 given slices"
     with pytest.raises(CommandError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
     with pytest.raises(CommandError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
@@ -214,10 +218,14 @@ def test_what_cannot_run_says_why() -> None:
     assert Case("deepspeed", "dualpipev").problem(WORK, 4) is None
     assert "multiple of 2" in (Case("torch", "interleaved1f1b").problem(WORK, 5) or "")
     assert "accumulation >= 2" in (Case("torch", "1f1b").problem(WORK, 1) or "")
+    assert Case("torch", "1f1b").problem(WORK, 2) is Case("torch", "interleaved1f1b").problem(WORK, 1) is None
+    odd = dataclasses.replace(WORK, stages=3)
+    assert "even number of stages, this is 3" in (Case("terapipe", "chimera").problem(odd, 4) or "")
     assert Case("terapipe", "seq1f1b", 8).problem(WORK, 1) is None
     assert "9 slices are more than the 8 tokens" in (Case("terapipe", "seq1f1b", 9).problem(WORK, 1) or "")
     learned = Workload(stages=4, accumulation=1, sequence_length=8, micro_batch=1, hidden=8, layers=4, heads=1)
     assert "in 8 parts, it has 7" in (Case("terapipe", "zbv", 1).problem(learned, 1) or "")
+    assert Case("terapipe", "seq1f1b", 1).problem(learned, 1) is None, "in 4 parts"
     assert Case("terapipe", "zbv", 1).problem(learned, 1, {"positions": "learned"}) is None, "they are a layer"
     assert "in 6 parts, it has 5" in (Case("terapipe", "interleaved", 1, given_chunks=3).problem(WORK, 1) or "")
 

@@ -124,6 +124,7 @@ def test_links_and_optimizer_by_hand() -> None:
     whole = part()
     assert whole.num_parameters() == TINY.num_parameters() == 2 * 152 + 40 + 44
     assert whole.step_s() == pytest.approx(388 * 28 / 100)
+    assert [p.num_parameters() for p in analytic_costs(TINY, SLOW, num_stages=2)] == [152 + 40, 152 + 44]
     tied = dataclasses.replace(TINY, tied_embedding=True)
     parts = analytic_costs(tied, SLOW, num_stages=2)
     assert [p.num_parameters() for p in parts] == [152 + 40, 152 + 4 + 40]  # the matrix stands on both

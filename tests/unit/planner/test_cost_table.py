@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from planner_cases import LinkCosts, TableCosts, random_costs
 
+from terapipe_ds.costs.fitted import CostModel
+from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.slice_program.cost_table import tabulate
 
@@ -62,6 +64,9 @@ def test_a_vectorized_object_may_return_one_number_for_all_and_no_other_shape() 
     costs.backward_s = lambda tokens, prefix: 1.0 if tokens > 8 else 0.5  # type: ignore[method-assign]
     with pytest.raises(PlannerError, match="gave no array of one time per pair .*ambiguous.*: return one, or remove"):
         tabulate(costs, 16, 8)
+    short = CostModel([CostSample(tokens, 0, 1.0, 2.0) for tokens in (4, 8)], part_id=3)
+    with pytest.raises(PlannerError, match="^part 3: tokens = 16: slices without prefix up to 8 tokens were measured;"):
+        tabulate(short, 16, 8)  # the model's own words, without advice for arrays
 
 
 def test_bad_times_of_vectorized_costs_and_of_links() -> None:

@@ -302,6 +302,8 @@ def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     options = {"num_stages": 2, "dtype": "float32", "micro_batch": 1} | changes
     with pytest.raises(PlannerError, match=message):
         MemoryModel.of_model(model_size("mini"), **options)
+    with pytest.raises(PlannerError, match="a memory model without parts"):
+        MemoryModel(())
     for wrong in (-1, float("nan"), "3", True):
         with pytest.raises(PlannerError, match="slice_bytes_per_token"):
             PartMemory(0, wrong)  # type: ignore[arg-type]

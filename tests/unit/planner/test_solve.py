@@ -8,7 +8,6 @@ from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, rand
 
 from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.slice_program import dynamic_programs
 from terapipe_ds.planner.slice_program.cost_table import equal_time, tabulate
 
@@ -107,11 +106,3 @@ def test_equal_time_equals_brute_force() -> None:
             least = min(map(largest, of_count))
             plan = SlicePlan.of_granules(lengths, length, granularity)
             assert largest(pairs(plan)) == pytest.approx(least, rel=1e-12, abs=1e-15)
-
-
-def test_equal_time_of_too_many_slices() -> None:
-    table = tabulate(random_costs(np.random.default_rng(0), 10, 4, "random"), 10, 4)
-    with pytest.raises(PlannerError, match="4 slices cut at multiples of 4 tokens do not fit in a sequence of 10"):
-        equal_time(table, 4)
-    with pytest.raises(PlannerError, match="num_slices = 0: give an integer >= 1"):
-        equal_time(table, 0)

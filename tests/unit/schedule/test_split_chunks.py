@@ -46,10 +46,12 @@ def test_published_makespans(k: int, m: int, shares: tuple[float, ...]) -> None:
 
 def test_every_shape_of_a_loop_has_its_bound() -> None:
     """In slots: with several micro-batches nothing idles but the fill, from 2(K - 1) slices on."""
-    for k, m, chunks in itertools.product((3, 5, 7), (2, 3, 5), (2, 3)):
-        for s in (2 * (k - 1), 2 * k + 1, 3 * k + 1):
-            schedule = build(LOOP, k, m, s, chunks_per_stage=chunks, max_live_slices=None)
-            assert count_slots(schedule).num_slots == 3 * m * s * chunks + k - 1
+    pairs = itertools.product((3, 5, 7), (2, 3, 5))
+    shapes = [(k, m, s) for k, m in pairs for s in (2 * (k - 1), 2 * k + 1, 3 * k + 1)]
+    shapes += [(2, 3, 1), (3, 4, 1), (4, 3, 2)]  # the rest, of fewer than K slices, joins the group before it
+    for (k, m, s), chunks in itertools.product(shapes, (2, 3)):
+        schedule = build(LOOP, k, m, s, chunks_per_stage=chunks, max_live_slices=None)
+        assert count_slots(schedule).num_slots == 3 * m * s * chunks + k - 1
 
 
 @fewer

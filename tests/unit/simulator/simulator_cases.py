@@ -42,6 +42,9 @@ class Table:
 FEWEST_JOINED = 5  # tokens of slices whose weight gradients are one product
 
 MEMORY: Any = SimpleNamespace(
+    offloads=False,
+    host_bytes_per_s=None,
+    key_of=tuple,
     process_bytes=30_000_000,
     static_bytes=lambda part_id: 1_000_000 + part_id,
     gradient_bytes=lambda part_id: 200_000 + part_id,

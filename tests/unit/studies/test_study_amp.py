@@ -11,7 +11,7 @@ from studies import amp
 from studies.amp import Ranking, fit, measured_runs, needs, rank_correlation, rules
 from studies.amp_model import AmpLayers, AmpModel, Constants, amp_cluster, amp_size, published, published_runs
 from terapipe_ds.planner.layers.counted import CountedLayers
-from terapipe_ds.planner.layers.parts import Setting, spans_of
+from terapipe_ds.planner.layers.parts import Setting, Span
 
 PAGE = (Path(__file__).parents[3] / "docs" / "strategy.md").read_text(encoding="utf-8")
 
@@ -82,7 +82,7 @@ def test_a_layer_keeps_what_unfused_attention_keeps() -> None:
     """By the count of Korthikanti et al. (2022), s b h (10 + 24 / t + 5 a s / (h t)), and the scores, 2 a s / t."""
     size, length, rows, degree = amp_size(), 1024, 4, 2
     layers = AmpLayers(amp_cluster(Constants()))
-    setting, spans = Setting(degree, rows), spans_of((0, 9, 10, 26), (False,) * 3)
+    setting, spans = Setting(degree, rows), [Span(0, 9), Span(9, 10), Span(10, 26)]
     part = layers.memory_of_spans(setting, spans)[1]
     scores = 7 * size.num_heads * length / (size.hidden_size * degree)
     counted = length * rows * size.hidden_size * (10 + 24 / degree + scores)

@@ -356,6 +356,9 @@ def test_a_chain_with_costs_is_sliced() -> None:
     unsliced = plan_strategy(LayerChain(*numbers), cluster, **question)
     assert sliced.plan.num_slices > 1 == unsliced.plan.num_slices
     assert sliced.lower_bound_s <= sliced.predicted_s < 0.7 * unsliced.predicted_s
+    wrong = CostsOf(lambda tokens, prefix: float("nan"), forward_s)
+    with pytest.raises(PlannerError, match=r"forward_s\(tokens=64, prefix=0\) = nan: times are finite seconds >= 0"):
+        plan_strategy(LayerChain(*numbers, costs=[wrong] * 6), cluster, **question)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:

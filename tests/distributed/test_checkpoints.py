@@ -7,6 +7,7 @@ States are compared by the names of parameters, as DeepSpeed's own functions ret
 import contextlib
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,6 +321,32 @@ def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tm
     assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
 
 
+def job_universal_replicas(folder: str) -> dict[str, Any]:
+    """Read what two stages wrote into stages whose first has an empty group; then again, without one of the folders."""
+    saved, loaded = Grouped("seq1f1b", "fp32_zero1"), Grouped("seq1f1b", "fp32_zero1", first_layers=1)
+    with saved.engine() as engine:
+        engines.train(engine, engines.batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        found: dict[str, Any] = {"saved": states_of(engine)}
+    convert(folder, "tag", inject_missing_state=True)
+    with loaded.engine(checkpoint={"load_universal": True}) as engine:
+        engines.train(engine, engines.batches(1, first_seed=400))
+        engine.load_checkpoint(folder)
+        found["loaded"] = states_of(engine)
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            shutil.rmtree(f"{folder}/tag_universal/zero/4.feed_forward.down.weight")
+        torch.distributed.barrier()
+        return found | {"error": ": ".join(engines.raised_by(lambda: engine.load_checkpoint(folder)))}
+
+
+def test_replicas_without_a_part_of_a_group_load_universal_checkpoints(tmp_path: Path) -> None:
+    """DeepSpeed raises an IndexError there, and gathers parameters while one of the ranks raises."""
+    ranks = rank_pool(4).run(job_universal_replicas, folder=str(tmp_path))
+    assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
+    assert all("4.feed_forward.down" in rank["error"] for rank in ranks), [rank["error"] for rank in ranks]
+
+
 # -- groups of parameters, and what is refused -----------------------------------------------------------------
 
 
@@ -337,11 +364,11 @@ class Grouped:
         layers = [] if self.first_layers is None else [str(self.first_layers)]
         return "-".join([self.system, self.precision, self.method, *layers, *["backwards"] * self.backwards])
 
-    def engine(self) -> contextlib.AbstractContextManager[PipelineEngine]:
+    def engine(self, **further: Any) -> contextlib.AbstractContextManager[PipelineEngine]:
         dtype = "float64" if self.precision == "fp64" else "float32"
         layers = engines.gpt_layers(dtype)
         model = engines.pipeline_module(layers, partition_method=self.method)
-        changes, terapipe = PRECISIONS[self.precision], SYSTEMS[self.system]
+        changes, terapipe = PRECISIONS[self.precision] | further, SYSTEMS[self.system]
         if terapipe is not None:
             terapipe |= {} if self.first_layers is None else {"partition": [0, self.first_layers, len(layers)]}
             terapipe_ds.lay_out(model, engines.config(terapipe=terapipe, **changes))

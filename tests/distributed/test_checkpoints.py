@@ -5,8 +5,10 @@ States are compared by the names of parameters, as DeepSpeed's own functions ret
 """
 
 import contextlib
+import functools
 import math
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,6 +322,58 @@ def test_the_converter_takes_them_as_deepspeeds_own(writer: str, reader: str, tm
     assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
 
 
+def job_universal_replicas(folder: str) -> dict[str, Any]:
+    """Read what two stages wrote into stages whose first has an empty group; then again, without one of the folders."""
+    saved, loaded = Grouped("seq1f1b", "fp32_zero1"), Grouped("seq1f1b", "fp32_zero1", first_layers=1)
+    with saved.engine() as engine:
+        engines.train(engine, engines.batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        found: dict[str, Any] = {"saved": states_of(engine)}
+    convert(folder, "tag", inject_missing_state=True)
+    with loaded.engine(checkpoint={"load_universal": True}) as engine:
+        engines.train(engine, engines.batches(1, first_seed=400))
+        engine.load_checkpoint(folder)
+        found["loaded"] = states_of(engine)
+        torch.distributed.barrier()
+        if engine.global_rank == 0:
+            shutil.rmtree(f"{folder}/tag_universal/zero/4.feed_forward.down.weight")
+        torch.distributed.barrier()
+        return found | {"error": ": ".join(engines.raised_by(lambda: engine.load_checkpoint(folder)))}
+
+
+def test_replicas_without_a_part_of_a_group_load_universal_checkpoints(tmp_path: Path) -> None:
+    """DeepSpeed raises an IndexError there, and gathers parameters while one of the ranks raises."""
+    ranks = rank_pool(4).run(job_universal_replicas, folder=str(tmp_path))
+    assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
+    assert all("4.feed_forward.down" in rank["error"] for rank in ranks), [rank["error"] for rank in ranks]
+
+
+def job_universal_in_part(folder: str) -> list[str]:
+    """Return the errors of engines whose optimizers differ from the saved ones, and the log of a load that succeeds."""
+    chain, told = Chain((), "fp32_zero1"), list[str]()
+    for tag, writer in (("two", Grouped("seq1f1b", "fp32_zero1").engine()), ("one", chain.engine("seq1f1b"))):
+        with writer as engine:
+            engines.train(engine, engines.batches(1))
+            engine.save_checkpoint(folder, tag=tag)
+        convert(folder, tag, inject_missing_state=True)
+    for tag, further in (("two", {}), ("one", {}), ("one", {"amsgrad": True})):
+        optimizer = {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True, **further}}
+        with chain.engine("seq1f1b", checkpoint={"load_universal": True}, optimizer=optimizer) as engine:
+            next(each for each in engine.module.parameters() if each.dim() == 1).requires_grad_(False)
+            load = functools.partial(engine.load_checkpoint, folder, tag=f"{tag}_universal")
+            with engines.logged() as log:
+                told.append(": ".join(engines.raised_by(load)) + " ".join(log))
+    return told
+
+
+def test_universal_checkpoints_that_would_be_loaded_in_part_are_refused(tmp_path: Path) -> None:
+    """DeepSpeed passes over the weights of further groups, and over states that its converter leaves out."""
+    (groups, frozen, states), second = rank_pool(2).run(job_universal_in_part, folder=str(tmp_path))
+    assert "has 2 groups of parameters, and this one has 1" in groups and second == [groups, ": ", states]
+    assert "neither frozen parameters nor buffers: 1.attention_norm.weight, " in frozen
+    assert "universal checkpoints lack max_exp_avg_sq of Adam" in states
+
+
 # -- groups of parameters, and what is refused -----------------------------------------------------------------
 
 
@@ -337,11 +391,11 @@ class Grouped:
         layers = [] if self.first_layers is None else [str(self.first_layers)]
         return "-".join([self.system, self.precision, self.method, *layers, *["backwards"] * self.backwards])
 
-    def engine(self) -> contextlib.AbstractContextManager[PipelineEngine]:
+    def engine(self, **further: Any) -> contextlib.AbstractContextManager[PipelineEngine]:
         dtype = "float64" if self.precision == "fp64" else "float32"
         layers = engines.gpt_layers(dtype)
         model = engines.pipeline_module(layers, partition_method=self.method)
-        changes, terapipe = PRECISIONS[self.precision], SYSTEMS[self.system]
+        changes, terapipe = PRECISIONS[self.precision] | further, SYSTEMS[self.system]
         if terapipe is not None:
             terapipe |= {} if self.first_layers is None else {"partition": [0, self.first_layers, len(layers)]}
             terapipe_ds.lay_out(model, engines.config(terapipe=terapipe, **changes))

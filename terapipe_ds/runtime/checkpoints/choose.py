@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -220,10 +220,10 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
 def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any]) -> Any:
     """Return the result of DeepSpeed's method `load` on this rank; all ranks raise an error of one rank.
 
-    The ranks agree before tied weights are sent, or otherwise at the end: a rank whose load has failed before agrees at
-    the end while the others agree there. A collective over all ranks.
+    The ranks agree before tied weights are sent, before those of a universal checkpoint are gathered, and at the end: a
+    rank whose load has failed before agrees at the end while the others agree there. A collective over all ranks.
     """
-    first, is_told, send_tied_weights = FirstError(), False, engine.module._synchronize_tied_weights
+    first, is_told = FirstError(), False
 
     def agree() -> None:
         nonlocal is_told
@@ -231,11 +231,17 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         gather_results(first.raise_first, world)
         is_told = False
 
-    def agree_then_send() -> None:
-        agree()
-        send_tied_weights()
+    def after_agreement(send: Callable[[], None]) -> Callable[[], None]:
+        def agree_then_send() -> None:
+            agree()
+            send()
 
-    with replaced(engine.module, "_synchronize_tied_weights", agree_then_send):
+        return agree_then_send
+
+    with ExitStack() as stack:
+        for owner, name in ((engine.module, "_synchronize_tied_weights"), (engine.optimizer, "update_lp_params")):
+            if hasattr(owner, name):
+                stack.enter_context(replaced(owner, name, after_agreement(getattr(owner, name))))
         loaded = first.keeping(load)()
     if is_told:
         first.raise_first()

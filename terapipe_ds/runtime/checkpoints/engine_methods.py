@@ -19,10 +19,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, logger
-from terapipe_ds.runtime.agreement import everywhere, gather_results
+from terapipe_ds.runtime.agreement import everywhere, gather, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
-from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
+from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError, in_short
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
@@ -146,10 +146,13 @@ class SafeCheckpoints:
 def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | None, options: LoadOptions) -> None:
     """Compare the engine with the checkpoint in `folder`. A collective over all ranks; the first one reads.
 
+    Warn of what the engine will keep of its own.
+
     Raises:
         TeraPipeConfigError: on every rank: contents that would be loaded wrongly, and the remedy.
         CheckpointError: on every rank: the file to check cannot be read.
     """
+    is_universal = engine.load_universal_checkpoint()
 
     def look() -> str | None:
         # The file of the first rank tells the sizes of all. DeepSpeed itself reports that it is missing
@@ -158,20 +161,45 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
         if problem is not None or path is None or not path.is_file():
             return problem
         saved = read_states(path)
-        problem, stage = _problem_of_model(engine.module, saved), engine.zero_optimization_stage()
-        if problem is not None or not engine.load_universal_checkpoint():
+        problem = _problem_of_model(engine.module, saved)
+        if problem is not None or not is_universal:
             problem = problem or _problem_of_sizes(engine, saved, options.with_optimizer)
             return problem or _problem_of_form(engine, saved, path.parent, options)
-        if stage == 1:
-            return None
-        return (
-            f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
-            'parameters. Set "zero_optimization": {"stage": 1}'
-        )
+        return _problem_of_universal(engine, path.parent / "zero" / "optimizer_state.pt")
 
     problem = gather_results(look if torch_dist.get_rank() == 0 else None, world)[0]
     if problem is not None:
         raise TeraPipeConfigError(problem)
+    states = engine.module.state_dict(keep_vars=True) if is_universal else {}
+    everyone = gather([name for name, each in states.items() if not getattr(each, "requires_grad", False)], world)
+    if (names := in_short(sorted(set().union(*everyone)))) is not None and torch_dist.get_rank() == 0:
+        logger.warning(
+            "a universal checkpoint holds neither frozen parameters nor buffers: %s keep their values from before "
+            "load_checkpoint",
+            names,
+        )
+
+
+def _problem_of_universal(engine: PipelineEngine, path: Path) -> str | None:
+    """Say what of a universal checkpoint DeepSpeed would pass over; `path` has what is common to all parameters."""
+    stage = engine.zero_optimization_stage()
+    if stage != 1:
+        return (
+            f"a universal checkpoint is loaded by ZeRO stage 1, not by stage {stage}, which would pass over its "
+            'parameters. Set "zero_optimization": {"stage": 1}'
+        )
+    otherwise = 'load the checkpoint it was made of, with load_module_only=True and "load_universal": false'
+    groups, inner = engine.optimizer.param_groups, engine.optimizer.optimizer
+    ours, theirs = len(groups), len(read_states(path).get(constants.PARAM_GROUPS, ()))
+    if ours != theirs:
+        return (
+            f"the optimizer that was saved has {theirs} groups of parameters, and this one has {ours}: DeepSpeed would "
+            f"pass over the rest. Build the groups that were saved, or {otherwise}"
+        )
+    # an engine that has not trained has no states yet
+    keys = {key for state in inner.state.values() for key in state} - {"step", "exp_avg", "exp_avg_sq"}
+    lost = sorted(keys | {"max_exp_avg_sq" for group in groups if group.get("amsgrad")})
+    return f"universal checkpoints lack {', '.join(lost)} of {type(inner).__name__}: {otherwise}" if lost else None
 
 
 def warn_of_checkpoints(engine: PipelineEngine) -> None:

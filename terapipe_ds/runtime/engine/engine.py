@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
 from terapipe_ds.runtime.engine.trace import ActionTracer
-from terapipe_ds.runtime.engine.trained_parameters import pass_over_numbers
+from terapipe_ds.runtime.engine.trained_parameters import pass_over_absent
 from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.layout.tied_and_copied import Gradients, problem_of_tied_gradients, sum_gradients
@@ -260,8 +260,9 @@ class TeraPipeEngine(ModelEndsEngine):
         """
         states = load_optimizer_states, load_lr_scheduler_states
         options = LoadOptions(load_module_strict, *states, load_module_only, custom_load_fn)
-        pass_over_numbers(self.module)
-        return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
+        is_universal = self.load_universal_checkpoint()
+        with pass_over_absent(self.module, self.optimizer) if is_universal else nullcontext():
+            return self._checkpoints.load(super().load_checkpoint, load_dir, tag, options)
 
     def long_call(self, name: str) -> AbstractContextManager[None]:
         """Watch a collective call of that name outside a batch, such as a save; refuse it in another thread."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 
 
@@ -37,15 +39,20 @@ def fill_empty_groups(module: Any, optimizer: Any) -> None:
             group["params"] = [_number(module, f"{NOTHING_TRAINED}_{index}")]
 
 
-def pass_over_numbers(module: Any) -> None:
-    """Let the stage load a universal checkpoint, which lacks its numbers if all stages that wrote it trained some."""
-    for name, parameter in module.named_parameters():
-        if name.startswith(NOTHING_TRAINED):
-            parameter.load_hp_checkpoint_state = partial(_load_nothing, parameter)
+@contextmanager
+def pass_over_absent(module: Any, optimizer: Any) -> Iterator[None]:
+    """Let a stage load a universal checkpoint, which lacks its numbers if all stages that wrote it trained some.
 
-
-def _load_nothing(number: torch.nn.Parameter, *_: Any, **__: Any) -> None:
-    vars(number)["_hp_mapping"].optim_fragment = {}  # DeepSpeed asks it for the names of the loaded states
+    DeepSpeed (0.19.8) raises an IndexError on data-parallel ranks that have only the zeros at the end of a group.
+    """
+    numbers = {id(each) for name, each in module.named_parameters() if name.startswith(NOTHING_TRAINED)}
+    groups: Any = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "bf16_groups", ())
+    with ExitStack() as stack:
+        for first, *others in groups:
+            if id(first) in numbers or all(vars(each)["_hp_mapping"] is None for each in (first, *others)):
+                stack.enter_context(replaced(first, "_hp_mapping", SimpleNamespace(get_optim_state_keys=tuple)))
+                stack.enter_context(replaced(first, "load_hp_checkpoint_state", lambda *_, **__: None))
+        yield
 
 
 def tensors_of(parameters: Iterable[Any]) -> list[torch.Tensor]:

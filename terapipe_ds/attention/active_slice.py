@@ -121,27 +121,20 @@ def active_slice() -> ActiveSlice | None:
     return _stack[-1] if _stack else None
 
 
-class push_slice:
+@contextmanager
+def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
     """Make a slice the running one for the body; on exit remove exactly what was pushed.
 
     An exception inside the body may have left other entries on top (a generator that was never closed).
     These are removed too, so that the stack returns to its earlier state.
     """
-
-    __slots__ = ("_active", "_depth")
-
-    def __init__(self, active: ActiveSlice) -> None:
-        self._active = active
-
-    def __enter__(self) -> ActiveSlice:
-        self._depth = len(_stack)
-        _stack.append(self._active)
-        return self._active
-
-    def __exit__(self, *error: object) -> None:
+    depth = len(_stack)
+    _stack.append(active)
+    try:
+        yield active
+    finally:
         # entries above belong to generators that were left open; an entry below would be our own bug
-        depth = self._depth
-        if len(_stack) <= depth or _stack[depth] is not self._active:
+        if len(_stack) <= depth or _stack[depth] is not active:
             raise RuntimeError(
                 "the stack of active slices was changed meanwhile; leave push_slice() blocks in reverse order"
             )

@@ -34,20 +34,6 @@ class Store(Protocol):
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
 
 
-class Kept(Protocol):
-    """Declare the method of `kept.KeptAttention` that sliced attention calls; that class describes it."""
-
-    def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: Any) -> Any: ...
-
-
-class Exchange(Protocol):
-    """Declare the method of `exchange.HeadExchange` that sliced attention calls; that class describes it."""
-
-    def attend(
-        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layer: Hashable, sinks: Tensor | None
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class ActiveSlice:
     """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, as one part runs them.
@@ -77,9 +63,9 @@ class ActiveSlice:
     documents: Documents | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
-    exchange: Exchange | None = None
+    exchange: Callable[..., Tensor] | None = None
     wants_logits: bool = True
-    kept: Kept | None = None
+    kept: Callable[..., Any] | None = None
     keeps_attention: bool = False
 
     def __post_init__(self) -> None:

@@ -104,7 +104,6 @@ class TokenBuffer:
 
     @property
     def is_taken(self) -> bool:
-        """Return whether there is memory."""
         return self._pair is not None
 
     @property
@@ -138,7 +137,6 @@ class TokenBuffer:
                 target.copy_(source)
 
     def give_back(self) -> None:
-        """Give the memory back to the pool."""
         for lent in self._pair or ():
             self._pool.give(lent)
         self._pair, self.first, self.room = None, 0, 0

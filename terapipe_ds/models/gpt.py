@@ -132,7 +132,6 @@ class GPTConfig(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Return the torch object of `dtype`."""
         return getattr(torch, self.dtype)
 
     def generator(self, layer_id: int) -> torch.Generator:

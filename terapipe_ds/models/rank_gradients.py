@@ -12,6 +12,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from terapipe_ds.messages import first_four
 
@@ -24,6 +25,25 @@ _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give e
 
 class ReplicatedGradientError(RuntimeError):
     """Report different gradients on tensor-parallel ranks for a parameter that each rank keeps a copy of."""
+
+
+class SummedGradient(torch.autograd.Function):
+    """Return x, and sum its gradient over the ranks of a group.
+
+    The functions of megatron-core and DeepSpeed for it lose the sum if a gradient is not contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch_dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def is_split(parameter: Tensor) -> bool:

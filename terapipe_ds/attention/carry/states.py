@@ -115,8 +115,6 @@ class CarriedEntry:
             return
         # the first forward of a reentrant checkpoint says nothing about gradients; its second run does
         self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
-        if active.mode == "probe":
-            self.frontier = stop
         self.filled = stop
         # no backward comes: the newest state alone is read again
         if active.mode != "train":

@@ -7,7 +7,7 @@ import itertools
 import logging
 import operator
 import os
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TextIO, TypeVar
 
 logger = logging.getLogger("terapipe_ds")  # of the whole package
@@ -80,6 +80,11 @@ def in_runs(values: Iterable[object]) -> str:
     """Return values with equal neighbours written once: `12, 3 x 11`."""
     counts = [(text, len(list(group))) for text, group in itertools.groupby(map(str, values))]
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
+
+
+def first_four(names: Sequence[str]) -> str:
+    """Return the first four names in one line, and whether there are more."""
+    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def first_repeated(items: Iterable[Item]) -> Item | None:

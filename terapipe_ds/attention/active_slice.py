@@ -34,20 +34,6 @@ class Store(Protocol):
     def write(self, active: ActiveSlice, layer: Hashable, k: Tensor, v: Tensor, window: int | None = None) -> Any: ...
 
 
-class Kept(Protocol):
-    """Declare the method of `kept.KeptAttention` that sliced attention calls; that class describes it."""
-
-    def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: Any) -> Any: ...
-
-
-class Exchange(Protocol):
-    """Declare the method of `exchange.HeadExchange` that sliced attention calls; that class describes it."""
-
-    def attend(
-        self, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, layer: Hashable, sinks: Tensor | None
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, eq=False)
 class ActiveSlice:
     """The tokens [start, stop) of one micro-batch's sequences of `sequence_length` tokens, as one part runs them.
@@ -77,9 +63,9 @@ class ActiveSlice:
     documents: Documents | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     store: Store | None = None
-    exchange: Exchange | None = None
+    exchange: Callable[..., Tensor] | None = None
     wants_logits: bool = True
-    kept: Kept | None = None
+    kept: Callable[..., Any] | None = None
     keeps_attention: bool = False
 
     def __post_init__(self) -> None:
@@ -121,27 +107,20 @@ def active_slice() -> ActiveSlice | None:
     return _stack[-1] if _stack else None
 
 
-class push_slice:
+@contextmanager
+def push_slice(active: ActiveSlice) -> Iterator[ActiveSlice]:
     """Make a slice the running one for the body; on exit remove exactly what was pushed.
 
     An exception inside the body may have left other entries on top (a generator that was never closed).
     These are removed too, so that the stack returns to its earlier state.
     """
-
-    __slots__ = ("_active", "_depth")
-
-    def __init__(self, active: ActiveSlice) -> None:
-        self._active = active
-
-    def __enter__(self) -> ActiveSlice:
-        self._depth = len(_stack)
-        _stack.append(self._active)
-        return self._active
-
-    def __exit__(self, *error: object) -> None:
+    depth = len(_stack)
+    _stack.append(active)
+    try:
+        yield active
+    finally:
         # entries above belong to generators that were left open; an entry below would be our own bug
-        depth = self._depth
-        if len(_stack) <= depth or _stack[depth] is not self._active:
+        if len(_stack) <= depth or _stack[depth] is not active:
             raise RuntimeError(
                 "the stack of active slices was changed meanwhile; leave push_slice() blocks in reverse order"
             )

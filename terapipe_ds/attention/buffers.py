@@ -104,7 +104,6 @@ class TokenBuffer:
 
     @property
     def is_taken(self) -> bool:
-        """Return whether there is memory."""
         return self._pair is not None
 
     @property
@@ -114,11 +113,11 @@ class TokenBuffer:
 
     def holds(self, start: int, stop: int) -> bool:
         """Return whether there is room for the tokens [start, stop)."""
-        return self._pair is not None and self.first <= start and stop <= self.first + self.room
+        return self.first <= start and stop <= self.first + self.room
 
     def at(self, start: int, stop: int) -> TensorPair:
         """Return views of the tokens [start, stop), which must be held."""
-        assert self._pair is not None and self.first <= start and stop <= self.first + self.room
+        assert self._pair is not None and self.holds(start, stop)
         keys, values = self._pair
         # no view if the range is the whole buffer: views cost more than the check
         if self.first == 0 and start == 0 and stop == self.room:
@@ -130,17 +129,14 @@ class TokenBuffer:
         """Make room for the tokens [first, first + room); the contents of the tokens `kept` stay, all others go."""
         # Copied: the kept tokens take less than a second buffer, and their old and new places may overlap.
         moved = tuple(x.clone() for x in self.at(*kept)) if self.is_taken and kept[0] < kept[1] else ()
-        if self._pair is None or self.room < room:
-            self.give_back()
-            keys, values = (self._pool.take((b, h, room, d), self._dtype, self._device) for b, h, d in self._shapes)
-            self._pair, self.room = (keys, values), room
-        self.first = first
+        self.give_back()
+        keys, values = (self._pool.take((b, h, room, d), self._dtype, self._device) for b, h, d in self._shapes)
+        self._pair, self.first, self.room = (keys, values), first, room
         if moved:
             for target, source in zip(self.at(*kept), moved, strict=True):
                 target.copy_(source)
 
     def give_back(self) -> None:
-        """Give the memory back to the pool."""
         for lent in self._pair or ():
             self._pool.give(lent)
         self._pair, self.first, self.room = None, 0, 0

@@ -132,7 +132,7 @@ class Call:
             out, lse, self.states = self._attend(q, v, sinks)
         else:
             run = functools.partial(self._attend, q, v, sinks)
-            out, lse, self.states = kept.attend(self.layer, self.options.dropout_p, run, q.device)
+            out, lse, self.states = kept(self.layer, self.options.dropout_p, run, q.device)
         return out, lse
 
     def _attend(self, q: Tensor, v: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor, list[tuple[Any, ...]]]:

@@ -7,6 +7,7 @@ So the slice store of a rank holds the whole prefix of H_kv / N heads. The backw
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -49,51 +50,46 @@ class SequenceRanks:
         start, stop = self.span(whole.start, whole.stop)
         documents = whole.documents
         own = None if documents is None else Documents(documents.starts, start, stop)
-        return replace(whole, start=start, stop=stop, documents=own, exchange=HeadExchange(whole, self))
+        exchange = functools.partial(attend_by_heads, whole, self)
+        return replace(whole, start=start, stop=stop, documents=own, exchange=exchange)
 
 
-@dataclass(frozen=True)
-class HeadExchange:
-    """How attention on one rank reaches the tokens of `whole`, the slice that `ranks` divide."""
+def attend_by_heads(
+    whole: ActiveSlice,
+    ranks: SequenceRanks,
+    attention: Callable[..., Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layer: Hashable,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Return `attention` of the rank's tokens to all tokens of the sequence so far; `ranks` divide the slice `whole`.
 
-    whole: ActiveSlice
-    ranks: SequenceRanks
+    q: [B, H, T / N, D]; k, v: [B, H_kv, T / N, D], as the caller has checked. `attention` gets all T tokens of H / N
+    heads, and the sinks of these heads, while the whole slice is the active one.
 
-    def attend(
-        self,
-        attention: Callable[..., Tensor],
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Hashable,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Return `attention` of the rank's tokens to all tokens of the sequence so far.
-
-        q: [B, H, T / N, D]; k, v: [B, H_kv, T / N, D], as the caller has checked. `attention` gets all T tokens of
-        H / N heads, and the sinks of these heads, while the whole slice is the active one.
-
-        Raises ValueError if H is no multiple of N.
-        """
-        size, rank = self.ranks.size, self.ranks.rank
-        if q.shape[1] % size:
-            raise ValueError(
-                f"layer {layer!r}: {q.shape[1]} query heads cannot be divided over {size} sequence ranks: give the "
-                f"topology a 'sequence' axis that divides {q.shape[1]}, or a model with a multiple of {size} heads "
-                f"(q {tuple(q.shape)}, k {tuple(k.shape)})"
-            )
-        repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
-        if repeats > 1:
-            k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
-        # each rank has the sinks of its heads; their gradients are summed like the gradients of other parameters
-        if sinks is not None:
-            sinks = sinks.chunk(size)[rank]
-        q, k, v = to_heads((q, k, v), self.ranks)
-        # the store and the kernels see all tokens, and know nothing of ranks
-        active, whole = active_slice(), self.whole
-        with push_slice(whole if active is None or active.kept is None else whole.replace(kept=active.kept)):
-            out = attention(q, k, v, sinks=sinks)
-        return to_tokens(out, self.ranks)
+    Raises ValueError if H is no multiple of N.
+    """
+    size, rank = ranks.size, ranks.rank
+    if q.shape[1] % size:
+        raise ValueError(
+            f"layer {layer!r}: {q.shape[1]} query heads cannot be divided over {size} sequence ranks: give the "
+            f"topology a 'sequence' axis that divides {q.shape[1]}, or a model with a multiple of {size} heads "
+            f"(q {tuple(q.shape)}, k {tuple(k.shape)})"
+        )
+    repeats = size // math.gcd(k.shape[1], size)  # with fewer key heads than ranks some ranks read the same ones
+    if repeats > 1:
+        k, v = (x.repeat_interleave(repeats, dim=1) for x in (k, v))
+    # each rank has the sinks of its heads; their gradients are summed like the gradients of other parameters
+    if sinks is not None:
+        sinks = sinks.chunk(size)[rank]
+    q, k, v = to_heads((q, k, v), ranks)
+    # the store and the kernels see all tokens, and know nothing of ranks
+    active = active_slice()
+    with push_slice(whole if active is None or active.kept is None else whole.replace(kept=active.kept)):
+        out = attention(q, k, v, sinks=sinks)
+    return to_tokens(out, ranks)
 
 
 def to_heads(tensors: Sequence[Tensor], ranks: SequenceRanks) -> tuple[Tensor, ...]:

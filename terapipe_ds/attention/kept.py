@@ -45,7 +45,7 @@ class KeptAttention:
             if active is None or not active.keeps_attention or keeps_nothing:
                 return function(*inputs)
             try:
-                with push_slice(active.replace(kept=self)):
+                with push_slice(active.replace(kept=self.attend)):
                     return function(*inputs)
             finally:
                 self._has_run = True

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from terapipe_ds.attention.active_slice import SliceStoreError, active_slice
 from terapipe_ds.attention.call import Call, Options, autocast, gradient_of_sinks, prepare
-from terapipe_ds.attention.document_edges import to_device
+from terapipe_ds.attention.document_edges import Documents, to_device
 
 
 # The engine names the layer before it runs. As arguments of the operators, names would each make a graph of their own.
@@ -193,11 +193,9 @@ def position_ids(like: Tensor, table_size: int) -> Tensor:
     """
     active = active_slice()
     batch, tokens = like.shape[:2]
-    if active is not None and active.documents is not None:
-        places = active.documents.position_ids().expand(batch, tokens)
-    else:
-        start = 0 if active is None else active.start
-        places = torch.arange(start, start + tokens, device="cpu").expand(batch, tokens)
+    start = 0 if active is None else active.start
+    documents = None if active is None else active.documents
+    places = (documents or Documents(((0,),), start, start + tokens)).position_ids().expand(batch, tokens)
     if table_size and int(places.max()) >= table_size:
         problem = f"a sequence of at least {int(places.max()) + 1} tokens, with learned positions for {table_size}"
         raise ValueError(f"{problem}: give max_sequence_length >= {int(places.max()) + 1} or shorter sequences")

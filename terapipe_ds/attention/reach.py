@@ -27,7 +27,6 @@ class Span(NamedTuple):
     stop: int
 
     def counted_from(self, token: int) -> Span:
-        """Return the span with tokens that count from `token`."""
         return Span(self.rows, self.first_key - token, self.start - token, self.stop - token)
 
 

@@ -131,7 +131,7 @@ class SliceEntry:
             room = max(room, min(active.num_tokens + self.reach.window - 1, length - first))
         elif stop - first > room:  # a document that goes on: do not grow the buffer a little for each of its slices
             room = min(max(stop - first, 2 * room), length - first)
-        self.kept.reserve(first, room, (first, start) if self.kept.is_taken else (0, 0))
+        self.kept.reserve(first, room, (first, start))
 
     def make_room_for_grads(self, start: int, stop: int) -> None:
         """Provide gradients for all tokens that the slice [start, stop) reaches; tokens that got nothing yet have 0.
@@ -149,8 +149,7 @@ class SliceEntry:
         # gradients move with the window: room for what one slice reaches is enough
         first = self.reach.first_key(start)
         if not self.grads.holds(first, stop):
-            room = self.reached
-            self.grads.reserve(max(0, stop - room), room, (self.touched, stop) if self.grads.is_taken else (0, 0))
+            self.grads.reserve(max(0, stop - self.reached), self.reached, (self.touched, stop))
         if self.reach.is_limited:
             for total in self.grads.at(first, max(first, self.touched)):
                 total.zero_()

@@ -80,7 +80,7 @@ def sliced_attention(
         q, k, v = autocast(q, k, v)
         check_inputs(q, k, v, active, layer, dropout_p)
         options: Any = {"layer": layer, "scale": scale, "dropout_p": dropout_p, "window": window, "softcap": softcap}
-        return active.exchange.attend(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)
+        return active.exchange(functools.partial(sliced_attention, **options), q, k, v, layer, sinks)
     # torch's own function is the fastest where nothing has to be kept for other slices
     asks_nothing = window is None and softcap is None and sinks is None and v.shape[-1] == q.shape[-1]
     keeps = active is not None and active.keeps_attention

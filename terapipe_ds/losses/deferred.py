@@ -118,7 +118,6 @@ class _Pass:
         self._is_last = False
 
     def run(self, hidden: Tensor) -> Tensor:
-        """Return the loss."""
         head, ranks = self._head, self._head.ranks
         whole, num_ranks = (hidden, 1) if ranks is None else (ranks.gather(hidden), ranks.size)
         flat = whole.reshape(-1, whole.shape[-1])
@@ -171,20 +170,18 @@ class _Pass:
         log_sum = sums[0].log()
         if top is not None:
             self._watch(span, exponentials, sums[0].squeeze(-1), top)
-        losses = log_sum - sums[1]
+        losses = log_sum - (1 - tokens.smoothing) * sums[1]
         if tokens.smoothing:
-            losses = log_sum - (1 - tokens.smoothing) * sums[1] - tokens.smoothing / head.vocabulary * sums[2]
+            losses = losses - tokens.smoothing / head.vocabulary * sums[2]
         losses = losses.squeeze(-1)
         factors = None if tokens.factors is None else tokens.factors(losses)
         losses = _times(losses, factors)
         if self._grad is None:
             return losses, None
         # softmax minus the distribution of the label, times the gradient of the token's loss
-        factor = _times(self._grad * tokens.weights[span], factors)
-        factor = (factor if head.scale == 1.0 else factor * head.scale).unsqueeze(-1)
+        factor = (_times(self._grad * tokens.weights[span], factors) * head.scale).unsqueeze(-1)
         rows = exponentials.mul_(factor / sums[0])
-        of_label = (tokens.smoothing - 1) * factor if tokens.smoothing else -factor
-        rows.scatter_add_(-1, labels, _times(of_label, is_here))
+        rows.scatter_add_(-1, labels, _times((tokens.smoothing - 1) * factor, is_here))
         if tokens.smoothing:
             rows.sub_(factor * (tokens.smoothing / head.vocabulary))
         if capped is not None:

@@ -52,12 +52,8 @@ class LinearCrossEntropy:
             raise ValueError(f"scale = {scale}: give a finite number other than 0")
         if softcap is not None and not 0.0 < softcap < math.inf:
             raise ValueError(f"softcap = {softcap}: give a number above 0, or None")
-        self.ignore_index, self.label_smoothing, self.scale, self.softcap = (
-            ignore_index,
-            label_smoothing,
-            scale,
-            softcap,
-        )
+        self.ignore_index, self.label_smoothing = ignore_index, label_smoothing
+        self.scale, self.softcap = scale, softcap
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value}" for name, value in vars(self).items())

@@ -12,6 +12,9 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from terapipe_ds.messages import first_four
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -22,6 +25,25 @@ _LARGEST_DIFFERENCE = 1e-3  # relative; equal computations on equal ranks give e
 
 class ReplicatedGradientError(RuntimeError):
     """Report different gradients on tensor-parallel ranks for a parameter that each rank keeps a copy of."""
+
+
+class SummedGradient(torch.autograd.Function):
+    """Return x, and sum its gradient over the ranks of a group.
+
+    The functions of megatron-core and DeepSpeed for it lose the sum if a gradient is not contiguous.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        torch_dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 def is_split(parameter: Tensor) -> bool:
@@ -84,18 +106,14 @@ def sum_gradients(partial: Parameters, optimizer: Any, group: Any) -> None:
     if missing := [name for name, gradient in gradients.items() if gradient is None]:
         raise RuntimeError(
             f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
-            f"have none where {type(optimizer).__name__} reads it: {_few(missing)}. Set requires_grad_(False) on what "
-            "is not trained"
+            f"have none where {type(optimizer).__name__} reads it: {first_four(missing)}. Set requires_grad_(False) on "
+            "what is not trained"
         )
     for same in by_dtype.values():  # one collective for each dtype
         flat = torch.cat([gradient.flatten() for gradient in same])
         torch_dist.all_reduce(flat, group=group)
         for gradient, total in zip(same, flat.split([gradient.numel() for gradient in same]), strict=True):
             gradient.copy_(total.view_as(gradient))
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def require_equal_gradients(replicated: Parameters, optimizer: Any, group: Any, advice: str) -> bool:
@@ -133,6 +151,7 @@ def require_equal_gradients(replicated: Parameters, optimizer: Any, group: Any, 
     if names:
         raise ReplicatedGradientError(
             f"tensor-parallel ranks {torch_dist.get_process_group_ranks(group)} have different gradients for "
-            f"{len(names)} of {len(replicated)} parameters that each rank keeps a copy of: {_few(names)}. {advice}"
+            f"{len(names)} of {len(replicated)} parameters that each rank keeps a copy of: {first_four(names)}. "
+            f"{advice}"
         )
     return True

@@ -115,8 +115,6 @@ class CarriedEntry:
             return
         # the first forward of a reentrant checkpoint says nothing about gradients; its second run does
         self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
-        if active.mode == "probe":
-            self.frontier = stop
         self.filled = stop
         # no backward comes: the newest state alone is read again
         if active.mode != "train":
@@ -245,13 +243,12 @@ class CarriedStates:
 
     def read(self, active: ActiveSlice, layer: Hashable, name: str) -> Tensor | None:
         """Return the state that the slice reads; see `carry.read`."""
-        key = CarriedEntry, layer, name
-        entry: CarriedEntry | None = self._of(active.part_id, active.micro_batch_id).get(key)
-        if entry is not None:
-            return entry.read(active)
-        if active.mode == "probe":  # a recomputation must find none either
-            entry = self._of(active.part_id, active.micro_batch_id)[key] = CarriedEntry(active, layer, name, self)
-            return entry.read(active)
+        of_micro_batch, key = self._of(active.part_id, active.micro_batch_id), (CarriedEntry, layer, name)
+        if active.mode == "probe" and key not in of_micro_batch:  # a recomputation must find none either
+            of_micro_batch[key] = CarriedEntry(active, layer, name, self)
+        if key in of_micro_batch:
+            state: Tensor | None = of_micro_batch[key].read(active)
+            return state
         if active.start == 0:
             return None
         raise SliceStoreError(

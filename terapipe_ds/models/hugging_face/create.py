@@ -25,6 +25,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
 from terapipe_ds.models.hugging_face.refusals import (
+    OF_HUB,
     SOURCE,
     ModelRefusedError,
     check_arguments,
@@ -44,7 +45,6 @@ from terapipe_ds.models.hugging_face.weights.stored import (
 )
 
 SMALL = 1024
-_OF_HUB = ("revision", "token", "local_files_only")
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model on the hub
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -86,7 +86,7 @@ def from_config(
     """
     # a misspelt argument is an error before anything is built or read
     dtype = check_arguments(dtype, options)
-    if of_hub := [name for name in _OF_HUB if name in options]:
+    if of_hub := [name for name in OF_HUB if name in options]:
         raise TypeError(f"from_config reads nothing from the hub: leave out {', '.join(of_hub)}")
     refuse_quantized(config, "drawn")
     with _family_named(config):
@@ -128,7 +128,7 @@ def from_pretrained(
         ModelRefusedError: the model cannot be cut into stages that run token slices, or the folder lacks weights.
     """
     dtype = check_arguments(dtype, options)
-    of_hub = {name: options.pop(name) for name in _OF_HUB if name in options}
+    of_hub = {name: options.pop(name) for name in OF_HUB if name in options}
     options |= {"num_stages": num_stages, "topology": topology, "partition": partition, "loss_fn": loss_fn}
     if isinstance(folder, nn.Module):
         if quantization_config:
@@ -145,10 +145,7 @@ def from_pretrained(
         if adapter is None:
             refuse_quantized(config, "trained")
         with _family_named(config):
-            outline = Outline(model_without_weights(config, dtype))
-        # generation settings are only handed on to what is saved
-        with contextlib.suppress(OSError):  # most have one
-            outline.model.generation_config = GenerationConfig.from_pretrained(folder)
+            outline = Outline(_empty_model(config, dtype, folder))
         # the second model holds tensors while weights are converted: the first is taken apart by now
         weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
@@ -228,6 +225,14 @@ def _config_of(name: str | os.PathLike[str], folder: Path, quantization: Quantiz
     return config
 
 
+def _empty_model(config: PretrainedConfig, dtype: torch.dtype | None, folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = model_without_weights(config, dtype)
+    # generation settings are only handed on to what is saved
+    with contextlib.suppress(OSError):  # most folders have some
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
 def skeleton(
     name: str | os.PathLike[str],
     dtype: torch.dtype | str | None = None,
@@ -245,14 +250,12 @@ def skeleton(
         ModelRefusedError: there is no such folder or model, or stages cannot train it.
     """
     dtype = check_arguments(dtype, options)
-    if unknown := sorted(options.keys() - {*_OF_HUB}):
+    if unknown := sorted(options.keys() - {*OF_HUB}):
         raise TypeError(f"skeleton takes no {', '.join(unknown)}: give it to the Trainer or to from_pretrained")
     folder = downloaded(name, **options)
     config = _config_of(name, folder, quantization_config)
     with _family_named(config):
-        model: PreTrainedModel = model_without_weights(config, dtype)
-    with contextlib.suppress(OSError):
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model = _empty_model(config, dtype, folder)
     setattr(model, SOURCE, folder)
     return model
 

@@ -144,7 +144,6 @@ class Piece(nn.Module):
 
     @property
     def runs(self) -> dict[str, nn.Module]:
-        """Return the modules by their names in the model."""
         return dict(zip(self.names, self.held, strict=True))
 
 
@@ -244,7 +243,6 @@ class TiedLogits:
         return embedding.outline.run_head(product, hidden, places(hidden))
 
     def output_head(self, embedding: TiedEmbedding) -> Head | str:
-        """Return the same as `OutputMatrix.output_head`."""
         held = embedding.held[0]
         ranks = embedding.blueprint.ranks if isinstance(held, VocabEmbedding) else None
         return _with_scale_and_cap(Head(held.get_parameter("weight"), ranks=ranks), embedding)

@@ -19,6 +19,7 @@ from terapipe_ds import compat
 from terapipe_ds.messages import closest
 
 T = TypeVar("T")
+OF_HUB = ("revision", "token", "local_files_only")
 SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of its weights
 
 # Fields of a config that give another result in slices or stages than on the whole sequence.
@@ -89,8 +90,7 @@ def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) ->
         )
     # arguments of DeepSpeed go through to it
     arguments = inspect.signature(PipelineModule.__init__).parameters.keys() - {"self", "layers"}
-    arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed"}
-    arguments |= {"revision", "token", "local_files_only"}
+    arguments |= {"num_stages", "topology", "partition", "loss_fn", "dtype", "adapter", "seed", *OF_HUB}
     for name in options:
         if name not in arguments:
             close = closest(name, arguments)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
@@ -32,7 +31,6 @@ from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import build_module
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
@@ -40,6 +38,7 @@ from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
 from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
+from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
 
@@ -291,7 +290,6 @@ class TiedLogits:
         return self.blueprint.tied_projection(hidden, weight=embedding.word_embeddings.weight)[0].transpose(0, 1)
 
     def output_head(self, embedding: MegatronEmbedding) -> Head | str:
-        """Return the same as `MegatronHead.output_head`."""
         return self.blueprint.head_of(self.blueprint.tied_projection, embedding.word_embeddings.weight)
 
 
@@ -350,21 +348,5 @@ def _whole_latents(
             both = scatter_to_sequence_parallel_region(both, group)
     if not shares_tokens:
         latents, keys = both.split(sizes, dim=-1)
-        both = torch.cat([latents, _GradientOfAllHeads.apply(keys, group)], dim=-1)
+        both = torch.cat([latents, SummedGradient.apply(keys, group)], dim=-1)
     return both, bias
-
-
-class _GradientOfAllHeads(torch.autograd.Function):
-    """Sum gradients over ranks. megatron-core's function for it loses the sum if a gradient is not contiguous."""
-
-    @staticmethod
-    def forward(ctx: Any, keys: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return keys.view_as(keys)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.clone(memory_format=torch.contiguous_format)
-        torch_dist.all_reduce(total, group=ctx.group)
-        return total, None

@@ -84,7 +84,6 @@ class FiniteCheck:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Keep hooks on the layers, and wrap those that are functions, while the actions of a batch run."""
-        self._looks.clear()
         # functions have no hooks, so functions that check replace them
         parts, owners = [], []
         for _ in each_part(self._module):

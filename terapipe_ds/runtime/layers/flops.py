@@ -187,8 +187,7 @@ class StageFlops:
     def start_profile(self, ignore_list: object = None) -> None:
         """Do nothing: DeepSpeed calls this in each forward of rank 0, which is a slice here."""
 
-    def stop_profile(self) -> None:
-        """Do nothing, as `start_profile`."""
+    stop_profile = start_profile
 
 
 def stage_flops(engine: PipelineEngine, counts_first: bool) -> StageFlops | None:

@@ -213,7 +213,6 @@ def _state_of(generator: Any) -> Any:
 
 
 def _inner(name: str, key: object) -> str:
-    """Name an entry of a named container."""
     return f"{name}.{key}" if name else str(key)
 
 

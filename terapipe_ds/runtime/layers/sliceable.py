@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from types import FunctionType, ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.messages import logger
+from terapipe_ds.messages import first_four, logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 from terapipe_ds.runtime.layout.parted_module import functions_of
@@ -266,11 +266,6 @@ def _warn_of_unchecked_hooks(module: nn.Module) -> None:
             "checks them: a hook that clips or normalises gives other gradients than on whole sequences",
             first_four(hooked),
         )
-
-
-def first_four(names: Sequence[str]) -> str:
-    """Return the first four names in one line, and whether there are more."""
-    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
 
 
 def check_compile_call(config: TeraPipeConfig) -> None:

@@ -14,7 +14,8 @@ their gradients in B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -140,12 +141,19 @@ class WeightGradients:
         """Return whether the slice has a W of its own in this batch."""
         return key in self._split
 
-    def deferred(self, key: Key) -> _Deferred:
-        """Return a context for the B of a slice, which keeps factors for `compute`.
+    @contextmanager
+    def deferred(self, key: Key) -> Iterator[None]:
+        """Run the B of a slice in this context, and keep factors for `compute`.
 
         It raises InFlightError if the factors of an earlier B still wait.
         """
-        return _Deferred(self, key)
+        if key in self.waiting:
+            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
+        self.running = self.waiting[key] = []
+        try:
+            yield
+        finally:
+            self.running = None
 
     def is_due(self, key: Key) -> bool:
         """Return whether `compute` will have products to compute, because all slices of a group have run."""
@@ -376,24 +384,6 @@ class _Group:
     def __init__(self, keys: Collection[Key]) -> None:
         self.missing, self.is_joined = set(keys), len(keys) > 1
         self.products: list[_Product] = []
-
-
-class _Deferred:
-    """Implement `WeightGradients.deferred`, twice as fast as a generator."""
-
-    __slots__ = ("_gradients", "_key")
-
-    def __init__(self, gradients: WeightGradients, key: Key) -> None:
-        self._gradients, self._key = gradients, key
-
-    def __enter__(self) -> None:
-        key, waiting = self._key, self._gradients.waiting
-        if key in waiting:
-            raise InFlightError(f"B{key[1]}.{key[2]} of part {key[0]} ran twice before its W")
-        self._gradients.running = waiting[key] = []
-
-    def __exit__(self, *error: object) -> None:
-        self._gradients.running = None
 
 
 def _factors(products: list[_Product]) -> tuple[Tensor, Tensor]:

@@ -124,7 +124,7 @@ class _KeptSeconds:
         return run
 
     def attend(self, layer: Hashable, dropout_p: float, call: Callable[[], Any], device: torch.device) -> Any:
-        """Run the kernels of one call, as sliced attention asks (`active_slice.Kept`)."""
+        """Run the kernels of one call, as sliced attention asks (`ActiveSlice.kept`)."""
         begin_s = self.now_s()
         results = call()
         self.by_layer[-1] += self.now_s() - begin_s
@@ -217,7 +217,7 @@ class SliceTimer:
         kernels = _KeptSeconds(self.now_s)
         # each layer has a graph of its own, so that its backward can be timed alone
         layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
-        live = self._forward(active.replace(kept=kernels) if active.keeps_attention else active, layers)
+        live = self._forward(active.replace(kept=kernels.attend) if active.keeps_attention else active, layers)
         begin_s = self.now_s()
         self.issue_backward(live)
         loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)

@@ -140,6 +140,16 @@ def test_a_document_that_goes_on_is_not_copied_for_each_slice(monkeypatch: pytes
     assert len(taken) <= 2 * 8  # 1, 2, 4, ... 64 tokens
 
 
+def test_the_pool_lends_the_smallest_buffer_that_fits() -> None:
+    pool, kind = BufferPool(), (torch.float32, torch.device("cpu"))
+    lent = [pool.take((size,), *kind) for size in (64, 8, 16)]
+    place_of = {len(each): each.data_ptr() for each in lent}
+    for each in lent:
+        pool.give(each)
+    assert [pool.take((size,), *kind).data_ptr() for size in (8, 9)] == [place_of[8], place_of[16]]
+    assert pool.reserved_bytes == 4 * (64 + 8 + 16)
+
+
 def test_who_looks_at_gradients_sees_no_undefined_memory() -> None:
     seen: list[tuple[int, int]] = []
 

@@ -154,7 +154,6 @@ class _Layer(CacheLayerMixin, _States):
         return inputs
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
-        """Keep the last state of a recurrence."""
         self._cache.write(self._index, f"recurrent {state_idx}", recurrent_states)
         return recurrent_states
 

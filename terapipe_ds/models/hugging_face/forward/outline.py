@@ -175,7 +175,6 @@ class Outline:
         return [*self._others, *map(self.layer_name, range(len(self.layers)))]
 
     def layer_name(self, index: int) -> str:
-        """Return the name of a decoder layer."""
         return f"{self.layers_name}.{index}"
 
     def module(self, name: str) -> nn.Module:
@@ -462,7 +461,6 @@ def _refuse_shared_parameters(modules: Iterable[nn.Module], tied: nn.Parameter |
 
 
 def _decoder_layers(model: nn.Module, number: int) -> tuple[str, nn.ModuleList]:
-    """Return the list of decoder layers and its name."""
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:
             return name, module

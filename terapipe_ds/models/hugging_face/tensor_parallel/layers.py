@@ -18,7 +18,7 @@ from deepspeed.module_inject import layers as autotp
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor, nn
 
-from terapipe_ds.models.rank_gradients import is_split, of_all_stages
+from terapipe_ds.models.rank_gradients import SummedGradient, is_split, of_all_stages
 
 
 class Products(Protocol):
@@ -41,7 +41,6 @@ class _Share(autotp.TensorParallel_Layer):
         return tensor.clone()
 
     def share(self, whole: Tensor) -> Tensor:
-        """Return the share of this rank."""
         return whole.split(self._partition_sizes, self.dim)[self.tp_index]
 
     def gather(self) -> None:
@@ -51,7 +50,6 @@ class _Share(autotp.TensorParallel_Layer):
                 parameter.data = self._all_gather_shards(parameter.detach(), self._partition_sizes, self.dim)
 
     def defer_weight_gradients(self, products: Products) -> None:
-        """Leave weight gradients to the engine."""
         self.multiply = products.product_of(self, self.dim == 0)
 
 
@@ -62,7 +60,7 @@ class ColumnLinear(_Share, autotp.LinearLayer):
         return F.linear(inputs, self.weight, self.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        out: Tensor = self.multiply(autotp.ColumnParallel.apply(self.mp_group, inputs))
+        out: Tensor = self.multiply(SummedGradient.apply(inputs, self.mp_group))
         if self.gather_output:
             out = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
         return out
@@ -90,7 +88,7 @@ class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, where the output matrix is this one."""
-        out = F.linear(autotp.ColumnParallel.apply(self.mp_group, inputs), self.weight)
+        out = F.linear(SummedGradient.apply(inputs, self.mp_group), self.weight)
         whole: Tensor = autotp.GatherFromTensorParallelRegion.apply(self.mp_group, out, self._partition_sizes)
         return whole
 
@@ -119,7 +117,7 @@ class SharedHeads(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[self._rows]
-        return F.linear(autotp.ColumnParallel.apply(self._group, inputs), self.weight[self._rows], bias)
+        return F.linear(SummedGradient.apply(inputs, self._group), self.weight[self._rows], bias)
 
 
 def share_of(parameter: Tensor, whole: Tensor) -> Tensor:

@@ -90,6 +90,7 @@ def test_a_class_may_say_that_it_is_slice_safe() -> None:
 def test_only_a_few_are_named() -> None:
     told = str(problem(nn.Sequential(*[nn.GRU(4, 4) for _ in range(9)])))
     assert told.count("(GRU)") == 4 and "and more" in told
+    assert "and more" not in str(problem(nn.Sequential(*[nn.GRU(4, 4) for _ in range(4)])))
 
 
 def test_slice_safe_does_not_hide_experts_or_compiled_layers() -> None:
@@ -182,8 +183,8 @@ def test_hooks_that_step_are_refused_where_sequences_are_cut() -> None:
 
 @pytest.mark.parametrize("verify", ["off", None])
 def test_hooks_that_nothing_compares_are_named(verify: Any, caplog: pytest.LogCaptureFixture) -> None:
-    layer = nn.Linear(4, 4)
+    layer, config = nn.Linear(4, 4), TeraPipeConfig(enabled=True, slices=4, verify=verify)
+    assert problem_of_layers(layer, config, has_moe_layers=False) is None and not caplog.messages
     layer.bias.register_hook(lambda gradient: gradient)
-    config = TeraPipeConfig(enabled=True, slices=4, verify=verify)
     assert problem_of_layers(layer, config, has_moe_layers=False) is None
     assert [("the gradients of bias" in told) for told in caplog.messages] == [True] * (verify == "off")

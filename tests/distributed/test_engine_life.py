@@ -332,22 +332,3 @@ def test_replicas_stop_at_the_first_end_of_data_and_at_bad_data_of_one() -> None
     assert [events for events, *_ in results] == [["", "", "StopIteration"]] * 4
     assert [loss for _, loss, _ in results] == pytest.approx([results[0][1]] * 4, rel=engines.FP32_SCALAR)
     assert all("no input tensor has the sequence" in refusal for *_, refusal in results)
-
-
-def _two_engines() -> list[tuple[float, float]]:
-    """Make the steps of two sliced engines in one process in turns."""
-    with (
-        engines.engine_of(engines.gpt_layers(), engines.unchecked()) as first,
-        engines.engine_of(engines.gpt_layers(), engines.unchecked(slices=5)) as second,
-    ):
-        return [
-            (float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch))))
-            for batch in engines.batches(2)
-        ]
-
-
-def test_two_engines_in_one_process() -> None:
-    alone = rank_pool(2).run(engines.stock_run)[0].returned
-    for turns in rank_pool(2).run(_two_engines):
-        for losses in zip(*turns, strict=True):
-            assert losses == pytest.approx(alone, rel=1e-6)

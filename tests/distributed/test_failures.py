@@ -407,22 +407,3 @@ class TestLaunchedJobsEnd:
         resumed = rank_pool(2).run(run, job=replace(job, resume="global_step1", saves=()))
         uninterrupted = rank_pool(2).run(run, job=Job(steps=2))
         assert resumed == [losses[1:] for losses in uninterrupted]
-
-    @full  # a launcher takes ten seconds; test_hangs.py and the pools above run the same faults
-    @pytest.mark.parametrize(
-        ("stages", "kind", "stage", "survivors", "cause"),
-        [
-            (3, "exit", 1, [0, 2], r"lost the connection to another rank|SIGTERM|rank [02] .*failed"),
-            (2, "kill", 0, [1], r"lost the connection to another rank .* stage 0|SIGTERM"),
-            (2, "hang", 1, [0, 1], r"no progress for 1 s(.|\n)*Stage 1 \(rank 1\) holds up"),
-        ],
-    )
-    def test_a_rank_that_ends_or_hangs(
-        self, stages: int, kind: str, stage: int, survivors: list[int], cause: str, tmp_path: Path
-    ) -> None:
-        stall_timeout_s = STALL_TIMEOUT_S if kind == "hang" else 60.0
-        job = Job(stages, fault=Fault(kind, "F", stage), stall_timeout_s=stall_timeout_s)
-        code, ended = launched(stages, job, tmp_path / "logs")
-        ended.assert_all_told(cause, survivors=survivors)
-        assert code == 1 if kind == "hang" else code != 0  # the launcher may look at a survivor first
-        ended.assert_soon(STALL_TIMEOUT_S if kind == "hang" else 0.0)

@@ -121,15 +121,6 @@ def bits(record: megatron_cases.Record) -> dict[str, dict[str, bytes]]:
     return {kind: {name: value.tobytes() for name, value in tensors.items()} for kind, tensors in record.states.items()}
 
 
-@pytest.mark.full
-def test_it_goes_on_under_another_plan_and_schedule(plain: Any) -> None:
-    folder, written = plain
-    read = rank_pool(4).run(job_read, case=replace(TIED, **OTHER_PLAN), folder=str(folder))
-    for writer, reader in zip(written, read, strict=True):
-        assert bits(reader["saved"]) == bits(writer["saved"])
-    np.testing.assert_allclose(losses(read), losses(written), rtol=limit_of(TIED))
-
-
 # -- another layout, without conversion ----------------------------------------------------------------------
 
 REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # changes of the case, options, what is said

@@ -1,13 +1,11 @@
 """Test stages with several parts of the layers, and parts at two places, beyond the cases of
 `tests/test_transparency.py`."""
 
-import contextlib
 import functools
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -56,22 +54,6 @@ def job_four_stages(changes: dict[str, Any], num_micro_batches: int) -> dict[str
 )
 @pytest.mark.sample(2)
 def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
-    errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
-    assert not engines.violations(errors)
-
-
-SPLIT = [
-    ({**LOOP_ZB, "slices": [1, 9, 2, 11]}, 1),
-    ({**LOOP_ZB, "chunks_per_stage": 3, "slices": 6, "schedule_options": {"max_live_slices": None}}, 2),
-    ({**LOOP_ZB, "slices": 6, "schedule_options": {"max_live_slices": "default"}}, 4),
-    ({**ZBV, "slices": [1, 9, 2, 11]}, 1),
-    ({**ZBV, "slices": 6, "schedule_options": {"max_live_slices": None}}, 4),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("changes", "num_micro_batches"), SPLIT, ids=str)
-def test_split_backwards_on_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
     assert not engines.violations(errors)
 
@@ -220,32 +202,6 @@ def job_muon_marks(changes: dict[str, Any]) -> list[dict[str, bool]]:
 def test_muon_finds_its_parameters_among_layers_that_moved(layout: str) -> None:
     for stock, ours in rank_pool(2).run(job_muon_marks, changes=LAYOUTS[layout]):
         assert set(ours.values()) == {True, False} and ours.items() <= stock.items()
-
-
-def job_muon(layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Train by Muon, whose choice of parameters DeepSpeed marks before the layers move; compare with one stage.
-
-    On a CPU DeepSpeed would compile its Adam for the other parameters, and torch Muon's own products.
-    """
-
-    def adam(parameters: Any, adam_w_mode: bool) -> torch.optim.Optimizer:
-        assert adam_w_mode
-        return torch.optim.AdamW(parameters)
-
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
-    with mock.patch("deepspeed.ops.adam.FusedAdam", adam), torch._dynamo.config.patch(disable=True):
-        runs = [
-            engines.run_training(engines.gpt_layers, each, engines.batches(2), stages=stages, **muon)
-            for stages, each in [(1, None), *((2, engines.unchecked(**changes)) for changes in layouts)]
-        ]
-    return [engines.differences(run, runs[0]) for run in runs[1:]]
-
-
-@pytest.mark.full
-def test_muon_trains_layers_that_moved() -> None:
-    for of_layout in zip(*rank_pool(2).run(job_muon, layouts=list(LAYOUTS.values())), strict=True):
-        # its Newton-Schulz steps are in bf16, whatever the parameters are in
-        assert not engines.violations(of_layout, loss=1e-6, returned=1e-6, gradient=1e-3, parameter=1e-4)
 
 
 def job_refused(num_layers: int, **changes: Any) -> tuple[str, str]:
@@ -437,20 +393,6 @@ def test_a_file_that_does_not_fit(num_micro_batches: int, slices: Any, message: 
     paths = [str(path)] * 2
     for text in rank_pool(2).run(job_file_refused, paths=paths, num_micro_batches=num_micro_batches, slices=slices):
         assert re.search(message, text)
-
-
-def test_two_files_of_one_name(tmp_path: Path) -> None:
-    """Act as on two nodes: the file of one has another content, or is missing."""
-    for rank, rows in enumerate(BY_HAND["plain.csv"].strip().splitlines()):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "plain.csv").write_text((rows.strip() + "\n") * 2)
-    texts = rank_pool(2).run(job_own_folder, folder=str(tmp_path))
-    assert all("the schedule's file: ranks [0]: checksum" in text for text in texts)
-
-
-def job_own_folder(folder: str) -> str:
-    with contextlib.chdir(Path(folder, str(torch.distributed.get_rank()))):
-        return job_file_refused(["plain.csv"] * 2)
 
 
 def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:

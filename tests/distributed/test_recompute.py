@@ -141,34 +141,6 @@ def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, A
         assert kind == "TeraPipeConfigError" and all(message in text for message in messages), text
 
 
-def job_profiled(folder: str, recompute: Any) -> int:
-    """Plan from a measurement that is kept; return how many are kept then."""
-    kept = {**MEASURED, "planner": {"cache_dir": folder}}
-    with engines.engine_of(engines.gpt_layers(), engines.unchecked(recompute=recompute, **kept)) as engine:
-        engines.train(engine, engines.batches(1))
-    return len(list(Path(folder).iterdir()))
-
-
-def job_with_profile(path: str, recompute: Any) -> str:
-    terapipe = engines.unchecked(recompute=recompute, **MEASURED, planner={"profile": path})
-    return engines.raised_by(lambda: engines.engine_of(engines.gpt_layers(), terapipe).__enter__().destroy())[1]
-
-
-@pytest.mark.full
-def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: Path) -> None:
-    pool, kept, path = rank_pool(2), tmp_path / "kept", tmp_path / "profile.json"
-    counts = [
-        pool.run(job_profiled, folder=str(kept), recompute=recompute)[0] for recompute in ("off", "off", [1], "full")
-    ]
-    assert counts == [1, 1, 2, 3]
-    pool.run(job_profiled, folder=str(tmp_path / "of stage 1"), recompute=[1])
-    (tmp_path / "of stage 1").joinpath(next((tmp_path / "of stage 1").iterdir()).name).rename(path)
-    assert pool.run(job_with_profile, path=str(path), recompute=[1]) == ["", ""]
-    for other in ("off", "full", [0]):
-        for text in pool.run(job_with_profile, path=str(path), recompute=other):
-            assert "does not belong to this run" in text and "measure on this run" in text, (other, text)
-
-
 # -- layers that the planner chooses -------------------------------------------------------------------------------
 
 

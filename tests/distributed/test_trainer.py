@@ -142,14 +142,6 @@ def test_the_json_may_hold_numbers_of_steps_and_auto_and_the_engine_may_start_ea
     assert runs[0] == runs[1] == runs[2]
 
 
-@pytest.mark.full
-def test_two_replicas_of_two_stages_train_as_one_process(tmp_path: Path) -> None:
-    """One process accumulates over the micro-batches of both replicas."""
-    setting = {"args": EVALUATE, "rows": 24, "one": {"gradient_accumulation_steps": 6, "per_device_eval_batch_size": 8}}
-    found = rank_pool(4).run(trainer_jobs.compare, given=setting, folder=str(tmp_path))[0]
-    assert found["weights"] <= 1e-4 and found["logs"] <= 1e-6 and not found["events"] and found["ranks"], found
-
-
 def test_two_replicas_share_a_stream_as_without_stages(tmp_path: Path) -> None:
     """Rank 0 reads it for all, also as a run resumes within an epoch. No row of a last, shorter batch counts twice."""
     args = {**EVALUATE, "save_strategy": "steps", "save_steps": 3, "max_steps": 5, "gradient_accumulation_steps": 2}

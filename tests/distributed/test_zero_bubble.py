@@ -9,29 +9,7 @@ from torch import Tensor
 
 from terapipe_ds.schedule.action import Kind
 from tests.distributed import engines
-from tests.distributed.cases import Case
-from tests.distributed.faults import train_broken
-from tests.distributed.harness import RankFailure, rank_pool
-
-CASE = Case(stages=2, micro_batches=4, slices=(5, 10, 2, 7), schedule="seq1f1b-zb")
-
-
-# -- wrong orders ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("weight_before_backward", "ran before its B"),
-        ("weight_runs_twice", "is not live"),
-        ("weight_never_runs", "still holds slices|did not run in this batch"),
-    ],
-)
-def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, message: str) -> None:
-    with pytest.raises(RankFailure, match=message):
-        rank_pool(2).run(train_broken, case=CASE, fault=fault, timeout_s=60)
-
+from tests.distributed.harness import rank_pool
 
 # -- the same bits -------------------------------------------------------------------------------------------
 

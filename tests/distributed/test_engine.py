@@ -146,17 +146,6 @@ def job_mixed_shapes() -> dict[str, Errors]:
     }
 
 
-def job_batch_sizes() -> dict[str, Any]:
-    data = [engines.batches(1, count, first_seed=count)[0] for count in (1, 3, 3, 2)]
-
-    def run(engine: PipelineEngine) -> tuple[engines.Run, list[Any]]:
-        result = engines.train(engine, data, lambda step: engine.set_train_batch_size(2 * len(data[step])))
-        return result, [engine.global_samples, engine.global_steps, engine.train_batch_size()]
-
-    (stock, stock_counts), (ours, counts) = engines.both(run, gradient_accumulation_steps=1)
-    return {"errors": engines.differences(ours, stock), "counts": counts, "stock counts": stock_counts}
-
-
 def kinds_of_evaluations() -> list[bool]:
     """Evaluate, with logits on the last stage alone in the second batch; return what this stage knows of each."""
     kinds: list[bool] = []
@@ -207,12 +196,6 @@ class TestShapes:
         results = on_ranks(job_mixed_shapes, 3)
         for schedule in results[0]:
             assert engines.violations([rank[schedule] for rank in results]) == {}, schedule
-
-    def test_the_batch_size_is_changed_during_training(self) -> None:
-        results = on_ranks(job_batch_sizes)
-        assert engines.violations([rank["errors"] for rank in results]) == {}
-        for rank in results:
-            assert rank["counts"] == rank["stock counts"] == [18, 4, 4]
 
 
 # -- data ----------------------------------------------------------------------------------------------------

@@ -150,18 +150,6 @@ def test_a_destroyed_engine_leaves_no_number_on_a_frozen_stage() -> None:
         assert not any("terapipe" in name for name in found)
 
 
-def job_rows(empty: int) -> tuple[str, str]:
-    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
-        data = [tuple(t[:0] for t in each) if i == empty else each for i, each in enumerate(engines.batches(1)[0])]
-        return engines.raised_by(lambda: engine.train_batch(iter(data)))
-
-
-def test_a_micro_batch_of_no_rows_is_named() -> None:
-    for empty in (0, 1):
-        for kind, text in rank_pool(2).run(job_rows, empty=empty):
-            assert kind == "BatchError" and f"micro-batch {empty} has 0 rows (shapes [[0, 23], [0, 23]])" in text
-
-
 def job_defaults(dtype: torch.dtype, device: str) -> list[float]:
     # torch 2.11's Adam counts steps on the default device
     data, plain = engines.batches(2), {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}}

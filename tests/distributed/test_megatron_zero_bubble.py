@@ -1,22 +1,18 @@
 """Test split backwards with Megatron's layers: the same training, and W has each linear layer's weight gradient."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core")
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.models.megatron import MegatronGPT, linears
+from terapipe_ds.models.megatron import MegatronGPT
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed.cases import violations
-from tests.distributed.harness import RankFailure, rank_pool
+from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, megatron_name
 from tests.distributed.megatron_models import build_engine, build_model, engine_of, micro_batch
 from tests.distributed.test_megatron import errors_of, ours
@@ -80,34 +76,6 @@ def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case:
             assert dict(seen["left"]) == dict.fromkeys(linear, runs)
     layers = {name.split(".")[2] for record in run for name in record.watched["left"] if "layers." in name}
     assert len(layers) == NUM_LAYERS
-
-
-@contextlib.contextmanager
-def own_tokens_twice() -> Iterator[list[str]]:
-    """Let W gather nothing, and use its own tokens in place of the other rank's."""
-    with mock.patch.object(linears._Ranks, "gather_rows", lambda ranks, share: torch.cat([share, share]).flatten(0, 1)):
-        yield []
-
-
-@contextlib.contextmanager
-def own_features_only() -> Iterator[list[str]]:
-    """Let B of column-parallel layers hand on only this rank's share of the inputs' gradients."""
-    with mock.patch.object(linears._Ranks, "begin_sum", lambda ranks, gradient: (gradient, None)):
-        yield []
-
-
-class TestMistakesAreCaught:
-    def test_tokens_of_other_ranks(self) -> None:
-        case = Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", **GQA)
-        run = ours(case, prepare=own_tokens_twice)
-        found = errors_of(run, case)
-        assert 0.1 < found["gradient"].error < float("inf")
-
-    def test_gradients_of_other_ranks(self) -> None:
-        """Already Megatron's norms have other gradients on each rank then."""
-        case = Case(layout="tp2_pp2", schedule="seq1f1b-zb", **GQA)
-        with pytest.raises(RankFailure, match="ReplicatedGradientError"):
-            ours(case, prepare=own_features_only)
 
 
 def job_measured(case: Case) -> dict[str, Any]:

@@ -44,11 +44,6 @@ def job_half(kind: str) -> dict[str, Any]:
     return {"errors": errors, "dtype": dtype, "products": sum(products)}
 
 
-def job_autocast_in_fp16(zero: dict[str, Any]) -> tuple[str, str]:
-    options = {"torch_autocast": {"enabled": True, "dtype": "float16"}, **zero}
-    return engines.raised_by(lambda: engines.build(engines.fp32_layers(), engines.unchecked(), **options))
-
-
 SUMS_BESIDE = {**FP16, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}, "optimizer": engines.SMALL_STEPS}
 
 
@@ -120,13 +115,6 @@ def test_half_precision_is_as_close_to_fp32_as_in_the_stock_engine(kind: str) ->
             assert 0 < errors["stock"][name] < 0.1
             assert errors["whole"][name] <= 2 * errors["stock"][name] + 1e-3
             assert errors["split"][name] <= 1.5 * errors["whole"][name] + 1e-3
-
-
-@pytest.mark.parametrize("zero", [{}, engines.ZERO1], ids=["", "zero1"])
-def test_autocast_in_fp16_is_refused_with_several_stages(zero: dict[str, Any]) -> None:
-    """Of the GradScalers of the stages, only the last one has a scale: DeepSpeed fails in the step of the others."""
-    for kind, text in rank_pool(2).run(job_autocast_in_fp16, zero=zero):
-        assert kind == "TeraPipeConfigError" and 'torch_autocast.dtype = "float16" with 2 stages' in text
 
 
 def test_overflows_skip_the_steps_that_the_stock_engine_skips() -> None:

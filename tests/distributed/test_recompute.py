@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-import terapipe_ds
 from terapipe_ds.attention.call import Call
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models import gpt
@@ -115,30 +114,6 @@ def job_one_module_twice() -> list[set[float]]:
 
 def test_the_next_engine_of_a_module_recomputes_what_its_own_section_says() -> None:
     assert rank_pool(2).run(job_one_module_twice) == [[{2.0}, {1.0}, {1.0}], [{1.0}, {2.0}, {1.0}]]
-
-
-def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str, str]:
-    module = engines.pipeline_module(engines.gpt_layers(), activation_checkpoint_interval=interval)
-    ds_config = engines.config(terapipe=engines.unchecked(recompute=recompute), **options)
-    return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
-
-
-@pytest.mark.parametrize(
-    ("options", "messages"),
-    [
-        ({"recompute": [0, 2, 5]}, ["terapipe.recompute = [0, 2, 5]", "has 2 stages", "leave out [2, 5]"]),
-        ({"recompute": "off", "interval": 1}, ["recompute = 'off'", "the module has", "interval = 1", "leave one"]),
-        ({"recompute": "full", "interval": 2}, ["recompute = 'full'", "interval = 2", "leave one"]),
-        ({"recompute": [1], "interval": 1}, ["recompute = [1]", "interval = 1", "leave one"]),
-        (
-            {"recompute": [1], **engines.CHECKPOINTING["non_reentrant"]},
-            ["recompute = [1]", "section `pipeline`", "leave one"],
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, Any], messages: list[str]) -> None:
-    for kind, text in rank_pool(2).run(job_refused, **options):
-        assert kind == "TeraPipeConfigError" and all(message in text for message in messages), text
 
 
 # -- layers that the planner chooses -------------------------------------------------------------------------------
@@ -293,18 +268,3 @@ def test_a_llama_of_transformers_equals_the_whole_model() -> None:
     section = engines.unchecked(slices=[7, 3, 6], recompute="full", keep_attention=True)
     ranks = rank_pool(2).run(train_family, family="llama", terapipe=section, wide=False)
     assert not engines.violations([errors for errors, _ in ranks])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"recompute": "off"}, 'nothing recomputes; set recompute to "full"'),
-        ({}, 'no layer is recomputed by DeepSpeed; set terapipe.recompute to "full"'),
-        ({"recompute": "full", "compile": True}, "compiled layers run all of their forward again"),
-    ],
-)
-def test_a_setting_without_effect_is_refused(changes: dict[str, Any], message: str) -> None:
-    terapipe = engines.unchecked(keep_attention=True, **changes)
-    act = functools.partial(engines.build, engines.gpt_layers(), terapipe)
-    for kind, text in rank_pool(2).run(engines.raised_by, act=act):
-        assert kind == "TeraPipeConfigError" and message in text, text

@@ -16,9 +16,6 @@ import terapipe_ds
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
-# -- DeepSpeed's curriculum ------------------------------------------------------------------------------------
-
-
 # -- evaluation ------------------------------------------------------------------------------------------------
 
 
@@ -231,8 +228,18 @@ def layers_at_times() -> list[Any]:
     return [*layers[:2], AtTimes(), *layers[2:]]
 
 
+def from_fp32(
+    run: Callable[[Any], engines.Run], layers: Callable[[], list[Any]], **options: Any
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return how far ours and the stock engine are from fp32."""
+    with engines.engine_of(layers(), None, optimizer=engines.SMALL_STEPS) as engine:
+        exact = run(engine)
+    stock, ours = engines.both(run, layers, **options)
+    return engines.differences(ours, exact), engines.differences(stock, exact)
+
+
 def job_at_times() -> tuple[dict[str, float], dict[str, float]]:
-    """Use the parameter in every other step, in bf16 with ZeRO-1; return how far both engines are from fp32."""
+    """Use the parameter in every other step, in bf16 with ZeRO-1."""
 
     def run(engine: Any) -> engines.Run:
         def switch(step: int) -> None:
@@ -242,10 +249,7 @@ def job_at_times() -> tuple[dict[str, float], dict[str, float]]:
 
         return engines.train(engine, engines.batches(4), switch)
 
-    with engines.engine_of(layers_at_times(), None, optimizer=engines.SMALL_STEPS) as engine:
-        exact = run(engine)
-    stock, ours = engines.both(run, layers_at_times, optimizer=engines.SMALL_STEPS, **BF16_ZERO1)
-    return engines.differences(ours, exact), engines.differences(stock, exact)
+    return from_fp32(run, layers_at_times, optimizer=engines.SMALL_STEPS, **BF16_ZERO1)
 
 
 def job_offloaded() -> dict[str, float]:
@@ -254,15 +258,8 @@ def job_offloaded() -> dict[str, float]:
 
 
 def job_offloaded_in_bf16() -> tuple[dict[str, float], dict[str, float]]:
-    """Return how far both engines are from fp32, with gradients summed in fp32 as planned strategies ask."""
-
-    def run(engine: Any) -> engines.Run:
-        return engines.train(engine, engines.batches(2))
-
-    with engines.engine_of(engines.fp32_layers(), None, optimizer=engines.SMALL_STEPS) as engine:
-        exact = run(engine)
-    stock, ours = engines.both(run, engines.fp32_layers, **OFFLOAD_BF16)
-    return engines.differences(ours, exact), engines.differences(stock, exact)
+    """Sum gradients in fp32, as planned strategies ask."""
+    return from_fp32(lambda engine: engines.train(engine, engines.batches(2)), engines.fp32_layers, **OFFLOAD_BF16)
 
 
 def job_bytes_of_offloaded() -> tuple[float, int, int]:

@@ -181,17 +181,6 @@ def test_slices_are_multiples_of_what_the_module_asks_for(
         assert "use_slice_plan = [7, 15]: slices of 7, 15 tokens are no multiples of 2" in refused
 
 
-def _odd_slices_listed() -> tuple[str, str]:
-    options = parallel((2, 1, 2), tp.InMultiplesOfTwo)
-    return engines.raised_by(lambda: engines.build(tp.layers(), engines.section(slices=[8, 9, 5]), **options))
-
-
-def test_listed_slices_that_are_no_multiples_are_refused_on_all_ranks() -> None:
-    for kind, error in rank_pool(4).run(_odd_slices_listed):
-        assert kind == "TeraPipeConfigError"
-        assert "terapipe.slices = [8, 9, 5]: slices of 9, 5 tokens are no multiples of 2" in error
-
-
 # -- the gradient norm and the clipped update ------------------------------------------------------------------
 
 

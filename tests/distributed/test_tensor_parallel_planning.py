@@ -83,6 +83,3 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
     assert len({tuple(ran) for _, ran, _ in results}) == 1, "other slices, or another order, or more rounds"
     assert len(results[0][1]) > 50
     assert [error for *_, error in results] == [0.0] * ranks
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------

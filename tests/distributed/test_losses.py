@@ -45,6 +45,7 @@ from tests.distributed.engines import (
     train,
     unchecked,
     violations,
+    with_few_rounds,
 )
 from tests.distributed.harness import rank_pool
 from tests.distributed.training import draw_weights
@@ -218,7 +219,7 @@ def logits_with_and_without_labels(slices: Any, reduction: str) -> float:
 )
 def test_logits_need_no_labels(slices: Any, reduction: str) -> None:
     """Though the loss counts labels by its `slice_weight`, and slices are measured with the loss."""
-    errors = rank_pool(2).run(logits_with_and_without_labels, slices=slices, reduction=reduction)
+    errors = rank_pool(2).run(with_few_rounds, job=logits_with_and_without_labels, slices=slices, reduction=reduction)
     assert max(errors) <= 1e-12
 
 

@@ -29,7 +29,7 @@ def job_measure(folder: str) -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a profile of the two stages of this very model. Copy it."""
     folder = tmp_path_factory.mktemp("profiles")
-    rank_pool(2).run(job_measure, folder=str(folder))
+    rank_pool(2).run(engines.with_few_rounds, job=job_measure, folder=str(folder))
     (file,) = [f for f in folder.glob("profile-*.json") if ".memory." not in f.name]
     return file
 

@@ -93,7 +93,8 @@ NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
 def test_stages_recompute_and_train_as_ever(
     stages: int, recompute: Any, again: set[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    found = rank_pool(stages).run(job_train, stages=stages, options=options, recompute=recompute, **changes)
+    how = {"stages": stages, "options": options, "recompute": recompute, **changes}
+    found = rank_pool(stages).run(engines.with_few_rounds, job=job_train, **how)
     assert not engines.violations([errors for errors, _ in found])
     share = 0.5 if "chimera" in changes.get("schedule", "") else 1.0  # a copy of a layer has half of the micro-batches
     for stage_id, (_, forwards) in enumerate(found):

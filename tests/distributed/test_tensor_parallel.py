@@ -171,7 +171,9 @@ def test_slices_are_multiples_of_what_the_module_asks_for(
     changes: dict[str, Any], lengths: list[int] | None, granularity_tokens: int
 ) -> None:
     terapipe = engines.section(verify="off", **changes)
-    results = rank_pool(4).run(_in_multiples, terapipe=terapipe, length=22, by_hand=[7, 15])
+    results = rank_pool(4).run(
+        engines.with_few_rounds, job=_in_multiples, terapipe=terapipe, length=22, by_hand=[7, 15]
+    )
     assert len({tuple(found) for found, *_ in results}) == 1
     for found, granularity, odd, refused in results:
         assert granularity == granularity_tokens

@@ -61,8 +61,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 USUAL = (
-    "steps without labels", "evaluated and saved", "resumed", "trained twice with another rate", "stream",
-    "stream, not dispatched",
+    "steps without labels", "evaluated and saved", "resumed", "stream", "stream, not dispatched",
 )  # fmt: skip
 
 

@@ -19,7 +19,6 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data import Dataset, TensorDataset
 
 from tests.dict_batches import flattened
 from tests.distributed import engines
@@ -201,28 +200,6 @@ class TestShapes:
 # -- data ----------------------------------------------------------------------------------------------------
 
 
-def dataset() -> Dataset[Any]:
-    tokens, labels = zip(*(engines.micro_batch(seed, rows=1) for seed in range(14)), strict=True)
-    return TensorDataset(torch.cat(tokens), torch.cat(labels))
-
-
-def job_training_data() -> list[float]:
-    """Train on `deepspeed.initialize(training_data=...)` for longer than an epoch, then by a function for batches."""
-
-    def run(engine: PipelineEngine) -> list[Any]:
-        losses = [float(engine.train_batch()) for _ in range(5)]
-        engine.set_batch_fn(lambda batch: [batch["tokens"], batch["labels"]])
-        data: Any = [
-            [dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in engines.batches(2)
-        ]
-        return [losses, vars(engines.train(engine, data))]
-
-    with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process):
-        (loader_losses, by_function), (ours_losses, ours) = engines.both(run, initialize={"training_data": dataset()})
-    exact = [engines.error_of(ours[kind], by_function[kind]) for kind in ("losses", "gradients", "parameters")]
-    return [engines.error_of([ours_losses, ours["returned"]], [loader_losses, by_function["returned"]]), *exact]
-
-
 def samples(count: int) -> list[dict[str, list[int]]]:
     """Documents of one length, so that the stock engine can train them as rows; some labels do not count."""
     drawn = [engines.micro_batch(seed, length=6, rows=1, masked=False) for seed in range(count)]
@@ -286,11 +263,6 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestData:
-    def test_training_data_given_to_initialize_and_a_batch_fn(self) -> None:
-        for returned, *exact in on_ranks(job_training_data):
-            assert returned <= engines.FP32_SCALAR
-            assert max(exact) <= engines.EXACT
-
     def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self) -> None:
         """The check of the first batch runs as well."""
         results = on_ranks(job_flattened)

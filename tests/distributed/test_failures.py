@@ -313,14 +313,12 @@ RAISING = [  # the stages, the fault, its stage, and the reported text
     (2, Fault("plain attention", "F", 0), PLAIN),
     (3, Fault("raise", "B", 1), "B1.2: BrokenError: the B is broken"),
 ]
-MORE = [(3, Fault("raise", "recompute", 1), RAISING[1][2]), (3, Fault("plain attention", "F", 1), PLAIN)]
-MORE += [(3, Fault("raise", "loss", 2), RAISING[2][2])]
 
 
 class TestJobsEnd:
     @pytest.mark.parametrize(
         ("stages", "fault", "told"),
-        [*RAISING, *(pytest.param(*case, marks=full) for case in MORE)],
+        RAISING,
         ids=lambda value: value.place if isinstance(value, Fault) else str(value).partition(":")[0],
     )
     def test_a_stage_that_raises(self, stages: int, fault: Fault, told: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,13 +109,6 @@ def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) ->
     _same(rank_pool(2).run(with_few_rounds, **job), 1e-9)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b-zb", "zbv", "seq1f1b-interleaved"])
-def test_every_kind_of_schedule_shares_a_device(schedule: str) -> None:
-    terapipe = unchecked(schedule=schedule, chunks_per_stage=2 if schedule == "seq1f1b-interleaved" else 1)
-    _same(rank_pool(3).run(_train_on_devices_over_gloo, stages=3, terapipe=terapipe, stock_too=False, changes={}), 1e-9)
-
-
 def test_deepspeeds_functions_are_given_back() -> None:
     before = p2p.send, p2p.recv
     with mock.patch.object(staging, "needs_staging", lambda group, device: True):

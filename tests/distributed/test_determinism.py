@@ -74,6 +74,17 @@ def test_two_stages(recomputing: str) -> None:
 # -- measuring for "auto" and the check of the first batch change no bit ---------------------------------------
 
 
+HEALTHY = (
+    "Sliced", "Alibi", "GatedHeads", "TwiceSliced", "ParallelBlock", "Checkpointed", "WholeDecoder", "OwnCheckpoint",
+    "Experts", "InPlace", "LearnedSlots", "MaskedWeights", "ScaledGradient", "NoisyExperts", "CountedTokens",
+)  # fmt: skip
+
+
+def models() -> list[Any]:
+    rest = [each for each in HEALTHY if each != "NoisyExperts"]
+    return [*COUNTED, "NoisyExperts", *(pytest.param(each, marks=pytest.mark.full) for each in rest)]
+
+
 def _by_the_engine_and_by_hand(model: str) -> tuple[list[int], float, list[str]]:
     """Return the plan, how far the two trainings are from each other, and the warnings of the first."""
     counting = [spec_of(each) for each in (Embedding, Mlp, COUNTED[model][0], Head)] if model in COUNTED else []
@@ -96,7 +107,7 @@ def _by_the_engine_and_by_hand(model: str) -> tuple[list[int], float, list[str]]
 
 
 @pytest.mark.sample(4)
-@pytest.mark.parametrize("model", [*COUNTED, "NoisyExperts"])
+@pytest.mark.parametrize("model", models())
 def test_the_bits_of_the_plan_by_hand_or_a_warning(model: str) -> None:
     _, lost, says = COUNTED.get(model, (None, "", ""))
     seen = rank_pool(2).run(engines.with_few_rounds, job=_by_the_engine_and_by_hand, model=model)

@@ -13,10 +13,9 @@ from terapipe_ds.bench.cases import PLAN, TWO_PARTS, Case, Job, all_cases
 from terapipe_ds.bench.ranks import BF16_SETTINGS, USUAL_SETTINGS, Position, Workload, gpt_config
 from terapipe_ds.bench.report import write_report
 from terapipe_ds.bench.report.data import Run
-from terapipe_ds.bench.run import rank_main, result_of, run_benchmark
+from terapipe_ds.bench.run import result_of, run_benchmark
 from terapipe_ds.bench.table import render
 from terapipe_ds.compat import installed_versions
-from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.models.gpt import gpt_layers
 from tests.conftest import FULL
 from tests.distributed.engines import few_rounds
@@ -92,29 +91,6 @@ def test_fewer_slices_in_flight_need_less_memory(rows: list[dict[str, Any]]) -> 
     peaks = {row["label"]: row["peak_bytes"][0] for row in rows}
     assert peaks["terapipe seq1f1b, 3 slices"] < peaks["terapipe terapipe, 3 slices"]
     assert peaks["torch 1f1b"] < peaks["torch gpipe"]
-
-
-def main_with_a_fault(rank: int, rendezvous: str, job: Job, folder: str) -> None:
-    """On rank 1 no step of torch's ZBV begins, while rank 0 waits for its messages."""
-    from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
-
-    plain = TorchDriver.step
-
-    def step(self: Any, micro_batches: Any) -> float | None:
-        if self._case == ZBV and rank == 1:
-            raise RuntimeError("Pair is not connected\nas torch says it")
-        return plain(self, micro_batches)
-
-    TorchDriver.step = step  # type: ignore[method-assign]
-    rank_main(rank, rendezvous, job, folder)
-
-
-@pytest.mark.full
-@pytest.mark.skipif(SENDS_TO_ITSELF, reason="its row says that this torch cannot run it")
-def test_a_system_that_fails_ends_a_benchmark_in_processes_of_its_own() -> None:
-    job = Job(WORK, (Case("deepspeed", "1f1b"), ZBV), (2,), 1, granularity=16, replayed=True)
-    with pytest.raises(CommandError, match="torch zbv failed: RuntimeError: .*Pair is not connected; leave it out"):
-        run_benchmark(job, "test", main_with_a_fault)
 
 
 @pytest.mark.full

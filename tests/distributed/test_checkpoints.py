@@ -172,11 +172,19 @@ def test_each_layout_goes_on_where_another_has_stopped(chain: Chain, tmp_path: P
             assert engines.relative_error(ours[name][key], value, 1e-3) <= 1e-10, (name, key)
 
 
-@pytest.mark.parametrize(
-    "precision", ["bf16_zero1_fp32_sums", *map(full, ("fp16", "bf16_zero1", "fp32", "fp32_zero1", "fp16_zero1"))]
-)
-def test_every_precision_keeps_its_states(precision: str, tmp_path: Path) -> None:
-    run_chain(Chain(("interleaved", "stock", "chimera", "terapipe"), precision), tmp_path)
+LAYOUTS = "interleaved", "stock", "chimera", "terapipe"
+KEPT = [  # chains and ranks
+    (Chain(LAYOUTS, "bf16_zero1_fp32_sums"), 2),
+    *(full(Chain(LAYOUTS, each), 2) for each in ("fp16", "bf16_zero1", "fp32", "fp32_zero1", "fp16_zero1")),
+    # replicas that share states
+    (Chain(("interleaved", "stock", "chimera"), "fp32_zero1"), 4),
+    full(Chain(("terapipe", "stock", "seq1f1b"), "fp32_zero1", stages=1), 2),
+]
+
+
+@pytest.mark.parametrize(("chain", "ranks"), KEPT, ids=str)
+def test_every_precision_keeps_its_states(chain: Chain, ranks: int, tmp_path: Path) -> None:
+    run_chain(chain, tmp_path, ranks)
 
 
 def job_another_form(saver: str, loader: str, folder: str) -> tuple[tuple[str, str], float]:
@@ -246,18 +254,6 @@ def test_the_loss_scale_of_another_precision_stays_there(
 
 def _form(precision: str) -> str:
     return f"{precision[:4]} with ZeRO stage {int('zero1' in precision)}"
-
-
-@pytest.mark.parametrize(
-    "chain",
-    [
-        Chain(("interleaved", "stock", "chimera"), "fp32_zero1"),
-        full(Chain(("terapipe", "stock", "seq1f1b"), "fp32_zero1", stages=1)),
-    ],
-    ids=str,
-)
-def test_replicas_that_share_states(chain: Chain, tmp_path: Path) -> None:
-    run_chain(chain, tmp_path, ranks=2 * chain.stages)
 
 
 def job_reordered(systems: tuple[str, ...], folder: str) -> dict[str, Tensor]:
@@ -581,11 +577,6 @@ def test_a_checkpoint_has_what_the_stock_engine_saves_and_nothing_else(precision
     assert len(layers) == 7
     names = {place for tensors in layers.values() for place in tensors}
     assert {re.sub(r"attention_norm|feed_forward_norm", "norm", name) for name in names} == {
-        "/weight",
-        "/norm.weight",
-        "/attention.qkv.weight",
-        "/attention.out.weight",
-        "/feed_forward.up.weight",
-        "/feed_forward.down.weight",
-        "/out.weight",
-    }
+        "/weight", "/norm.weight", "/attention.qkv.weight", "/attention.out.weight", "/feed_forward.up.weight",
+        "/feed_forward.down.weight", "/out.weight",
+    }  # fmt: skip

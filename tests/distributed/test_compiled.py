@@ -17,7 +17,6 @@ from terapipe_ds.runtime.layers import compiled
 from terapipe_ds.runtime.links import groups
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import train_family
 from tests.distributed.nccl_emulator import emulated_nccl
 from tests.unit.runtime.layers.test_compiled import CountedGraphs
 
@@ -150,19 +149,3 @@ def job_of_loading() -> list[bool]:
 
 def test_no_engine_with_compiled_layers_counts_on_kernels_loaded_at_the_start() -> None:
     assert rank_pool(2).run(job_of_loading) == [[False, True]] * 2
-
-
-def train_llama() -> tuple[dict[str, float], int]:
-    torch._dynamo.reset()
-    graphs = CountedGraphs()
-    with mock.patch.object(compiled, "DEFAULT_BACKEND", graphs):
-        errors, _ = train_family("llama", engines.unchecked(compile=True, schedule="terapipe"))
-    return errors, graphs.count
-
-
-@pytest.mark.full
-def test_a_model_of_transformers_is_compiled_on_ranks() -> None:
-    """Check that the first step runs eagerly, and the second one compiled."""
-    results = rank_pool(2).run(train_llama, timeout_s=600)
-    assert not engines.violations([errors for errors, _ in results], 1e-10)
-    assert [graphs for _, graphs in results] == [1, 1]

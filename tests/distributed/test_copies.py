@@ -1,7 +1,7 @@
 """Test, beyond the transparency set, that parts at two places (Chimera) train as one model."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
 import terapipe_ds
-from terapipe_ds.runtime.engine import batches as engine_batches
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
@@ -198,17 +197,13 @@ class Unused(nn.Module):
         return hidden
 
 
-def job_replicas(precision: str, terapipe: dict[str, Any] | None, alone: bool = False) -> dict[str, Tensor]:
+def job_replicas(precision: str, terapipe: dict[str, Any] | None) -> dict[str, Tensor]:
     """The weights of this rank after some steps, each replica with data of its own. The last step has one micro-batch,
-    which goes down alone: the copies of the way up have no gradients of their own.
-
-    `alone`: no copy takes its owner's weights.
-    """
+    which goes down alone: the copies of the way up have no gradients of their own."""
     options = {**PRECISIONS[precision], **OPTIONS}
     layers = engines.gpt_layers(dtype="float32")
     layers[-2:-2] = [LayerSpec(Unused, frozen) for frozen in (False, True)]
-    left = mock.patch.object(engine_batches, "take_owners_weights", lambda module: None) if alone else nullcontext()
-    with left, engines.engine_of(layers, terapipe, **options) as engine:
+    with engines.engine_of(layers, terapipe, **options) as engine:
         first_seed = 1000 * engine.grid.get_data_parallel_id()
         data = [*engines.batches(NUM_STEPS, first_seed=first_seed), *engines.batches(1, 1, first_seed=first_seed + 500)]
         return engines.train(
@@ -224,11 +219,6 @@ def copies_that_differ(ranks: Sequence[dict[str, Tensor]]) -> list[str]:
 
 class TestThreeReplicas:
     """DeepSpeed averages over replicas stage by stage: the sum of three numbers depends on where they lie."""
-
-    def test_left_alone_copies_differ(self) -> None:
-        """Check that copies differ if left alone; otherwise the next test would show nothing."""
-        pool = rank_pool(2 * REPLICAS)
-        assert copies_that_differ(pool.run(job_replicas, precision="fp32", terapipe=BOTH_WAYS, alone=True))
 
     @pytest.mark.parametrize("precision", PRECISIONS)
     @pytest.mark.sample(1)

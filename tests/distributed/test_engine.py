@@ -19,7 +19,6 @@ import pytest
 import torch
 from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch.utils.data import Dataset, TensorDataset
 
 from tests.dict_batches import flattened
 from tests.distributed import engines
@@ -146,17 +145,6 @@ def job_mixed_shapes() -> dict[str, Errors]:
     }
 
 
-def job_batch_sizes() -> dict[str, Any]:
-    data = [engines.batches(1, count, first_seed=count)[0] for count in (1, 3, 3, 2)]
-
-    def run(engine: PipelineEngine) -> tuple[engines.Run, list[Any]]:
-        result = engines.train(engine, data, lambda step: engine.set_train_batch_size(2 * len(data[step])))
-        return result, [engine.global_samples, engine.global_steps, engine.train_batch_size()]
-
-    (stock, stock_counts), (ours, counts) = engines.both(run, gradient_accumulation_steps=1)
-    return {"errors": engines.differences(ours, stock), "counts": counts, "stock counts": stock_counts}
-
-
 def kinds_of_evaluations() -> list[bool]:
     """Evaluate, with logits on the last stage alone in the second batch; return what this stage knows of each."""
     kinds: list[bool] = []
@@ -208,36 +196,8 @@ class TestShapes:
         for schedule in results[0]:
             assert engines.violations([rank[schedule] for rank in results]) == {}, schedule
 
-    def test_the_batch_size_is_changed_during_training(self) -> None:
-        results = on_ranks(job_batch_sizes)
-        assert engines.violations([rank["errors"] for rank in results]) == {}
-        for rank in results:
-            assert rank["counts"] == rank["stock counts"] == [18, 4, 4]
-
 
 # -- data ----------------------------------------------------------------------------------------------------
-
-
-def dataset() -> Dataset[Any]:
-    tokens, labels = zip(*(engines.micro_batch(seed, rows=1) for seed in range(14)), strict=True)
-    return TensorDataset(torch.cat(tokens), torch.cat(labels))
-
-
-def job_training_data() -> list[float]:
-    """Train on `deepspeed.initialize(training_data=...)` for longer than an epoch, then by a function for batches."""
-
-    def run(engine: PipelineEngine) -> list[Any]:
-        losses = [float(engine.train_batch()) for _ in range(5)]
-        engine.set_batch_fn(lambda batch: [batch["tokens"], batch["labels"]])
-        data: Any = [
-            [dict(zip(("tokens", "labels"), each, strict=True)) for each in batch] for batch in engines.batches(2)
-        ]
-        return [losses, vars(engines.train(engine, data))]
-
-    with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process):
-        (loader_losses, by_function), (ours_losses, ours) = engines.both(run, initialize={"training_data": dataset()})
-    exact = [engines.error_of(ours[kind], by_function[kind]) for kind in ("losses", "gradients", "parameters")]
-    return [engines.error_of([ours_losses, ours["returned"]], [loader_losses, by_function["returned"]]), *exact]
 
 
 def samples(count: int) -> list[dict[str, list[int]]]:
@@ -303,11 +263,6 @@ def job_after_an_error(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class TestData:
-    def test_training_data_given_to_initialize_and_a_batch_fn(self) -> None:
-        for returned, *exact in on_ranks(job_training_data):
-            assert returned <= engines.FP32_SCALAR
-            assert max(exact) <= engines.EXACT
-
     def test_flattened_documents_of_a_loader_equal_rows_of_the_stock_engine(self) -> None:
         """The check of the first batch runs as well."""
         results = on_ranks(job_flattened)

@@ -150,18 +150,6 @@ def test_a_destroyed_engine_leaves_no_number_on_a_frozen_stage() -> None:
         assert not any("terapipe" in name for name in found)
 
 
-def job_rows(empty: int) -> tuple[str, str]:
-    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
-        data = [tuple(t[:0] for t in each) if i == empty else each for i, each in enumerate(engines.batches(1)[0])]
-        return engines.raised_by(lambda: engine.train_batch(iter(data)))
-
-
-def test_a_micro_batch_of_no_rows_is_named() -> None:
-    for empty in (0, 1):
-        for kind, text in rank_pool(2).run(job_rows, empty=empty):
-            assert kind == "BatchError" and f"micro-batch {empty} has 0 rows (shapes [[0, 23], [0, 23]])" in text
-
-
 def job_defaults(dtype: torch.dtype, device: str) -> list[float]:
     # torch 2.11's Adam counts steps on the default device
     data, plain = engines.batches(2), {"optimizer": {"type": "SGD", "params": {"lr": 0.05}}}
@@ -332,22 +320,3 @@ def test_replicas_stop_at_the_first_end_of_data_and_at_bad_data_of_one() -> None
     assert [events for events, *_ in results] == [["", "", "StopIteration"]] * 4
     assert [loss for _, loss, _ in results] == pytest.approx([results[0][1]] * 4, rel=engines.FP32_SCALAR)
     assert all("no input tensor has the sequence" in refusal for *_, refusal in results)
-
-
-def _two_engines() -> list[tuple[float, float]]:
-    """Make the steps of two sliced engines in one process in turns."""
-    with (
-        engines.engine_of(engines.gpt_layers(), engines.unchecked()) as first,
-        engines.engine_of(engines.gpt_layers(), engines.unchecked(slices=5)) as second,
-    ):
-        return [
-            (float(first.train_batch(iter(batch))), float(second.train_batch(iter(batch))))
-            for batch in engines.batches(2)
-        ]
-
-
-def test_two_engines_in_one_process() -> None:
-    alone = rank_pool(2).run(engines.stock_run)[0].returned
-    for turns in rank_pool(2).run(_two_engines):
-        for losses in zip(*turns, strict=True):
-            assert losses == pytest.approx(alone, rel=1e-6)

@@ -13,17 +13,13 @@ from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
 from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES, known
 
-SAMPLE = ("llama", "gpt2", "gemma2", "gpt_oss", "mixtral", "opt", "bloom", "qwen3_next", "mamba2", "deepseek_v3")
-
 
 def both_ways(ways: list[list[str]]) -> set[str]:
     return {way.partition("+")[0] for rank in ways for way in rank}
 
 
 @pytest.mark.sample(6)
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.full) for name in CONFIGS]
-)
+@pytest.mark.parametrize("family", known(*CONFIGS))
 def test_a_family_on_two_stages_equals_the_whole_model(family: str) -> None:
     """Loss, gradients and parameters of two steps of two micro-batches in three slices of different lengths."""
     section = engines.section(slices=[7, 3, 6])

@@ -134,30 +134,6 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
     return found
 
 
-def models_in_memory(adapter_fields: dict[str, Any] | None) -> dict[str, Any]:
-    """Cut a model that is in memory, with adapters or without; return the findings on this rank."""
-    torch.manual_seed(11)
-    config = config_of("qwen2", 4)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if adapter_fields is not None:
-        fields = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **adapter_fields}
-        model = get_peft_model(model, LoraConfig(**fields))
-    module = terapipe_ds.from_pretrained(model, num_stages=2)
-    theirs = {name.removeprefix("base_model.model."): value for name, value in model.named_parameters()}
-    names, data = module.checkpoint_names(), batches(VOCAB_SIZE)
-    found: dict[str, Any] = {
-        "equal": all(torch.equal(module.get_parameter(key), theirs[name]) for key, name in names.items()),
-        "same": all(
-            module.get_parameter(key).requires_grad == theirs[name].requires_grad for key, name in names.items()
-        ),
-    }
-    with engine_of(module, {**SECTION, "schedule": "zbv"}) as engine:
-        run = engines.train(engine, [[module.to_tuple(batch) for batch in step] for step in data])
-    losses, *_ = train_whole(model.train(), data)
-    found["loss"] = max(relative_error(a, b) for a, b in zip(run.returned, losses, strict=True))
-    return found
-
-
 def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
     """Return the error on this rank if the other one has no adapters, or cannot build a layer."""
     is_here = torch_dist.get_rank() == 1
@@ -258,14 +234,6 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
     for rank, found in enumerate(rank_pool(2).run(folders_of_adapters, folder=str(tmp_path), **fields)):
         assert found["config"] and found["moved"] and found["warned"] == [True] * (rank == 0)
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone", "restored")), found
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("fields", [None, {}, {"modules_to_save": ["lm_head"], "bias": "all"}], ids=str)
-def test_a_model_in_memory_is_cut(fields: dict[str, Any] | None) -> None:
-    """As transformers has built it, or peft after that: the same weights, trained alike."""
-    for found in rank_pool(2).run(models_in_memory, adapter_fields=fields):
-        assert found["equal"] and found["same"] and found["loss"] <= 1e-5
 
 
 @pytest.mark.sample(2)

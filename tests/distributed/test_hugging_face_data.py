@@ -5,10 +5,8 @@ import pytest
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 import copy
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 import transformers
@@ -227,23 +225,6 @@ def bad_batches() -> dict[str, Batch]:
     }
 
 
-def train_on_training_data() -> list[tuple[float, float]]:
-    """Return losses of steps on `training_data` and `collate_fn` of initialize, and of the same samples by an iterator.
-
-    All samples are one batch, so that their order says nothing.
-    """
-    samples = texts((9, 14), seed=1)
-    losses: list[list[float]] = []
-    for has_loader in (True, False):
-        given: dict[str, Any] = {"training_data": samples, "collate_fn": language_modeling} if has_loader else {}
-        module = a_module()
-        with mock.patch("deepspeed.runtime.dataloader.DataLoader", engines.loader_in_process):
-            with engine_of(module, SECTION, initialize=given) as engine:
-                data = None if has_loader else itertools.repeat(language_modeling(samples))
-                losses.append([float(engine.train_batch(data)) for _ in range(STEPS)])
-    return list(zip(*losses, strict=True))
-
-
 def train_short_slices(family: str, lengths: Sequence[int], slices: Any) -> tuple[dict[str, float], str]:
     """Return the errors of a training on sequences of these lengths; or the refusal while the engine is built."""
     with in_fp64():
@@ -327,11 +308,6 @@ def test_documents_are_refused_where_layers_of_any_stage_mix_them(family: str) -
     for told in rank_pool(2).run(refusals, family=family, batches=batches, documents="position_ids"):
         for kind, text in told.values():
             assert kind in REFUSALS and "the rows hold several documents" in text and why in text
-
-
-def test_training_data_and_collate_fn_of_initialize() -> None:
-    for pairs in rank_pool(2).run(train_on_training_data):
-        assert all(loss == other for loss, other in pairs)
 
 
 @pytest.mark.sample(1)

@@ -162,21 +162,6 @@ def test_a_format_that_one_rank_lacks_is_refused_on_every_rank() -> None:
         assert "cannot convert to float8_e4m3fn on cpu (no kernel)" in text and 'take "int8"' in text
 
 
-def job_differing() -> tuple[str, str]:
-    links = {"forward": "int8"} if torch.distributed.get_rank() == 0 else {}
-
-    def run() -> None:
-        with engines.engine_of(engines.gpt_layers(), engines.unchecked(links=links)) as engine:
-            engines.train(engine, engines.batches(1))
-
-    return engines.raised_by(run)
-
-
-def test_ranks_that_differ_in_formats_hear_of_it() -> None:
-    for kind, text in rank_pool(2).run(job_differing):
-        assert "TeraPipeConfigError" in kind or "config" in text, (kind, text)
-
-
 def job_measured(folder: str, links: dict[str, Any]) -> int:
     """Plan from measured costs; return how many profiles are kept then."""
     terapipe = engines.unchecked(slices="auto", granularity_tokens=8, links=links, planner={"cache_dir": folder})

@@ -26,7 +26,6 @@ REFERENCE = replace(SPLIT, layout="pp2_dp2")
 # 8 bits of mantissa: a rounding of 2^-9 after each of some 20 operations, in another order with TP 2, gives 0.03 in
 # single tensors. fp16 has 3 bits more.
 LIMITS = {"fp32": 1e-5, "fp16": 2e-2, "bf16": 1e-1}
-FORGOTTEN = 0.3
 OPTIMIZERS = {
     "fp32": "Adam",
     "fp32_zero1": "DeepSpeedZeroOptimizer",
@@ -40,22 +39,18 @@ OPTIMIZERS = {
 }
 
 
-def job_one_step(case: Case, broken: bool = False) -> dict[str, Any]:
-    """Make one step. With `broken`, gradients of ranks are not summed, and no check compares them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("sum_gradients", "require_equal_gradients") if broken else ():
-            patch.setattr(rank_gradients, name, lambda *_: None)
-        with engine_of(case) as engine:
-            products = count_products(engine)
-            losses = train(engine, case, [0])
-            optimizer = type(engine.optimizer).__name__
-            return {"losses": losses, "held": held_by(engine), "optimizer": optimizer, "products": sum(products)}
+def job_one_step(case: Case) -> dict[str, Any]:
+    with engine_of(case) as engine:
+        products = count_products(engine)
+        losses = train(engine, case, [0])
+        optimizer = type(engine.optimizer).__name__
+        return {"losses": losses, "held": held_by(engine), "optimizer": optimizer, "products": sum(products)}
 
 
 @functools.cache
-def run(case: Case, **options: Any) -> tuple[list[dict[str, Any]], Weights]:
+def run(case: Case) -> tuple[list[dict[str, Any]], Weights]:
     """Return each rank's report, and the gradients that the optimizers have read; copies on ranks must be the same."""
-    results = rank_pool(4).run(job_one_step, case=case, **options)
+    results = rank_pool(4).run(job_one_step, case=case)
     moments = merged([result["held"] for result in results], gated=True)["exp_avg"]
     return results, {name: 10 * moment for name, moment in moments.items()}
 
@@ -79,16 +74,6 @@ def test_gradients_that_w_hands_to_an_optimizer_that_collects_them() -> None:
     for result in results:
         assert result["optimizer"] == "BF16_Optimizer"
         assert result["products"] > 0, "nothing was left to W"
-
-
-def test_a_forgotten_sum_is_far_above_the_tolerance_of_bf16() -> None:
-    _, expected = run(replace(REFERENCE, precision="bf16_zero1"))
-    first = rank_pool(4).run(job_one_step, case=replace(SPLIT, precision="bf16_zero1"), broken=True)
-    ours = {name: 10 * moment for rank in (0, 2) for name, moment in first[rank]["held"].states["exp_avg"].items()}
-    norms = [name for name in expected if "norm" in name]
-    assert len(norms) == 9
-    for name in norms:
-        assert worst_error({name: ours[name]}, {name: expected[name]}).error > FORGOTTEN, name
 
 
 def job_gradient_elsewhere(precision: str) -> None:

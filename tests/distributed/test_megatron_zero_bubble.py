@@ -1,23 +1,18 @@
 """Test split backwards with Megatron's layers: the same training, and W has each linear layer's weight gradient."""
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import pytest
-import torch
 
 pytest.importorskip("megatron.core")
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.models.megatron import MegatronGPT, linears
+from terapipe_ds.models.megatron import MegatronGPT
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed.cases import violations
-from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, ROWS, Case, megatron_name
+from tests.distributed.harness import rank_pool
+from tests.distributed.megatron_cases import NUM_LAYERS, NUM_STEPS, Case, megatron_name
 from tests.distributed.megatron_models import build_engine, build_model, engine_of, micro_batch
 from tests.distributed.test_megatron import errors_of, ours
 
@@ -80,75 +75,6 @@ def test_w_computes_every_linear_layer_s_gradient_and_training_is_the_same(case:
             assert dict(seen["left"]) == dict.fromkeys(linear, runs)
     layers = {name.split(".")[2] for record in run for name in record.watched["left"] if "layers." in name}
     assert len(layers) == NUM_LAYERS
-
-
-@contextlib.contextmanager
-def own_tokens_twice() -> Iterator[list[str]]:
-    """Let W gather nothing, and use its own tokens in place of the other rank's."""
-    with mock.patch.object(linears._Ranks, "gather_rows", lambda ranks, share: torch.cat([share, share]).flatten(0, 1)):
-        yield []
-
-
-@contextlib.contextmanager
-def own_features_only() -> Iterator[list[str]]:
-    """Let B of column-parallel layers hand on only this rank's share of the inputs' gradients."""
-    with mock.patch.object(linears._Ranks, "begin_sum", lambda ranks, gradient: (gradient, None)):
-        yield []
-
-
-class TestMistakesAreCaught:
-    def test_tokens_of_other_ranks(self) -> None:
-        case = Case(layout="tp2_pp2_sp", schedule="seq1f1b-zb", **GQA)
-        run = ours(case, prepare=own_tokens_twice)
-        found = errors_of(run, case)
-        assert 0.1 < found["gradient"].error < float("inf")
-
-    def test_gradients_of_other_ranks(self) -> None:
-        """Already Megatron's norms have other gradients on each rank then."""
-        case = Case(layout="tp2_pp2", schedule="seq1f1b-zb", **GQA)
-        with pytest.raises(RankFailure, match="ReplicatedGradientError"):
-            ours(case, prepare=own_features_only)
-
-
-def job_measured(case: Case) -> dict[str, Any]:
-    """Run one batch whose slices are planned by measuring; return its figures of W, and the number of products."""
-    found: dict[str, Any] = {"bytes": []}
-    weights, weight_bytes = rounds.weights, SliceTimer.weight_bytes
-    auto = {"enabled": True, "schedule": case.schedule, "slices": "auto", "granularity_tokens": 12}
-    seen: dict[str, Any] = {}
-
-    def watched_weights(*args: Any) -> Any:
-        found["weight_s"] = weights(*args)
-        found["computed"] = seen["computed"]
-        return found["weight_s"]
-
-    def watched_bytes(probe: SliceTimer, tokens: int) -> tuple[int, int]:
-        kept = weight_bytes(probe, tokens)
-        found["bytes"].append((tokens, kept[0]))
-        return kept
-
-    with pytest.MonkeyPatch.context() as patch, engine_of(case, terapipe=auto) as engine:
-        seen = count_products(engine)
-        patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
-        patch.setattr(rounds, "weights", watched_weights)
-        patch.setattr(SliceTimer, "weight_bytes", watched_bytes)
-        engine.train_batch(iter([micro_batch(case, 0, 0, 0)]))
-    return found
-
-
-@pytest.mark.full
-def test_measured_w() -> None:
-    """Check seconds and bytes of W for Megatron's layers, whose W gathers tokens here."""
-    case = Case(layout="tp2_sp", schedule="zb-h1")
-    for found in rank_pool(2).run(job_measured, case=case):
-        assert sorted(found["weight_s"]) == [12, 24] and min(found["weight_s"].values()) > 0
-        # the loss without logits adds the gradient of the output matrix at once
-        assert found["computed"] == (1 + rounds.WEIGHT_ROUNDS) * 2 * 4 * NUM_LAYERS
-        [(tokens, kept)] = found["bytes"]
-        # bytes per token of qkv, proj, fc1, fc2. Inputs: half of the tokens (qkv, fc1), or all of them and half
-        # of the features (proj, fc2). Gradients of outputs: half of the features (qkv, fc1) or all (proj, fc2)
-        layer = (16 + 16 + 16 + 24) + (48 + 32 + 48 + 32)
-        assert kept == 8 * ROWS * tokens * NUM_LAYERS * layer
 
 
 def job_never_split(case: Case) -> tuple[str, list[Any]]:

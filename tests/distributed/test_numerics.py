@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
-from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
@@ -18,7 +17,6 @@ from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.models import gpt
 from tests.distributed.engines import (
     LENGTH,
-    Run,
     batches,
     engine_of,
     error_of,
@@ -265,45 +263,6 @@ def test_it_changes_no_number() -> None:
 # -- the loss scale of fp16 --------------------------------------------------------------------------------------------
 
 
-SCALING = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
-
-
-def scaled(lr: float) -> dict[str, Any]:
-    """The scale rises after each two good steps, so that steps overflow again and again."""
-    optimizer = {"type": "Adam", "params": {"lr": lr, "torch_adam": True}}
-    return {"fp16": SCALING, "zero_optimization": {"stage": 1}, "optimizer": optimizer}
-
-
-def follow(engine: PipelineEngine) -> tuple[list[Any], Run]:
-    """Scale, skipped steps, overflow and bytes in the slice store after each of nine steps."""
-    records, run = [], Run()
-    for batch in batches(9):
-        run.returned.append(float(engine.train_batch(iter(batch))))
-        store = getattr(engine, "slice_store", None)
-        live_bytes = 0 if store is None else store.pool.live_bytes
-        scale = float(engine._get_optimizer_loss_scale())
-        records.append((scale, engine.skipped_steps, bool(engine.optimizer.overflow), live_bytes))
-    run.parameters = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    return records, run
-
-
-def loss_of_logits(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return gpt.gpt_loss(logits, labels)
-
-
-def job_overflows() -> dict[str, Any]:
-    options = scaled(lr=1e-4)  # small, so that rounding does not drive the runs apart
-    layers = functools.partial(gpt_layers, "float32")
-    found = {}
-    systems = {"stock": None, "whole": section(slices=1, schedule="1f1b"), "sliced": section(slices=PLAN)}
-    for name, terapipe in {**systems, "watched": WATCHED}.items():
-        # the same bits as by the stock engine, from the same logits
-        loss_fn = loss_of_logits if name == "whole" else gpt.gpt_loss
-        with engine_of(layers(), terapipe, loss_fn=loss_fn, **options) as engine:
-            found[name] = follow(engine)
-    return found
-
-
 def nan_in_one_slice() -> tuple[str, str, bool]:
     """After a good step, without `check_finite`: what the next one says, and whether it has left the parameters."""
     first, second = batches(2)  # the second one has new labels, which the engine tries
@@ -355,19 +314,6 @@ class TestLossScale:
         assert once == ("", "") and kind == "SliceLossError" and steps == ("1", "2")
         assert re.search(f"^step 3: the loss of {SLICE_1} is NaN.*The step before had such a loss as well", text)
         assert said["now and then"] == [("", "")] * 3 + [("2", "4")]
-
-    def test_overflows_skip_the_steps_that_the_stock_engine_skips(self) -> None:
-        for rank in rank_pool(2).run(job_overflows):
-            records, stock = rank["stock"]
-            skipped = [overflow for _, _, overflow, _ in records]
-            good = skipped.index(False)
-            assert any(skipped[:good]) and any(skipped[good:]), "at the start, and again when the scale has risen"
-            for name, limit in (("whole", 0.0), ("sliced", 2e-2), ("watched", 2e-2)):
-                ours, run = rank[name]
-                assert ours == records, name
-                assert max(abs(a - b) / b for a, b in zip(run.returned, stock.returned, strict=True)) <= limit
-                assert error_of(run.parameters, stock.parameters) <= 10 * limit
-            assert error_of(vars(rank["watched"][1]), vars(rank["sliced"][1])) == 0.0
 
 
 assert sum(PLAN) == LENGTH

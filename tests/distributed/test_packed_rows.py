@@ -11,10 +11,9 @@ from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
 from terapipe_ds.attention import carry
-from tests import dict_batches, mutation_check
+from tests import dict_batches
 from tests.distributed import engines
 from tests.distributed.cases import CARRIED, FULL, Case
-from tests.distributed.faults import FAULTS
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_layers import check
 from tests.small_models.parts import Attention, Calls, causal, cross_entropy
@@ -68,19 +67,6 @@ def test_slices_are_planned_from_measured_rows_of_one_document(case: Case, tmp_p
     planned = {"slices": "auto", "granularity_tokens": 4, "planner": {"cache_dir": str(tmp_path)}}
     check(case, **planned)
     assert len(list(tmp_path.glob("profile-*.json"))) == 1
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "edges_of_one_row_ignored", "edges_of_another_micro_batch", "no_edges_in_recompute",
-        "labels_of_a_dict_as_they_are", "labels_over_edges", "labels_of_padding", "edges_of_a_dict_ignored",
-    ],
-)  # fmt: skip
-def test_wrong_edges_are_seen(fault: str) -> None:
-    assert mutation_check.is_right(FAULTS[fault].configuration)
-    assert mutation_check.caught_by(FAULTS[fault]).net != mutation_check.SURVIVED
 
 
 # -- layers that mix documents ---------------------------------------------------------------------------------

@@ -1,13 +1,11 @@
 """Test stages with several parts of the layers, and parts at two places, beyond the cases of
 `tests/test_transparency.py`."""
 
-import contextlib
 import functools
 import re
 import textwrap
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -60,27 +58,11 @@ def test_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
     assert not engines.violations(errors)
 
 
-SPLIT = [
-    ({**LOOP_ZB, "slices": [1, 9, 2, 11]}, 1),
-    ({**LOOP_ZB, "chunks_per_stage": 3, "slices": 6, "schedule_options": {"max_live_slices": None}}, 2),
-    ({**LOOP_ZB, "slices": 6, "schedule_options": {"max_live_slices": "default"}}, 4),
-    ({**ZBV, "slices": [1, 9, 2, 11]}, 1),
-    ({**ZBV, "slices": 6, "schedule_options": {"max_live_slices": None}}, 4),
-]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(("changes", "num_micro_batches"), SPLIT, ids=str)
-def test_split_backwards_on_four_stages(changes: dict[str, Any], num_micro_batches: int) -> None:
-    errors = rank_pool(4).run(job_four_stages, changes=changes, num_micro_batches=num_micro_batches)
-    assert not engines.violations(errors)
-
-
 # -- layers that move ----------------------------------------------------------------------------------------
 
 
 class Counting(nn.Module):
-    """Have a buffer and a frozen parameter, whose initial values every rank draws for itself."""
+    """Have a buffer and a frozen parameter, whose initial values every rank draws for itself, or from a seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,50 +202,6 @@ def job_muon_marks(changes: dict[str, Any]) -> list[dict[str, bool]]:
 def test_muon_finds_its_parameters_among_layers_that_moved(layout: str) -> None:
     for stock, ours in rank_pool(2).run(job_muon_marks, changes=LAYOUTS[layout]):
         assert set(ours.values()) == {True, False} and ours.items() <= stock.items()
-
-
-def job_muon(layouts: list[dict[str, Any]]) -> list[dict[str, float]]:
-    """Train by Muon, whose choice of parameters DeepSpeed marks before the layers move; compare with one stage.
-
-    On a CPU DeepSpeed would compile its Adam for the other parameters, and torch Muon's own products.
-    """
-
-    def adam(parameters: Any, adam_w_mode: bool) -> torch.optim.Optimizer:
-        assert adam_w_mode
-        return torch.optim.AdamW(parameters)
-
-    muon = {"optimizer": {"type": "Muon", "params": {"lr": 1e-3}}}
-    with mock.patch("deepspeed.ops.adam.FusedAdam", adam), torch._dynamo.config.patch(disable=True):
-        runs = [
-            engines.run_training(engines.gpt_layers, each, engines.batches(2), stages=stages, **muon)
-            for stages, each in [(1, None), *((2, engines.unchecked(**changes)) for changes in layouts)]
-        ]
-    return [engines.differences(run, runs[0]) for run in runs[1:]]
-
-
-@pytest.mark.full
-def test_muon_trains_layers_that_moved() -> None:
-    for of_layout in zip(*rank_pool(2).run(job_muon, layouts=list(LAYOUTS.values())), strict=True):
-        # its Newton-Schulz steps are in bf16, whatever the parameters are in
-        assert not engines.violations(of_layout, loss=1e-6, returned=1e-6, gradient=1e-3, parameter=1e-4)
-
-
-def job_refused(num_layers: int, **changes: Any) -> tuple[str, str]:
-    return engines.raised_by(
-        lambda: engines.build(engines.gpt_layers(num_layers=num_layers), engines.unchecked(**changes))
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "num_layers", "message"),
-    [
-        ({"schedule": "interleaved", "chunks_per_stage": 4}, 2, "5 layers cannot be cut in 8 parts"),
-        ({"schedule": "seq1f1b", "chunks_per_stage": 2}, 2, "schedule 'seq1f1b' has one part per stage"),
-    ],
-)
-def test_layouts_that_cannot_be(changes: dict[str, Any], num_layers: int, message: str) -> None:
-    for kind, text in rank_pool(2).run(job_refused, num_layers=num_layers, **changes):
-        assert kind == "TeraPipeConfigError" and message in text
 
 
 def job_shared(as_argument: bool, schedule: str, second: int) -> tuple[str, str]:
@@ -439,20 +377,6 @@ def test_a_file_that_does_not_fit(num_micro_batches: int, slices: Any, message: 
         assert re.search(message, text)
 
 
-def test_two_files_of_one_name(tmp_path: Path) -> None:
-    """Act as on two nodes: the file of one has another content, or is missing."""
-    for rank, rows in enumerate(BY_HAND["plain.csv"].strip().splitlines()):
-        (tmp_path / str(rank)).mkdir()
-        (tmp_path / str(rank) / "plain.csv").write_text((rows.strip() + "\n") * 2)
-    texts = rank_pool(2).run(job_own_folder, folder=str(tmp_path))
-    assert all("the schedule's file: ranks [0]: checksum" in text for text in texts)
-
-
-def job_own_folder(folder: str) -> str:
-    with contextlib.chdir(Path(folder, str(torch.distributed.get_rank()))):
-        return job_file_refused(["plain.csv"] * 2)
-
-
 def test_a_micro_batch_that_changes_its_direction(tmp_path: Path) -> None:
     path = tmp_path / "mixed.csv"
     path.write_text("placement,0/1,1/0\nF0.0c0,F0.0c1,B0.0c1,B0.0c0\nF1.0c1,F1.0c0,B1.0c0,B1.0c1\n")
@@ -515,21 +439,10 @@ def test_options_of_a_schedule(changes: dict[str, Any], num_micro_batches: int, 
 # -- seeds ---------------------------------------------------------------------------------------------------
 
 
-class Drawn(nn.Module):
-    """Draw the layer's weights from the seed that is set before it is built."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(16, 16, dtype=torch.float64) * 0.3)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden + torch.tanh(hidden @ self.weight)
-
-
 def seeded_layers() -> list[Any]:
     """Return layers of equal size, so that both partition methods of DeepSpeed cut them alike."""
     torch.manual_seed(torch.distributed.get_rank())  # nothing but the seeds of layers makes ranks alike
-    return [LayerSpec(Drawn) for _ in range(8)]
+    return [LayerSpec(Counting) for _ in range(8)]
 
 
 def job_seeded(changes: dict[str, Any]) -> dict[str, float]:

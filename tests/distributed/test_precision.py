@@ -44,11 +44,6 @@ def job_half(kind: str) -> dict[str, Any]:
     return {"errors": errors, "dtype": dtype, "products": sum(products)}
 
 
-def job_autocast_in_fp16(zero: dict[str, Any]) -> tuple[str, str]:
-    options = {"torch_autocast": {"enabled": True, "dtype": "float16"}, **zero}
-    return engines.raised_by(lambda: engines.build(engines.fp32_layers(), engines.unchecked(), **options))
-
-
 SUMS_BESIDE = {**FP16, **engines.ZERO1, "data_types": {"grad_accum_dtype": "fp32"}, "optimizer": engines.SMALL_STEPS}
 
 
@@ -90,10 +85,14 @@ def follow_loss_scale(engine: PipelineEngine) -> list[dict[str, Any]]:
 
 
 def job_loss_scale() -> list[Any]:
-    """Run the stock engine with ZeRO-1, ours with and without; the stock one forgets the scale with ZeRO-0."""
-    fp16 = {"enabled": True, "initial_scale_power": 22, "loss_scale_window": 1000, "hysteresis": 1}
+    """Run the stock engine with ZeRO-1, ours with and without; the stock one forgets the scale with ZeRO-0.
+
+    The scale rises after each two good steps, so that steps overflow again.
+    """
+    fp16 = {"enabled": True, "initial_scale_power": 21, "loss_scale_window": 2, "hysteresis": 1}
+    watched = engines.unchecked(check_finite="every_step")
     found = []
-    for terapipe, zero_stage in ((None, 1), (engines.unchecked(), 1), (engines.unchecked(), 0)):
+    for terapipe, zero_stage in ((None, 1), (engines.unchecked(), 1), (engines.unchecked(), 0), (watched, 1)):
         options = {"fp16": fp16, "scheduler": engines.WARMUP, "zero_optimization": {"stage": zero_stage}}
         with engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine:
             found.append(follow_loss_scale(engine))
@@ -118,25 +117,13 @@ def test_half_precision_is_as_close_to_fp32_as_in_the_stock_engine(kind: str) ->
             assert errors["split"][name] <= 1.5 * errors["whole"][name] + 1e-3
 
 
-@pytest.mark.parametrize("zero", [{}, engines.ZERO1], ids=["", "zero1"])
-def test_autocast_in_fp16_is_refused_with_several_stages(zero: dict[str, Any]) -> None:
-    """Of the GradScalers of the stages, only the last one has a scale: DeepSpeed fails in the step of the others."""
-    for kind, text in rank_pool(2).run(job_autocast_in_fp16, zero=zero):
-        assert kind == "TeraPipeConfigError" and 'torch_autocast.dtype = "float16" with 2 stages' in text
-
-
-def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
+def test_overflows_skip_the_steps_that_the_stock_engine_skips() -> None:
     for stock, *runs in rank_pool(2).run(job_loss_scale):
         for ours in runs:
             assert ours == stock
         overflows = [record["overflow"] for record in stock]
-        skipped = sum(overflows)
-        assert 2 <= skipped <= len(stock) - 2, "some steps overflow, and training goes on after them"
-        assert overflows == sorted(overflows, reverse=True)
-        assert [record["scale"] for record in stock] == [
-            2.0 ** (22 - min(step + 1, skipped)) for step in range(len(stock))
-        ]
-        assert [record["moved"] for record in stock[:skipped]] == [False] * skipped
-        assert stock[-1]["moved"]
-        assert stock[-1]["lr"][0] > 0
-        assert {record["live bytes"] for record in stock} == {0}
+        good = overflows.index(False)
+        assert any(overflows[:good]) and any(overflows[good:]), "at the start, and again when the scale has risen"
+        assert {record["moved"] for record in stock if record["overflow"]} == {False}
+        assert any(record["moved"] for record in stock)
+        assert stock[-1]["lr"][0] > 0 and {record["live bytes"] for record in stock} == {0}

@@ -29,7 +29,7 @@ def job_measure(folder: str) -> None:
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a profile of the two stages of this very model. Copy it."""
     folder = tmp_path_factory.mktemp("profiles")
-    rank_pool(2).run(job_measure, folder=str(folder))
+    rank_pool(2).run(engines.with_few_rounds, job=job_measure, folder=str(folder))
     (file,) = [f for f in folder.glob("profile-*.json") if ".memory." not in f.name]
     return file
 
@@ -114,11 +114,6 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
     assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
 
 
-def job_refused(path: str, layers: dict[str, Any], **changes: Any) -> tuple[str, str]:
-    terapipe = engines.unchecked(**AUTO, planner={"profile": path})
-    return engines.raised_by(lambda: engines.build(engines.gpt_layers(**layers), terapipe, **changes))
-
-
 def job_fails(path: str, rank: int) -> str:
     """Pass an iterator over parameters that breaks on one rank."""
 
@@ -138,21 +133,3 @@ def test_what_fails_on_one_rank_is_raised_on_all(measured: Path, tmp_path: Path)
     """Before there is a watch-dog: the others would wait for half an hour."""
     path = by_hand(measured, 1e-6, tmp_path)
     assert rank_pool(2).run(job_fails, path=str(path), rank=1, timeout_s=30) == ["no such parameter"] * 2
-
-
-@pytest.mark.parametrize(
-    ("layers", "changes", "named"),
-    [
-        ({"ffn_size": 32}, {}, "model_fingerprint"),  # as many layers, of other sizes
-        ({"init_std": 0.2}, {}, "model_fingerprint"),  # of the same sizes
-        ({"dtype": "float32"}, {"bf16": {"enabled": True}}, "dtype: the profile has float64"),
-    ],
-    ids=["sizes", "arguments", "dtype"],
-)
-def test_a_profile_of_another_model_with_as_many_layers_is_refused_before_there_is_a_batch(
-    measured: Path, tmp_path: Path, layers: dict[str, Any], changes: dict[str, Any], named: str
-) -> None:
-    path = str(by_hand(measured, 1e-6, tmp_path))
-    for kind, message in rank_pool(2).run(job_refused, path=path, layers=layers, **changes):
-        assert kind == "ProfileError"
-        assert "the profile does not belong to this run" in message and named in message

@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 import torch
 
-import terapipe_ds
 from terapipe_ds.attention.call import Call
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models import gpt
@@ -94,7 +93,8 @@ NON_REENTRANT = {"pipeline": {"use_reentrant": False}}
 def test_stages_recompute_and_train_as_ever(
     stages: int, recompute: Any, again: set[int], changes: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    found = rank_pool(stages).run(job_train, stages=stages, options=options, recompute=recompute, **changes)
+    how = {"stages": stages, "options": options, "recompute": recompute, **changes}
+    found = rank_pool(stages).run(engines.with_few_rounds, job=job_train, **how)
     assert not engines.violations([errors for errors, _ in found])
     share = 0.5 if "chimera" in changes.get("schedule", "") else 1.0  # a copy of a layer has half of the micro-batches
     for stage_id, (_, forwards) in enumerate(found):
@@ -115,58 +115,6 @@ def job_one_module_twice() -> list[set[float]]:
 
 def test_the_next_engine_of_a_module_recomputes_what_its_own_section_says() -> None:
     assert rank_pool(2).run(job_one_module_twice) == [[{2.0}, {1.0}, {1.0}], [{1.0}, {2.0}, {1.0}]]
-
-
-def job_refused(recompute: Any, interval: int = 0, **options: Any) -> tuple[str, str]:
-    module = engines.pipeline_module(engines.gpt_layers(), activation_checkpoint_interval=interval)
-    ds_config = engines.config(terapipe=engines.unchecked(recompute=recompute), **options)
-    return engines.raised_by(lambda: terapipe_ds.initialize(model=module, config=ds_config))
-
-
-@pytest.mark.parametrize(
-    ("options", "messages"),
-    [
-        ({"recompute": [0, 2, 5]}, ["terapipe.recompute = [0, 2, 5]", "has 2 stages", "leave out [2, 5]"]),
-        ({"recompute": "off", "interval": 1}, ["recompute = 'off'", "the module has", "interval = 1", "leave one"]),
-        ({"recompute": "full", "interval": 2}, ["recompute = 'full'", "interval = 2", "leave one"]),
-        ({"recompute": [1], "interval": 1}, ["recompute = [1]", "interval = 1", "leave one"]),
-        (
-            {"recompute": [1], **engines.CHECKPOINTING["non_reentrant"]},
-            ["recompute = [1]", "section `pipeline`", "leave one"],
-        ),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_recomputed_is_refused_on_every_rank(options: dict[str, Any], messages: list[str]) -> None:
-    for kind, text in rank_pool(2).run(job_refused, **options):
-        assert kind == "TeraPipeConfigError" and all(message in text for message in messages), text
-
-
-def job_profiled(folder: str, recompute: Any) -> int:
-    """Plan from a measurement that is kept; return how many are kept then."""
-    kept = {**MEASURED, "planner": {"cache_dir": folder}}
-    with engines.engine_of(engines.gpt_layers(), engines.unchecked(recompute=recompute, **kept)) as engine:
-        engines.train(engine, engines.batches(1))
-    return len(list(Path(folder).iterdir()))
-
-
-def job_with_profile(path: str, recompute: Any) -> str:
-    terapipe = engines.unchecked(recompute=recompute, **MEASURED, planner={"profile": path})
-    return engines.raised_by(lambda: engines.engine_of(engines.gpt_layers(), terapipe).__enter__().destroy())[1]
-
-
-@pytest.mark.full
-def test_a_profile_serves_only_runs_that_recompute_as_it_was_measured(tmp_path: Path) -> None:
-    pool, kept, path = rank_pool(2), tmp_path / "kept", tmp_path / "profile.json"
-    counts = [
-        pool.run(job_profiled, folder=str(kept), recompute=recompute)[0] for recompute in ("off", "off", [1], "full")
-    ]
-    assert counts == [1, 1, 2, 3]
-    pool.run(job_profiled, folder=str(tmp_path / "of stage 1"), recompute=[1])
-    (tmp_path / "of stage 1").joinpath(next((tmp_path / "of stage 1").iterdir()).name).rename(path)
-    assert pool.run(job_with_profile, path=str(path), recompute=[1]) == ["", ""]
-    for other in ("off", "full", [0]):
-        for text in pool.run(job_with_profile, path=str(path), recompute=other):
-            assert "does not belong to this run" in text and "measure on this run" in text, (other, text)
 
 
 # -- layers that the planner chooses -------------------------------------------------------------------------------
@@ -321,18 +269,3 @@ def test_a_llama_of_transformers_equals_the_whole_model() -> None:
     section = engines.unchecked(slices=[7, 3, 6], recompute="full", keep_attention=True)
     ranks = rank_pool(2).run(train_family, family="llama", terapipe=section, wide=False)
     assert not engines.violations([errors for errors, _ in ranks])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"recompute": "off"}, 'nothing recomputes; set recompute to "full"'),
-        ({}, 'no layer is recomputed by DeepSpeed; set terapipe.recompute to "full"'),
-        ({"recompute": "full", "compile": True}, "compiled layers run all of their forward again"),
-    ],
-)
-def test_a_setting_without_effect_is_refused(changes: dict[str, Any], message: str) -> None:
-    terapipe = engines.unchecked(keep_attention=True, **changes)
-    act = functools.partial(engines.build, engines.gpt_layers(), terapipe)
-    for kind, text in rank_pool(2).run(engines.raised_by, act=act):
-        assert kind == "TeraPipeConfigError" and message in text, text

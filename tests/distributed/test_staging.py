@@ -13,7 +13,7 @@ from torch import Tensor
 
 from terapipe_ds.runtime.links import channel, groups, staging
 from terapipe_ds.schedule import placement_for
-from tests.distributed.engines import Run, batches, gpt_layers, run_training, unchecked
+from tests.distributed.engines import Run, batches, gpt_layers, run_training, unchecked, with_few_rounds
 from tests.distributed.harness import rank_pool
 
 
@@ -105,14 +105,8 @@ def _same(runs: list[tuple[Run, Run, int]], tolerance: float) -> None:
 )
 def test_stages_that_share_a_device_start_and_train(terapipe: dict[str, Any]) -> None:
     """Test DeepSpeed's start, which sends a device tensor to the next stage; the stock engine sends all this way."""
-    _same(rank_pool(2).run(_train_on_devices_over_gloo, stages=2, terapipe=terapipe, stock_too=True, changes={}), 1e-9)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("schedule", ["terapipe", "seq1f1b-zb", "zbv", "seq1f1b-interleaved"])
-def test_every_kind_of_schedule_shares_a_device(schedule: str) -> None:
-    terapipe = unchecked(schedule=schedule, chunks_per_stage=2 if schedule == "seq1f1b-interleaved" else 1)
-    _same(rank_pool(3).run(_train_on_devices_over_gloo, stages=3, terapipe=terapipe, stock_too=False, changes={}), 1e-9)
+    job = {"job": _train_on_devices_over_gloo, "stages": 2, "terapipe": terapipe, "stock_too": True, "changes": {}}
+    _same(rank_pool(2).run(with_few_rounds, **job), 1e-9)
 
 
 def test_deepspeeds_functions_are_given_back() -> None:

@@ -182,24 +182,6 @@ def test_what_a_strategy_writes_for_deepspeed_runs_as_it_is(changes: dict[str, A
         assert not engines.violations([engines.differences(run, stock[place[1]])]), place
 
 
-def job_hugging_face(path: str) -> tuple[dict[str, float], list[int]]:
-    from tests.distributed.hugging_face_jobs import train_family
-
-    topology = terapipe_ds.topology_of(Strategy.from_json(Path(path).read_text()))
-    terapipe = {"enabled": True, "strategy": path}
-    errors, _ = train_family("llama", terapipe, wide=False, topology=topology)
-    place = topology.get_coord(torch.distributed.get_rank())
-    return errors, [place.pipe, place.data]
-
-
-def test_a_model_of_hugging_face_follows_a_strategy(tmp_path: Path) -> None:
-    """The embedding, three decoder layers and the head; replicas draw the same data as the whole model does."""
-    pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
-    path = written(tmp_path, axes=list(DATA_FIRST), partition=[0, 2, 4], slices=[7, 3, 6])
-    errors, places = zip(*rank_pool(4).run(job_hugging_face, path=path), strict=True)
-    assert not engines.violations(errors) and places == ([0, 0], [1, 0], [0, 1], [1, 1])
-
-
 def job_save(path: str | None, folder: str) -> None:
     with engine_by(path) as engine:
         engines.train(engine, data_of(engine, 1))

@@ -2,17 +2,15 @@
 
 import itertools
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from terapipe_ds.costs.profile import Profile
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.planning import choose_plan
-from terapipe_ds.runtime.profiling import profiles, rounds, slice_timer
+from terapipe_ds.runtime.profiling import rounds, slice_timer
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from tests.distributed import tensor_parallel as tp
@@ -85,38 +83,3 @@ def test_peers_plan_alike_and_train_as_with_that_plan_by_hand(case: str, how: st
     assert len({tuple(ran) for _, ran, _ in results}) == 1, "other slices, or another order, or more rounds"
     assert len(results[0][1]) > 50
     assert [error for *_, error in results] == [0.0] * ranks
-
-
-# -- the cache ---------------------------------------------------------------------------------------------------
-
-
-def _with_cache_of_its_own(folder: str, grid: tuple[int, int, int], multiple: int) -> tuple[int, tuple[int, ...]]:
-    """Return the number of measured slices, and the plan; each rank sees another folder, as on separate machines."""
-    module_class = tp.InMultiplesOfTwo if multiple == 2 else tp.TensorParallelModule
-    usual = profiles.cache_path
-    with pytest.MonkeyPatch.context() as patch:
-        own = str(Path(folder, str(torch.distributed.get_rank())))
-        patch.setattr(profiles, "cache_path", lambda _, *rest: usual(own, *rest))
-        patch.setattr(rounds, "MAX_ROUNDS", rounds.MIN_ROUNDS)
-        ran = _recorded(patch)
-        terapipe = section(**AUTO, planner={"cache_dir": folder})
-        with engine_of(tp.layers(), terapipe, **parallel(grid, module_class)) as engine:
-            assert isinstance(engine, TeraPipeEngine)
-            train(engine, batches(1, length=24))
-            return len(ran), engine.slice_plan(24).lengths
-
-
-@pytest.mark.full
-def test_rank_0_decides_whether_to_measure(tmp_path: Path) -> None:
-    """The second start finds the profile on rank 0 only; other grids and multiples are measured anew."""
-    ranks, grid = GRIDS["tp2-pp1"]
-    pool = rank_pool(ranks)
-    job = {"folder": str(tmp_path), "grid": grid, "multiple": 1}
-    first = pool.run(_with_cache_of_its_own, **job)
-    second = pool.run(_with_cache_of_its_own, **job)
-    assert len({ran for ran, _ in first}) == 1 and first[0][0] > 0
-    assert [ran for ran, _ in second] == [0] * ranks and len({plan for _, plan in first + second}) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["0"]
-    in_multiples = pool.run(_with_cache_of_its_own, **{**job, "multiple": 2})
-    assert len({ran for ran, _ in in_multiples}) == 1 and in_multiples[0][0] > 0
-    assert [Profile.load(path).key.tensor_parallel for path in tmp_path.glob("0/profile-*.json")] == [2, 2]

@@ -81,7 +81,7 @@ def _traced(folder: str) -> None:
 def test_the_timeline_is_that_of_one_tensor_parallel_rank_of_each_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rank_pool(4).run(_traced, folder=str(tmp_path))
+    rank_pool(4).run(engines.with_few_rounds, job=_traced, folder=str(tmp_path))
     files = {rank: tmp_path / f"timeline-step000002-rank{rank:04d}.json" for rank in range(4)}
     stages = {rank: {event.stage_id for event in Timeline.load(file).events} for rank, file in files.items()}
     assert stages == {0: {0}, 1: {0}, 2: {1}, 3: {1}}

@@ -7,31 +7,8 @@ import torch
 from deepspeed.pipe import LayerSpec
 from torch import Tensor
 
-from terapipe_ds.schedule.action import Kind
 from tests.distributed import engines
-from tests.distributed.cases import Case
-from tests.distributed.faults import train_broken
-from tests.distributed.harness import RankFailure, rank_pool
-
-CASE = Case(stages=2, micro_batches=4, slices=(5, 10, 2, 7), schedule="seq1f1b-zb")
-
-
-# -- wrong orders ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("weight_before_backward", "ran before its B"),
-        ("weight_runs_twice", "is not live"),
-        ("weight_never_runs", "still holds slices|did not run in this batch"),
-    ],
-)
-def test_the_engine_refuses_orders_that_the_proof_would_refuse(fault: str, message: str) -> None:
-    with pytest.raises(RankFailure, match=message):
-        rank_pool(2).run(train_broken, case=CASE, fault=fault, timeout_s=60)
-
+from tests.distributed.harness import rank_pool
 
 # -- the same bits -------------------------------------------------------------------------------------------
 
@@ -86,34 +63,3 @@ def test_a_stage_that_defers_nothing_is_right_and_says_so_once() -> None:
     assert not engines.violations([errors for errors, _ in results], engines.EXACT)
     assert [len(said) for _, said in results] == [0, 1]
     assert results[1][1][0].startswith("stage 1, chunk 0: the schedule splits backwards, but no layer")
-
-
-# -- the books -----------------------------------------------------------------------------------------------
-
-
-def keys(engine: Any) -> list[tuple[int, int, int]]:
-    return [(engine.stage_id, m, s) for m in range(2) for s in range(3)]
-
-
-def job_memory() -> tuple[list[int], int, int]:
-    """Return how many units wait for W when each W begins; the bytes that wait at the end; and the stage."""
-    waiting: list[int] = []
-    with engines.engine_of(engines.gpt_layers(), engines.unchecked(schedule="seq1f1b-zb")) as engine:
-        weight = engine._ACTIONS[Kind.WEIGHT]
-
-        def before_weight(self: Any, action: Any) -> None:
-            waiting.append(sum(self.weight_gradients.kept_bytes(key) > 0 for key in keys(self)))
-            assert self._batch.current.get((self.stage_id, *action.unit)).inputs == ()
-            weight(self, action)
-
-        engine._ACTIONS = {**engine._ACTIONS, Kind.WEIGHT: before_weight}  # type: ignore[misc]
-        engine.train_batch(iter(engines.batches(1)[0]))
-        left = sum(map(engine.weight_gradients.kept_bytes, keys(engine)))
-        return waiting, left, engine.stage_id
-
-
-def test_what_waits_for_w() -> None:
-    for waiting, left, stage_id in rank_pool(2).run(job_memory):
-        assert left == 0
-        assert len(waiting) == 6
-        assert max(waiting) == (1 if stage_id == 0 else 2)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -134,9 +135,14 @@ class TestWeightedLoss:
             with pytest.raises(LossKindError, match="without a graph"):
                 require_graph(torch.ones(()), outputs, None)
 
-    def test_a_loss_that_is_not_reduced(self) -> None:
-        with pytest.raises(SliceLossError, match=r"returned shape \[2, 3\], .* a scalar tensor: reduce it in loss_fn"):
-            weighted_loss(None, None, 0.5, lambda outputs, labels: torch.ones(2, 3))
+    @pytest.mark.parametrize(("loss", "told"), [
+        (torch.ones(2, 3), r"returned shape \[2, 3\], .* a scalar tensor: reduce it in loss_fn"),
+        ({"loss": torch.ones(())}, r'returned a dict with loss, .* a scalar tensor: .*, such as result\["loss"\]'),
+        (None, "returned a NoneType, but"), (3, "returned a int, but"), (np.float64(3), "returned a float64, but"),
+    ])  # fmt: skip
+    def test_a_loss_that_is_no_scalar_tensor(self, loss: Any, told: str) -> None:
+        with pytest.raises(SliceLossError, match=told):
+            weighted_loss(None, None, 0.5, lambda outputs, labels: loss)
 
     def test_only_an_evaluation_may_have_several_losses(self) -> None:
         """The stock engine has no backward for them, and returns them from an evaluation."""

@@ -155,8 +155,7 @@ def _key(interval: int = 0, keeps: bool | None = None, **changes: Any) -> Profil
         module.num_stages, module.stage_id, module.activation_checkpoint_interval = 1, 0, 0
         module.activation_checkpoint_func = module.checkpointable_layers = None
         set_recompute(module, TeraPipeConfig(enabled=True, recompute=recompute, keep_attention=keeps), {})
-    described = LayersOfPart([[["Linear", ["2", "2"], ""]], [[[2, 2], "torch.float32", True]], interval], [])
-    return profile_key([described], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
+    return profile_key([_part(interval)], module=module, device=torch.device("cpu"), rows=2, length=64, **changes)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +170,21 @@ def test_tensor_and_sequence_parallelism_are_in_the_key(changes: dict[str, Any],
     (line,) = str(caught.value).splitlines()[1:]
     assert named in line
     profile.require(_key(slice_length_multiple=1))
+
+
+def test_which_parts_recompute_is_in_the_key() -> None:
+    of_none, of_first, of_second, of_all = (
+        profile_key([_part(one), _part(two)], module=nn.Linear(2, 2), device=torch.device("cpu"), rows=2, length=64)
+        for one, two in ((0, 0), (1, 0), (0, 1), (1, 1))
+    )
+    for name in ("model_fingerprint", "layers_fingerprint"):
+        assert len({getattr(key, name) for key in (of_none, of_first, of_second, of_all)}) == 4, name
+    assert [key.activation_checkpointing for key in (of_none, of_first)] == [False, True]
+
+
+def _part(interval: int) -> LayersOfPart:
+    layers = [["Linear", ["2", "2"], ""]]
+    return LayersOfPart([layers, [[[2, 2], "torch.float32", True]], interval], layers)
 
 
 def test_kept_attention_is_in_the_key_of_layers_that_recompute() -> None:

@@ -271,7 +271,7 @@ class _Ramp(NamedTuple):
         )
 
     def steps(self, samples: int) -> int:
-        """Return the steps that see so many samples."""
+        """Return the number of steps for a number of samples."""
         seen = steps = 0
         while seen < min(samples, self.samples + 1):
             seen += min(self.batch, self.start + self.increase * (seen * self._increases // self.samples))

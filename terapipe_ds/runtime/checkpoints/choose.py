@@ -220,8 +220,8 @@ def _newest(folder: Path, damaged: Damaged) -> ChosenCheckpoint | None:
 def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any]) -> Any:
     """Return the result of DeepSpeed's method `load` on this rank; all ranks raise an error of one rank.
 
-    The ranks agree before tied weights are sent, before those of a universal checkpoint are gathered, and at the end: a
-    rank whose load has failed before agrees at the end while the others agree there. A collective over all ranks.
+    The ranks agree before they send tied weights, before they gather the weights of a universal checkpoint, and at the
+    end: a rank whose load has failed agrees at the end while the others agree there. A collective over all ranks.
     """
     first, is_told = FirstError(), False
 

@@ -16,6 +16,7 @@ import torch.distributed as torch_dist
 from deepspeed.checkpoint import constants
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, logger
@@ -171,7 +172,8 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     if problem is not None:
         raise TeraPipeConfigError(problem)
     states = engine.module.state_dict(keep_vars=True) if is_universal else {}
-    everyone = gather([name for name, each in states.items() if not getattr(each, "requires_grad", False)], world)
+    kept = [name for name, each in states.items() if isinstance(each, Tensor) and not each.requires_grad]
+    everyone = gather(kept, world)
     if (names := in_short(sorted(set().union(*everyone)))) is not None and torch_dist.get_rank() == 0:
         logger.warning(
             "a universal checkpoint holds neither frozen parameters nor buffers: %s keep their values from before "

@@ -1,4 +1,4 @@
-"""Layers that hold a share of a weight: the gradient of their inputs is that of the whole layer."""
+"""Layers that hold a share of a weight: the gradient of their inputs equals the whole layer's."""
 
 import pytest
 import torch

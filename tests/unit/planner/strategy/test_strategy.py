@@ -376,7 +376,7 @@ def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
 
 
 def test_a_search_that_is_stopped_replays_its_answer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few micro-batches predict many too low; the printed time is that of the whole batch."""
+    """A few micro-batches may predict too little time; the printed time belongs to the whole batch."""
     score, asked = Priced.score, []
 
     def predicted(self: Priced, bounds: Any, shape: Any, plan: Any, limit: float, most: Any, beat_s: float) -> Any:

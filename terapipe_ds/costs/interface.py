@@ -70,7 +70,7 @@ def ask(
             answers = np.asarray(method(*map(np.asarray, arguments)))
         except ValueError as problem:
             if type(problem) is not ValueError:  # the costs' own refusal, which says what to do
-                raise error(f"{whose}{problem}") from problem
+                raise error(f"{whose}{name}: {problem}") from problem
             raise error(  # for example from `if tokens > 64`
                 f"{whose}{name} of a vectorized costs object gave no array of one time per pair ({problem}): return "
                 "one, or remove the attribute `vectorized`"

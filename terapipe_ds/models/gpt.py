@@ -132,6 +132,7 @@ class GPTConfig(BaseModel):
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Return the torch object of `dtype`."""
         return getattr(torch, self.dtype)
 
     def generator(self, layer_id: int) -> torch.Generator:
@@ -192,38 +193,52 @@ class TokenEmbedding(nn.Module):
         # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = config.dropout if config.positions == "rope" else 0.0
         self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
-        self._engine_checks = False  # position ids of whole rows
+        self._rows_count_anew: bool | None = None  # some position ids so far, of rows without documents
 
     def defer_weight_gradients(self, gradients: Any) -> None:
         """Let the engine make the gradient of the table, once for several slices."""
         self._lookup = gradients.lookup
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
-        """Check position ids while they are on the host: no slice then waits for its device to read them."""
-        if isinstance(inputs, tuple) and len(inputs) > 1:
-            _check_position_ids(inputs, has_documents=starts is not None)
-            self._engine_checks = True
+        """Look at position ids while they are on the host: no slice then waits for its device to read them."""
+        if starts is None and isinstance(inputs, tuple) and _are_with_ids(inputs):
+            self._rows_count_anew = bool(self._rows_count_anew) or _count_anew(*inputs)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        inputs, active = (inputs,) if torch.is_tensor(inputs) else inputs, active_slice()
-        if len(inputs) > 1 and (active is None or not (self._engine_checks or active.mode == "probe")):
-            _check_position_ids(inputs, active is not None and active.documents is not None)
-        return F.dropout(self._lookup(inputs[0], self.weight), self.dropout, self.training)
+        tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
+        if others:
+            _check_position_ids(tokens, others, self._rows_count_anew)
+        return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
-def _check_position_ids(inputs: Sequence[Tensor], has_documents: bool) -> None:
-    """Raise GPTConfigError unless inputs are tokens [B, T] with position ids that layers respect.
+def _count_anew(tokens: Tensor, position_ids: Tensor) -> bool:
+    """Return whether position ids count anew within a row. Ids that merely start later in the row do not."""
+    offsets = position_ids - torch.arange(tokens.shape[1], device=tokens.device)
+    return bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any())
 
-    If no documents are known, layers count the positions of the whole row.
+
+def _are_with_ids(inputs: Sequence[Any]) -> bool:
+    """Return whether inputs are tokens [B, T] with position ids."""
+    is_pair = len(inputs) == 2 and all(map(torch.is_tensor, inputs))
+    return is_pair and inputs[0].shape == inputs[1].shape and are_position_ids(inputs[1])
+
+
+def _check_position_ids(tokens: Tensor, others: Sequence[Tensor], rows_count_anew: bool | None) -> None:
+    """Raise GPTConfigError unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
+
+    If no documents are known, layers count the positions of the whole row. `rows_count_anew`: whether whole rows have
+    ids that do not; None: nobody has looked.
     """
-    tokens, *others = inputs
-    if len(others) > 1 or others[0].shape != tokens.shape or not are_position_ids(others[0]):
+    if not _are_with_ids((tokens, *others)):
         shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
         problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
         raise GPTConfigError(f"{problem}, and no more, got {shapes}: leave other inputs out")
-    # ids that merely start later in the row do not count anew
-    offsets = others[0] - torch.arange(tokens.shape[1], device=tokens.device)
-    if not has_documents and bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any()):
+    active = active_slice()
+    # the engine has read the documents of the same ids
+    if active is not None and (active.documents is not None or active.mode == "probe"):
+        return
+    # numbers on a device are read only where whole rows, on the host, gave a reason
+    if (active is None or rows_count_anew is not False) and _count_anew(tokens, others[0]):
         raise GPTConfigError(
             "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
             "to the index of the position ids among the inputs (outside of the engine: run the rows within "

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as ds_comm
+from deepspeed.profiling.flops_profiler.profiler import FlopsProfiler
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -263,6 +264,33 @@ def job_profiled() -> list[str]:
 def test_a_profiler_shows_each_action_by_its_name() -> None:
     for rank, names in enumerate(rank_pool(2).run(job_profiled)):
         assert {f"F0.0 part {rank}", f"F1.2 part {rank}", f"B0.0 part {rank}"} <= set(names)
+
+
+class _StockProfiler(FlopsProfiler):
+    """DeepSpeed's profiler behind the calls of ours."""
+
+    def open_batch(self, training: bool) -> None:
+        """Count everything."""
+
+    def defer(self, micro_batch_id: int, operations: int) -> None:
+        """Leave out what the loss computes."""
+
+    def around(self, action: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def report(self) -> None:
+        self.end_profile()
+
+
+def job_count_stock_hooks() -> list[str]:
+    with mock.patch("terapipe_ds.runtime.engine.build.stage_flops", lambda engine, _: _StockProfiler(engine.module)):
+        return job_count(flops_profiler=FLOPS).device
+
+
+def test_the_stand_in_sees_the_profiler_of_deepspeed() -> None:
+    """Its hooks wait for the device: on rank 0, whose forwards DeepSpeed profiles."""
+    waits = rank_pool(2).run(job_count_stock_hooks)[0]
+    assert waits and all("_time_hook" in each for each in waits)
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

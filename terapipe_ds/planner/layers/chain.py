@@ -47,8 +47,9 @@ class LayerChain:
         self.costs = None if costs is None else tuple(costs)
         self.num_layers = len(self.forward_s)
         # a missing number would shift all later numbers to other layers
-        for name, values in vars(self).items():
-            if isinstance(values, np.ndarray | tuple) and not 0 < len(values) == self.num_layers:
+        for name in ("forward_s", "backward_s", "output_bytes", "saved_bytes", "parameter_bytes", "costs"):
+            values = getattr(self, name)
+            if values is not None and not 0 < len(values) == self.num_layers:
                 has = f"{name} has {len(values)} entries, forward_s {self.num_layers}"
                 raise PlannerError(f"{has}: give one per layer, and at least one")
 

@@ -10,6 +10,7 @@ more slices, planned slices and moved layers. The bounds of all unsettled candid
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import math
@@ -59,7 +60,7 @@ _SURE = 0.5  # of the memory, where a candidate surely fits
 _ROUGH = 1.1  # the best cut saves less than equal stages, nearly always
 _BUDGET = 15_000  # for the slices of the best, as `plan_slices` counts it
 _MOVED = 200_000  # replayed computations while layers move
-_STOPPED = 500_000  # computations of a whole replay that a stopped search may still take: about 2 s
+_STOPPED = 500_000  # computations of a whole replay that a stopped search may still take: some seconds
 
 
 @dataclass
@@ -99,7 +100,8 @@ class Search:
             if not self.scores and isinstance(stopped, KeyboardInterrupt):
                 raise
             self.is_complete, self.stop = False, None
-            self._replay_best(priced, _STOPPED)
+            with contextlib.suppress(KeyboardInterrupt):  # a second one: the times so far are good enough
+                self._replay_best(priced, _STOPPED)
         if not self.scores:
             raise self._why_nothing(priced)
         best: dict[Candidate, Score] = {}

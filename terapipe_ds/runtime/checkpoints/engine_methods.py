@@ -20,7 +20,7 @@ from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, logger
-from terapipe_ds.runtime.agreement import everywhere, gather, gather_results
+from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError, in_short
@@ -171,14 +171,17 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
     problem = gather_results(look if torch_dist.get_rank() == 0 else None, world)[0]
     if problem is not None:
         raise TeraPipeConfigError(problem)
-    states = engine.module.state_dict(keep_vars=True) if is_universal else {}
-    kept = [name for name, each in states.items() if isinstance(each, Tensor) and not each.requires_grad]
-    everyone = gather(kept, world)
-    if (names := in_short(sorted(set().union(*everyone)))) is not None and torch_dist.get_rank() == 0:
+
+    def kept() -> list[str]:
+        states = engine.module.state_dict(keep_vars=True) if is_universal else {}
+        return [name for name, each in states.items() if isinstance(each, Tensor) and not each.requires_grad]
+
+    everyone = {name for names in gather_results(kept, world) for name in names or ()}
+    if everyone and torch_dist.get_rank() == 0:
         logger.warning(
             "a universal checkpoint holds neither frozen parameters nor buffers: %s keep their values from before "
             "load_checkpoint",
-            names,
+            in_short(sorted(everyone)),
         )
 
 

@@ -360,10 +360,10 @@ class TeraPipeEngine(ModelEndsEngine):
         stage.watchdog.note(action)
         execute = self._ACTIONS[action.kind]
         if self._batch.is_observed or action.kind in CLOSING:
-            begin_s = time.perf_counter()
             with self._batch.observed(action):
+                begin_s = time.perf_counter()
                 execute(self, action)
-            self.closing_s += (time.perf_counter() - begin_s) * (action.kind in CLOSING)
+                self.closing_s += (time.perf_counter() - begin_s) * (action.kind in CLOSING)
         else:
             execute(self, action)
         if self._written is not None:

@@ -4,8 +4,10 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from terapipe_ds.planner.strategy import (
 )
 from terapipe_ds.planner.strategy.candidate import Candidate
 from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.placement import LOOPED
@@ -390,6 +393,15 @@ def test_a_search_that_is_stopped_replays_its_answer_whole(monkeypatch: pytest.M
     whole = price_strategy(stopped, "mini", Cluster("v100", 2, 2))
     assert not stopped.is_complete
     assert stopped.predicted_s == pytest.approx(whole.predicted_s, rel=1e-12)
+
+
+def test_a_second_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Search, "_replay_best", mock.Mock(side_effect=KeyboardInterrupt))
+    stopped = small_strategy(
+        progress=lambda what, done, of: asked.append(what), stop=lambda: asked.count("replays") >= 2
+    )
+    assert stopped.predicted_s < math.inf and not stopped.is_complete
 
 
 @pytest.mark.full

@@ -127,7 +127,7 @@ LOST = {
     "--use-checkpoint-args": "give the arguments of the model",
     "--ckpt-format": "checkpoints are DeepSpeed's: docs/checkpoints.md",
     "--distributed-backend": "DeepSpeed's accelerator decides",
-    "--train-samples": "give --train-iters, the samples over --global-batch-size",
+    "--train-samples": "give --train-iters, which `terapipe convert` counts",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
 ONE_ALONE = ("--context-parallel-size", "--expert-model-parallel-size")

@@ -82,9 +82,10 @@ def in_runs(values: Iterable[object]) -> str:
     return ", ".join(f"{count} x {text}" if count > 1 else text for text, count in counts)
 
 
-def first_four(names: Sequence[str]) -> str:
-    """Return the first four names in one line, and whether there are more."""
-    return ", ".join(names[:4]) + " and more" * (len(names) > 4)
+def in_short(texts: Sequence[str]) -> str | None:
+    """Return the first four texts in one line, with the number of the others; None if there are none."""
+    more = f" and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return ", ".join(texts[:4]) + more if texts else None
 
 
 def first_repeated(items: Iterable[Item]) -> Item | None:

@@ -14,7 +14,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from terapipe_ds.messages import first_four
+from terapipe_ds.messages import in_short
 
 K = TypeVar("K")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class SummedGradient(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous()  # of matrix products: nothing else reads it
+        total = grad.contiguous()  # nothing else reads the gradient of this view
         torch_dist.all_reduce(total, group=ctx.group)
         return total, None
 
@@ -106,7 +106,7 @@ def sum_gradients(partial: Parameters, optimizer: Any, group: Any) -> None:
     if missing := [name for name, gradient in gradients.items() if gradient is None]:
         raise RuntimeError(
             f"of {len(partial)} parameters whose gradients must be summed over tensor-parallel ranks {len(missing)} "
-            f"have none where {type(optimizer).__name__} reads it: {first_four(missing)}. Set requires_grad_(False) on "
+            f"have none where {type(optimizer).__name__} reads it: {in_short(missing)}. Set requires_grad_(False) on "
             "what is not trained"
         )
     for same in by_dtype.values():  # one collective for each dtype
@@ -151,7 +151,7 @@ def require_equal_gradients(replicated: Parameters, optimizer: Any, group: Any, 
     if names:
         raise ReplicatedGradientError(
             f"tensor-parallel ranks {torch_dist.get_process_group_ranks(group)} have different gradients for "
-            f"{len(names)} of {len(replicated)} parameters that each rank keeps a copy of: {first_four(names)}. "
+            f"{len(names)} of {len(replicated)} parameters that each rank keeps a copy of: {in_short(names)}. "
             f"{advice}"
         )
     return True

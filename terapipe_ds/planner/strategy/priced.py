@@ -126,7 +126,7 @@ class Priced(Estimated):
                 return None
         hosts = self._host_bytes(replayed, bounds, plan, memory, owners)
         held = replay(memory=memory)
-        is_final = most == MOST_WHOLE or (held.is_proven and timed.is_proven)
+        is_final = most is not None or (held.is_proven and timed.is_proven)
         return Score(seconds, self.candidate, bounds, tuple(recompute), shape, plan, held.peak_bytes, is_final, hosts)
 
     def _step_s(self, done_s: list[float], bounds: Bounds, owners: Sequence[int]) -> float:

@@ -354,12 +354,8 @@ class Search:
 
     def _replay_best(self, priced: dict[Candidate, Priced], most: float) -> None:
         """Replay the best score whole, until the best is one replayed whole: few micro-batches stood for many."""
-        replayed: set[tuple[Candidate, Shape]] = set()
         while self.scores and not (best := self._ranked()[0]).is_final:
             costs, key = priced[best.candidate], (best.candidate, best.shape)
-            if key in replayed:
-                break
-            replayed.add(key)
             # the earlier score stays until this long replay ends, which an interrupt may cut short
             whole = costs.score(best.bounds, best.shape, best.plan, self.space.limit_bytes, most, math.inf)
             if whole is None:

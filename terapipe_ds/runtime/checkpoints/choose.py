@@ -15,10 +15,10 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.messages import logger, show_key, show_value
+from terapipe_ds.messages import in_short, logger, show_key, show_value
 from terapipe_ds.runtime.agreement import from_rank_0, gather_results
 from terapipe_ds.runtime.checkpoints.disks import require_shared
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest, in_short
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from terapipe_ds.runtime.log import first_line

@@ -19,11 +19,11 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.messages import describe, logger
+from terapipe_ds.messages import describe, in_short, logger
 from terapipe_ds.runtime.agreement import everywhere, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
-from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError, in_short
+from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
 from terapipe_ds.runtime.checkpoints.save import save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading

@@ -17,10 +17,10 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import JsonError, parse_as
+from terapipe_ds.messages import in_short
 
 MANIFEST = "terapipe_complete.json"
 OPTIMIZER_FILES = "optim_states.pt"  # the end of the names of files that only optimizers need
-_SHOWN = 4  # files in a message
 _LAST_KEY = ',\n "checksum": '  # of a list
 
 
@@ -112,9 +112,3 @@ class Manifest(BaseModel):
         if expected is None or checksum_of(folder / name) == expected:
             return None
         return f"{name} is damaged or of another checkpoint (its checksum is not {expected})"
-
-
-def in_short(problems: list[str]) -> str | None:
-    """Return the first few of `problems` as one text; None if there are none."""
-    more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return ", ".join(problems[:_SHOWN]) + more if problems else None

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.messages import first_four, logger
+from terapipe_ds.messages import in_short, logger
 from terapipe_ds.runtime.layers.kept_state import OF_DEEPSPEED, KeptState, changes, leaves, names_in, same
 from terapipe_ds.runtime.layout.layer_names import layer_of_parameter
 from terapipe_ds.runtime.layout.parted_module import functions_of
@@ -35,7 +35,7 @@ def problem_of_layers(
     # layers that do not know slices
     compiled = _compiled(module)
     if compiled:
-        return f"layers of this stage ({first_four(compiled)}) {_COMPILED}"
+        return f"layers of this stage ({in_short(compiled)}) {_COMPILED}"
     hooked = problem_of_gradient_hooks(module)
     if hooked is not None:
         return hooked
@@ -46,7 +46,7 @@ def problem_of_layers(
     if not names:
         return None
     return (
-        f"layers that mix the tokens of a sequence, and would see only those of a slice: {first_four(names)}. Only "
+        f"layers that mix the tokens of a sequence, and would see only those of a slice: {in_short(names)}. Only "
         "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
         "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
         "hands its state on, or mixes features and no tokens) declares this by the class attribute slice_safe = True, "
@@ -74,7 +74,7 @@ def problem_of_gradient_hooks(module: nn.Module) -> str | None:
     if not hooked:
         return None
     return (
-        f"parameters with hooks by register_post_accumulate_grad_hook: {first_four(hooked)}. They are called once for "
+        f"parameters with hooks by register_post_accumulate_grad_hook: {in_short(hooked)}. They are called once for "
         "each slice, with the gradient of the slices so far: an optimizer that steps there takes a step per slice. "
         "Remove them (DeepSpeed's optimizer steps once per batch), or set terapipe.slices to 1."
     )
@@ -102,12 +102,12 @@ class WrittenParameters:
         """Return an error that names these parameters. Parameters that forwards limit may be recomputed."""
         if has_copies and self._written[True]:
             return (
-                f"{first_four(sorted(self._written[True]))} changed in a forward, as nn.Embedding with max_norm does. "
+                f"{in_short(sorted(self._written[True]))} changed in a forward, as nn.Embedding with max_norm does. "
                 "Under chimera each of two stages would change its own copy, by its own micro-batches: take a schedule "
                 "other than chimera and chimera-seq"
             )
         names = sorted(self._written[False] - self._written[True])
-        return f"{first_four(names)} {_CHANGED_IN_BACKWARD}" if names else None
+        return f"{in_short(names)} {_CHANGED_IN_BACKWARD}" if names else None
 
 
 class OutsideLayers:
@@ -142,7 +142,7 @@ class OutsideLayers:
         named = [(n, p) for n, p in _outside(self._module.named_parameters()) if not n.startswith("loss_fn.")]
         if trained := [name for name, each in named if each.requires_grad and has_gradient(each)]:
             return (
-                f"{first_four(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each "
+                f"{in_short(trained)}: a parameter of the PipelineModule that is in no layer has a gradient. Each "
                 "stage would train its own copy, and no checkpoint would have it: move it into a layer, or into a "
                 "loss_fn that is an nn.Module"
             )
@@ -150,7 +150,7 @@ class OutsideLayers:
         changed = [n for n, each in self._buffers.items() if n not in now or not same(each, now[n])]
         if changed and self._sees_parts:
             return (
-                f"{first_four(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
+                f"{in_short(changed)}: a buffer outside the layers changes in the first batch. Each call of loss_fn "
                 "sees one slice of a sequence, and under chimera runs on one of two stages: keep no statistics there, "
                 'or set terapipe.slices to 1 and schedule to "1f1b"'
             )
@@ -159,7 +159,7 @@ class OutsideLayers:
         changed = [name for name in changes(self._before, self._values()) if told.isdisjoint(name.split("."))]
         if kept := [name for name in changed if name.split(".")[0] not in OF_DEEPSPEED]:
             return (
-                f"{first_four(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
+                f"{in_short(kept)}: state outside the layers changes in the first batch. Under chimera two stages "
                 "compute the loss, each of half the micro-batches, and neither sees the state of the other: keep it in "
                 "the training loop, or take a schedule other than chimera and chimera-seq"
             )
@@ -264,7 +264,7 @@ def _warn_of_unchecked_hooks(module: nn.Module) -> None:
         logger.warning(
             "the gradients of %s pass through hooks, once for each slice. terapipe.verify is off, so that nothing "
             "checks them: a hook that clips or normalises gives other gradients than on whole sequences",
-            first_four(hooked),
+            in_short(hooked),
         )
 
 

@@ -205,8 +205,8 @@ def test_options_widen_and_are_refused() -> None:
     assert {"terapipe seq1f1b, 4 slices", "terapipe seq1f1b, 16 slices", "terapipe 1f1b, 1 slice"} <= set(widened)
     assert cases_of(schedules=["gpipe"])[0] == "deepspeed 1f1b", "ratios need it"
     assert "terapipe 1f1b, 1 slice" not in cases_of(systems=["terapipe", "torch"], schedules=["gpipe"])
-    given = Case("terapipe", "interleaved", (5, 3), given_chunks=3)
-    assert given.label == "terapipe interleaved, 3 parts per stage, 2 given slices"
+    case = Case("terapipe", "interleaved", (5, 3), given_chunks=3)
+    assert case.label == "terapipe interleaved, 3 parts per stage, 2 given slices"
     with pytest.raises(CommandError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
     with pytest.raises(CommandError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):

@@ -19,6 +19,7 @@ from terapipe_ds.planner.strategy.shapes import NAMES, WHOLE, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
+from terapipe_ds.simulator.few import replay_few
 from terapipe_ds.strategy import Grid
 
 CLUSTER = Cluster("v100", 2, 2)
@@ -135,6 +136,20 @@ def test_an_interrupt_in_the_last_replay_keeps_the_score(monkeypatch: pytest.Mon
     assert list(search.scores.values()) == [few]
     search._improve({priced.candidate: priced})
     assert list(search.scores.values()) == [score]
+
+
+@pytest.mark.parametrize(("most", "is_proven"), [(None, False), (None, True), (100, False)])
+def test_a_score_is_final_if_it_is_proven_or_its_replay_has_a_limit(
+    most: int | None, is_proven: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search replays the best score again until it is final."""
+    _, priced = equal_chain(4, 4)
+    monkeypatch.setattr(
+        "terapipe_ds.planner.strategy.priced.replay_few",
+        lambda *args, **options: dataclasses.replace(replay_few(*args, **options), is_proven=is_proven),
+    )
+    score = priced.score((0, 1, 2, 3, 4), Shape("seq1f1b"), SlicePlan.equal(4096, 2), math.inf, most)
+    assert score is not None and score.is_final is (is_proven or most is not None)
 
 
 def test_schedules_are_tried_for_all_candidates_that_may_be_the_best(monkeypatch: pytest.MonkeyPatch) -> None:

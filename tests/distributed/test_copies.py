@@ -111,6 +111,27 @@ class TestFrozenWeights:
             rank_pool(2).run(job_frozen_after, one_place=True)
 
 
+# -- gradients from outside ----------------------------------------------------------------------------------
+
+
+def job_left_gradients() -> tuple[tuple[str, str], dict[str, float]]:
+    """Leave a gradient on one rank before a batch, and train without it after the error."""
+    data = engines.batches(2)
+    with engines.engine_of(engines.gpt_layers(), BOTH_WAYS) as engine:
+        if dist.get_rank() == 1:
+            next(engine.module.parameters()).grad = torch.ones_like(next(engine.module.parameters()))
+        error = engines.step_error(engine, data[0])
+        engine.zero_grad()
+        return error, engines.differences(engines.train(engine, data), engines.stock_run())
+
+
+def test_gradients_that_each_copy_would_add_are_refused_before_the_batch() -> None:
+    ranks = rank_pool(2).run(job_left_gradients)
+    assert [error[0] for error, _ in ranks] == ["BatchError", "TeraPipeConfigError"]  # rank 0 names rank 1
+    assert all("would count twice: call engine.zero_grad()" in error[1] for error, _ in ranks)
+    assert not engines.violations([errors for _, errors in ranks])
+
+
 # -- added weights -------------------------------------------------------------------------------------------
 
 

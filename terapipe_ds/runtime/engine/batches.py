@@ -27,7 +27,12 @@ from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.sliceable import ModelChanges
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.layout.tied_and_copied import complete_gradients, copies_may_differ, take_owners_weights
+from terapipe_ds.runtime.layout.tied_and_copied import (
+    complete_gradients,
+    copies_may_differ,
+    problem_of_left_gradients,
+    take_owners_weights,
+)
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.plans import Plans
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
@@ -51,7 +56,7 @@ class IncomingBatches:
         guard_again: Callable[[], None],
     ) -> None:
         engine, layout = to_plan.engine, to_plan.layout
-        self._engine, self._config, self._plans = engine, to_plan.config, plans
+        self._engine, self._config, self._plans, self._layout = engine, to_plan.config, plans, layout
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
         self._links, self._guard_again = stage.links, guard_again
         self._drawing = stage.watchdog.drawing
@@ -139,6 +144,8 @@ class IncomingBatches:
         check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
         problem = problem_of_device_waits(self._wires.post_on_device)
         problem = problem or self._problem_of_label_counts()
+        if module.training:
+            problem = problem or problem_of_left_gradients(module, self._layout, self._engine.optimizer)
         if problem is not None:
             raise TeraPipeConfigError(problem)
 

@@ -141,6 +141,18 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     return num_replicas > 2 or not is_plain or any(group.get("fused") for group in optimizer.param_groups)
 
 
+def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> str | None:
+    """Return an error about gradients that a program left in copies before a batch, where each copy adds its own."""
+    gradients = Gradients(optimizer)
+    shared = weights_by_group(module) if layout.has_copies else ()
+    if not any(gradients.is_there(weight) for _, weights in shared for weight in weights):
+        return None
+    return (
+        "parameters at two places (chimera) have gradients before train_batch(), and these would count twice: call "
+        "engine.zero_grad() first, or choose another schedule to add to them"
+    )
+
+
 def complete_gradients(module: Any, optimizer: Any) -> None:
     """Give a zero gradient to each parameter that has one only at another of its places, so that all step alike.
 

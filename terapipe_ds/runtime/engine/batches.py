@@ -20,7 +20,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
-from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
+from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
@@ -30,6 +30,7 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import (
     complete_gradients,
     copies_may_differ,
+    join_copies,
     problem_of_left_gradients,
     take_owners_weights,
 )
@@ -92,6 +93,10 @@ class IncomingBatches:
         """Treat the next batch as the first one, because the model is another one on some rank."""
         self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
         if is_new:
+            # norms count parameters that a program has added like those that were there at the start
+            if self._layout.has_copies:
+                join_copies(self._engine.module)
+            count_every_stage_in_norm(self._engine.module, self._engine.grid)
             self._first_batch.renew()
             self._guard_again()
             self._links.expect_new_kernels()  # gradients of weights that were frozen, for example

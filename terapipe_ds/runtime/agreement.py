@@ -1,14 +1,15 @@
 """Exchange values, results, errors and configs between ranks: the few functions that everything uses.
 
 `gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
-`group`. None stands for all ranks. If their backend works on devices, the functions then make a group on the CPU for
-the one call, since DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no
-rank waits for one that has left. `require_equal_configs` compares configs at the start, `batch.batch_agreement` again
-with each batch.
+`group`. None stands for all ranks. If their backend works on devices, the functions then share a group on the CPU,
+since DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits
+for one that has left. `require_equal_configs` compares configs at the start, `batch.batch_agreement` again with each
+batch.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -70,12 +71,15 @@ def gather(value: T, group: Any = None) -> list[T]:
     """Return the value of each rank of the group, in the order of the ranks."""
     values: list[Any] = [value] * torch_dist.get_world_size(group)
     if len(values) > 1:
-        is_made = group is None and torch_dist.get_backend() != "gloo"
-        group = torch_dist.new_group(backend="gloo") if is_made else group
+        group = _on_the_host(torch_dist.group.WORLD) if group is None else group
         torch_dist.all_gather_object(values, value, group=group)
-        if is_made:
-            torch_dist.destroy_process_group(group)
     return values
+
+
+@functools.lru_cache(maxsize=1)  # to make a group connects each rank to all others
+def _on_the_host(world: Any) -> Any:
+    """Return a group of all ranks on the CPU; None stands for `world`, the default group, if that is one."""
+    return None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
 
 
 def gather_results(act: Callable[[], T] | None, group: Any = None) -> list[T | None]:

@@ -59,7 +59,7 @@ class IncomingBatches:
         engine, layout = to_plan.engine, to_plan.layout
         self._engine, self._config, self._plans, self._layout = engine, to_plan.config, plans, layout
         self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
-        self._links, self._guard_again = stage.links, guard_again
+        self._links, self._guard_again, self._world = stage.links, guard_again, to_plan.groups.world
         self._drawing = stage.watchdog.drawing
         places = layout.places(stage.stage_id)
         self._sequence = stage.sequence
@@ -95,7 +95,7 @@ class IncomingBatches:
         if is_new:
             # norms count parameters that a program has added like those that were there at the start
             if self._layout.has_copies:
-                join_copies(self._engine.module)
+                join_copies(self._engine.module, self._world)
             count_every_stage_in_norm(self._engine.module, self._engine.grid)
             self._first_batch.renew()
             self._guard_again()

@@ -47,21 +47,23 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
     return comms
 
 
-def join_copies(module: Any) -> None:
+def join_copies(module: Any, world: Any = None) -> None:
     """Let one of the copies of each parameter count in norms and in numbers of parameters, and give all its values.
 
-    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks.
+    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks,
+    of which `world` is a group on the CPU.
 
     Raises TeraPipeConfigError on every rank if the copies of a layer have different parameters.
     """
     layers = {key: comm["module"].named_parameters() for key, comm in module.tied_comms.items()}
     here = {key: {name: list(each.shape) for name, each in named} for key, named in layers.items()}
-    everyone = gather(here)
+    everyone = gather(here, world)
     different = [k for k, comm in module.tied_comms.items() if any(everyone[r][k] != here[k] for r in comm["ranks"])]
     refuse_everywhere(
         f"layer {different[0]}: its copies on two stages have different parameters: change it on both"
         if different
-        else None
+        else None,
+        world,
     )
     for comm in module.tied_comms.values():
         for parameter in comm["module"].parameters():

@@ -25,6 +25,7 @@ class Ranks:
         self._given: dict[Any, dict[int, Any]] = {}
         self.calls: list[list[str]] = [[] for _ in self._all]
         self.store = torch.distributed.HashStore()
+        self.group = SimpleNamespace(WORLD=object())
         self.distributed_c10d = SimpleNamespace(_get_default_store=lambda: self.store)
 
     def run(self, act: Callable[[int], Any]) -> list[Any]:

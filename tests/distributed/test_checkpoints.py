@@ -17,11 +17,13 @@ from unittest import mock
 
 import pytest
 import torch
+from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
 import terapipe_ds
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Shard
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
@@ -342,6 +344,38 @@ def test_replicas_without_a_part_of_a_group_load_universal_checkpoints(tmp_path:
     ranks = rank_pool(4).run(job_universal_replicas, folder=str(tmp_path))
     assert engines.error_of(*(by_name([rank[when] for rank in ranks]) for when in ("loaded", "saved"))) == 0.0
     assert all("4.feed_forward.down" in rank["error"] for rank in ranks), [rank["error"] for rank in ranks]
+
+
+class ScaledLoss(torch.nn.Module):
+    """Scale logits by a trained parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.tensor([1.3]))
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return gpt_loss(logits * self.scale, labels)
+
+
+def job_universal_loss(folder: str) -> list[Any]:
+    """Return the states of a loss module, as the last stage saves and as it loads them."""
+    chain, found, convert_all = Chain((), "fp32_zero1"), list[Any](), ds_to_universal._do_parallel_work
+    with chain.engine("seq1f1b", loss_fn=ScaledLoss()) as engine:
+        engines.train(engine, engines.batches(STEPS))
+        engine.save_checkpoint(folder, tag="tag")
+        found.append(states_of(engine)["loss_fn.scale"])
+    # the converter's workers may write the file of a parameter in any order
+    backwards = lambda work, items, workers: convert_all(work, list(items)[::-1], workers)  # noqa: E731
+    with mock.patch.object(ds_to_universal, "_do_parallel_work", backwards):
+        convert(folder, "tag", inject_missing_state=True)
+    with chain.engine("seq1f1b", loss_fn=ScaledLoss(), checkpoint={"load_universal": True}) as engine:
+        engine.load_checkpoint(folder)
+        return [*found, states_of(engine)["loss_fn.scale"]]
+
+
+def test_the_converter_takes_a_loss_module_from_the_stage_that_trains_it(tmp_path: Path) -> None:
+    saved, loaded = rank_pool(2).run(job_universal_loss, folder=str(tmp_path))[1]
+    assert engines.error_of(loaded, saved) == 0.0 and saved["exp_avg"].abs() > 0
 
 
 def job_universal_in_part(folder: str) -> list[str]:

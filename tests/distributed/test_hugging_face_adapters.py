@@ -134,6 +134,35 @@ def folders_of_adapters(folder: str, **adapter_fields: Any) -> dict[str, Any]:
     return found
 
 
+def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
+    """Return the error of the loss on adapters that peft has saved, and whether stages save the same values again."""
+    base, first, second = (f"{folder}/{name}" for name in ("base", "first", "second"))
+    write_model("qwen2", base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)  # peft's file has this weight, and the folder of the model another one
+    torch.manual_seed(4)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    if torch_dist.get_rank() == 0:
+        model.save_pretrained(first)
+    torch_dist.barrier()
+    module, data = terapipe_ds.from_pretrained(first, num_stages=2), batches(VOCAB_SIZE)[0]
+    with engine_of(module, SECTION) as engine:
+        evaluated = float(engine.eval_batch(iter([module.to_tuple(batch) for batch in data])))
+        terapipe_ds.save_pretrained(engine, second)
+    torch_dist.barrier()
+    with torch.no_grad():
+        expected = sum(float(loss_of(model, batch)) for batch in data) / len(data)
+    one, two = (load_file(f"{each}/adapter_model.safetensors") for each in (first, second))
+    return relative_error(evaluated, expected), one.keys() == two.keys() and all(
+        map(torch.equal, *map(by_key, (one, two)))
+    )
+
+
+def by_key(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    return [tensors[key] for key in sorted(tensors)]
+
+
 def refusal_on_one_rank(folder: str, case: str) -> tuple[str, str]:
     """Return the error on this rank if the other one has no adapters, or cannot build a layer."""
     is_here = torch_dist.get_rank() == 1
@@ -234,6 +263,13 @@ def test_folders_of_adapters(fields: dict[str, Any], tmp_path: Path) -> None:
     for rank, found in enumerate(rank_pool(2).run(folders_of_adapters, folder=str(tmp_path), **fields)):
         assert found["config"] and found["moved"] and found["warned"] == [True] * (rank == 0)
         assert all(found[name] <= 1e-5 for name in ("peft", "merged", "again", "alone", "restored")), found
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], r".*(q_proj|lm_head)"], ids=str)
+def test_adapters_of_an_output_matrix_that_peft_has_saved(targets: Any, tmp_path: Path) -> None:
+    """peft saves the matrix beside them, under either form of the targets."""
+    for error, is_same in rank_pool(2).run(folder_of_peft, folder=str(tmp_path), targets=targets):
+        assert error <= 1e-5 and is_same
 
 
 @pytest.mark.sample(2)

@@ -18,6 +18,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, in_short, logger
 from terapipe_ds.runtime.agreement import everywhere, gather_results
@@ -86,6 +87,11 @@ class SafeCheckpoints:
         training = {**self._plans.described(), "layout": layout}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             state = everywhere(lambda: with_description(engine, client_state), self._world)
+            mappings = getattr(engine.optimizer, "_param_slice_mappings", None)
+            if mappings is not None and not engine.is_last_stage():
+                # DeepSpeed's converter takes a loss module's values from any stage that lists them: one trains them
+                listed = [{n: at for n, at in each.items() if not n.startswith("loss_fn.")} for each in mappings]
+                stack.enter_context(replaced(engine.optimizer, "_param_slice_mappings", listed))
             states = optimizer_states(engine, self._layout, self._world)
             if states is not None:
                 state |= stack.enter_context(states.saved_in_stock_order())

@@ -65,10 +65,12 @@ class Adapters:
         self.beside: list[str] = []
         self.config = whole.peft_config[_NAME]
         # peft knows the keys of its files; it lists them here for the whole model, without values
-        key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in whole.state_dict(keep_vars=True).items()}
-        saved = get_peft_model_state_dict(whole, whole.state_dict(keep_vars=True), save_embedding_layers=False)
+        state = whole.state_dict(keep_vars=True)
+        key_of = {id(value): key.removeprefix(IN_PEFT) for key, value in state.items()}
+        saved = get_peft_model_state_dict(whole, state, save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
         self._shapes = {key: value.shape for key, value in saved.items()}
+        self._below = {key: value.shape for key, value in state.items() if ".base_layer." in key}
         self._trained = {key.removeprefix(IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
         if unsaved:
@@ -88,7 +90,9 @@ class Adapters:
 
     def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {key: value.shape for key, value in stored.items()}
-        differ = sorted({key for key, _ in shapes.items() ^ self._shapes.items()})
+        # peft also saves the weights below adapters of an embedding or output matrix: they are read, and saved again
+        self._saved_as |= {key.removeprefix(IN_PEFT): key for key in stored.keys() & self._below.keys()}
+        differ = sorted({key for key, _ in (shapes.items() ^ self._shapes.items()) - self._below.items()})
         if differ:
             raise ModelRefusedError(
                 f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "
@@ -120,8 +124,7 @@ class Adapters:
         for key, parameter in injected.named_parameters():
             if parameter.requires_grad != (f"{name}.{key}" in self._trained):
                 raise ModelRefusedError(f"peft trains other weights of {name} alone than of it in the model ({key})")
-            if parameter.requires_grad and self._stored is not None:
-                stored = self._stored[self._saved_as[f"{name}.{key}"]]
+            if (stored := (self._stored or {}).get(self._saved_as.get(f"{name}.{key}", ""))) is not None:
                 parameter.data = stored.to("cpu", stored.dtype if self._keeps_dtypes else parameter.dtype, copy=True)
         self._changes.put_onto(injected, name)
         return injected

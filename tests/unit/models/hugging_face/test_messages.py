@@ -16,7 +16,7 @@ from transformers import __version__ as installed
 import terapipe_ds
 from terapipe_ds import compat
 from terapipe_ds.models.hugging_face import ModelRefusedError
-from terapipe_ds.models.hugging_face.create import _family_named, model_without_weights
+from terapipe_ds.models.hugging_face.create import _family_named, _folders, model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
 from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
@@ -74,6 +74,22 @@ def test_the_hub_is_asked_once_per_rank_with_its_arguments(tmp_path: Path, monke
         terapipe_ds.skeleton(tmp_path, loss_fn=None)
     with pytest.raises(TypeError, match="from_config reads nothing from the hub: leave out revision"):
         terapipe_ds.from_config(model.config, revision="v1")
+
+
+def test_adapters_on_the_hub_have_another_revision_than_their_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, *, revision: str | None, token: str, **_: Any) -> str:
+        asked.append((name, revision, token))
+        return str(tmp_path)
+
+    LoraConfig(base_model_name_or_path="some/model", revision="of model").save_pretrained(str(tmp_path))
+    monkeypatch.setattr("terapipe_ds.models.hugging_face.create.snapshot_download", download)
+    of_hub = {"revision": "of adapters", "token": "t"}
+    assert _folders("some/adapters", None, of_hub) == ("some/model", tmp_path, tmp_path)
+    assert asked == [("some/adapters", "of adapters", "t"), ("some/model", "of model", "t")]
 
 
 def test_a_name_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,8 @@ def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
     assert torch.equal(pipeline((tokens, places)), pipeline(tokens))
     with pytest.raises(ModelRefusedError, match='"documents": 1'):
         pipeline((tokens, torch.tensor([[0, 1, 0, 1]] * 2)))
+    with pytest.raises(ModelRefusedError, match="there are 3 inputs"):
+        pipeline((tokens, places, places))
 
 
 @pytest.mark.sample(5)
@@ -338,8 +340,10 @@ def test_another_engine_has_the_weight_gradients_of_the_models_own_linear_layers
     own(torch.ones(1, 2))
     assert last.linear.call_count == 1
     own.forward = replaced = lambda inputs: inputs
+    other = type("Conv1D", (Conv1D,), {"__module__": "of_the_user"})(3, 2)
+    piece.modules = lambda: [own, other]
     layers.Piece.defer_weight_gradients(piece, mock.Mock())
-    assert own.forward is replaced
+    assert own.forward is replaced and "forward" not in vars(other)
 
 
 def test_a_copy_of_a_piece_has_its_own_weights() -> None:

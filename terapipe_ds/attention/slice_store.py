@@ -149,11 +149,11 @@ class SliceEntry:
         # gradients move with the window: room for what one slice reaches is enough
         first = self.reach.first_key(start)
         if not self.grads.holds(first, stop):
-            self.grads.reserve(max(0, stop - self.reached), self.reached, (self.touched, stop))
+            self.grads.reserve(stop - self.reached, self.reached, (self.touched, stop))
         if self.reach.is_limited:
-            for total in self.grads.at(first, max(first, self.touched)):
+            for total in self.grads.at(first, self.touched):
                 total.zero_()
-            self.touched = min(first, self.touched)
+            self.touched = first
 
     def advance(self, active: ActiveSlice) -> None:
         """Move the forward frontier over the slice, or raise SliceStoreError."""
@@ -220,7 +220,7 @@ class SliceEntry:
             return None
         is_first = self.touched > start
         # from here on, pieces of earlier slices add to the gradients that this one has left
-        self.touched = min(self.touched, self.reach.first_key(start))
+        self.touched = self.reach.first_key(start)
         if self._store.on_gradients is not None:
             self._store.on_gradients(self, stop)
         totals, own = self.grads.at(start, stop), self._own or (None, None)

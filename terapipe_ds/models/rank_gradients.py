@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
@@ -14,6 +15,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.messages import in_short
 
 K = TypeVar("K")
@@ -77,18 +79,34 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
     return lambda parameter: parameter.grad
 
 
-def complete_gradients(
-    module: nn.Module, partial: Collection[str], optimizer: Any, group: Any, advice: str, are_compared: bool
-) -> bool:
-    """Sum `partial` gradients over the tensor-parallel ranks; compare all others that each rank has, until it could.
+class TensorParallelModule(PipelineModule):
+    """A module whose tensor-parallel ranks share gradients: only an engine that calls `before_reduce` may train it."""
 
-    Call it once per batch, after its last backward. Returns whether a batch has been compared (`are_compared`: an
-    earlier one). `advice` and errors are those of `sum_gradients` and `require_equal_gradients`.
-    """
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    sum_gradients({name: parameter for name, parameter in trained.items() if name in partial}, optimizer, group)
-    replicated = {name: parameter for name, parameter in trained.items() if not is_split(parameter)}
-    return are_compared or require_equal_gradients(replicated, optimizer, group, advice)
+    autotp_size = 1  # tensor-parallel ranks, by DeepSpeed's name
+    are_compared = False  # the gradients of some batch
+    refusal: type[ValueError]
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run the layers of this stage. Raises `refusal` if DeepSpeed's own engine trains several ranks."""
+        if self.autotp_size > 1 and self.training and torch.is_grad_enabled() and active_slice() is None:
+            raise self.refusal(
+                "with tensor parallelism, DeepSpeed's own engine would not sum gradients over tensor-parallel ranks, "
+                "nor hand sequence-parallel activations on whole: enable the terapipe section of the config "
+                '({"enabled": true, "slices": 1, "schedule": "1f1b"} for whole sequences), and call '
+                "terapipe_ds.initialize() or launch with --module terapipe_ds.run"
+            )
+        return super().forward(forward_input)
+
+    def complete_gradients(self, partial: Collection[str], optimizer: Any, group: Any, advice: str) -> None:
+        """Sum `partial` gradients over tensor-parallel ranks; compare all others that each rank has, until it could.
+
+        Call it once per batch, after its last backward. `advice` and errors are those of `sum_gradients` and
+        `require_equal_gradients`.
+        """
+        trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}
+        sum_gradients({name: parameter for name, parameter in trained.items() if name in partial}, optimizer, group)
+        replicated = {name: parameter for name, parameter in trained.items() if not is_split(parameter)}
+        self.are_compared = self.are_compared or require_equal_gradients(replicated, optimizer, group, advice)
 
 
 def sum_gradients(partial: Parameters, optimizer: Any, group: Any) -> None:

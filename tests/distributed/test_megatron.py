@@ -21,7 +21,6 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from megatron.core import parallel_state
-from torch.distributed import distributed_c10d
 
 from terapipe_ds.attention.call import Call
 from terapipe_ds.models import rank_gradients
@@ -62,21 +61,12 @@ def job_axes(case: Case, axes: list[str]) -> str:
 class _OtherTensorGroup(MegatronGPT):
     """Replace the grid's tensor-parallel group by one of other ranks before any code reads it."""
 
-    lies = False  # the group lists the right ranks
-
     def _partition_layers(self, method: str = "uniform") -> None:
-        right = torch_dist.get_process_group_ranks(self._grid.slice_proc_group)
         pairs = [[0, 2], [1, 3]]
         groups = [torch_dist.new_group(pair) for pair in pairs]
         [group] = [group for group, pair in zip(groups, pairs, strict=True) if torch_dist.get_rank() in pair]
-        if self.lies:
-            distributed_c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(right)}
         self._grid.slice_proc_group = group
         super()._partition_layers(method)
-
-
-class _LyingTensorGroup(_OtherTensorGroup):
-    lies = True
 
 
 def job_parallel_state_in_another_order(case: Case, order: str, after_a_model: bool) -> str:
@@ -313,9 +303,8 @@ class TestMistakesAreCaught:
             assert f"(axes {axes})" in text
             assert "Build the topology with PipeModelDataParallelTopology" in text
 
-    @pytest.mark.parametrize("group", [_OtherTensorGroup, _LyingTensorGroup], ids=["by its list", "by who answers"])
-    def test_a_tensor_group_of_other_ranks(self, group: type[MegatronGPT]) -> None:
-        texts = rank_pool(4).run(refusal, case=Case(), model_class=group)
+    def test_a_tensor_group_of_other_ranks(self) -> None:
+        texts = rank_pool(4).run(refusal, case=Case(), model_class=_OtherTensorGroup)
         for text in texts:
             assert "the model group of rank 0 holds the ranks [0, 2], by the topology it is [0, 1]" in text
             assert "the model group of rank 3 holds the ranks [1, 3], by the topology it is [2, 3]" in text

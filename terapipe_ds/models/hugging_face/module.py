@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.compat.tied_groups import index_tied_modules
 from terapipe_ds.config import TeraPipeConfig
@@ -30,7 +28,7 @@ from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
-from terapipe_ds.models.rank_gradients import complete_gradients
+from terapipe_ds.models.rank_gradients import TensorParallelModule
 
 _ADVICE = (
     "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
@@ -65,7 +63,7 @@ def places_of_rows(tokens: Tensor, starts: Starts | None) -> Tensor:
     return Documents(starts or ((0,),) * rows, 0, length).position_ids().to(tokens.device)
 
 
-class HuggingFaceModule(PipelineModule):
+class HuggingFaceModule(TensorParallelModule):
     """A causal language model of transformers, cut into stages by DeepSpeed; `from_config` makes one.
 
     Args:
@@ -78,6 +76,8 @@ class HuggingFaceModule(PipelineModule):
     Raises:
         ModelRefusedError: on every rank, if a decoder layer of some stage cannot run in slices.
     """
+
+    refusal = ModelRefusedError
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class HuggingFaceModule(PipelineModule):
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
         # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
-        self.autotp_size, self._replicas_compared = tensor_ranks, False
+        self.autotp_size = tensor_ranks
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
         self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
@@ -189,25 +189,13 @@ class HuggingFaceModule(PipelineModule):
                 "of rotary angles that are neither 'dynamic' nor 'longrope')"
             )
 
-    def forward(self, forward_input: Any) -> Any:
-        """Run the layers of this stage; with tensor parallelism under our engine only, which calls `before_reduce`."""
-        if self.autotp_size > 1 and self.training and torch.is_grad_enabled() and active_slice() is None:
-            raise ModelRefusedError(
-                "with tensor parallelism, DeepSpeed's own engine would not sum gradients over tensor-parallel ranks: "
-                'enable the terapipe section of the config ({"enabled": true, "slices": 1, "schedule": "1f1b"} for '
-                "whole sequences)"
-            )
-        return super().forward(forward_input)
-
     def before_reduce(self, engine: PipelineEngine) -> None:
         """Sum partial gradients over tensor-parallel ranks; the engine calls it after the last backward of a batch.
 
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
         """
         if self.blueprint.ranks is not None:
-            group, compared = self.blueprint.ranks.group, self._replicas_compared
-            names = partial_in(self)
-            self._replicas_compared = complete_gradients(self, names, engine.optimizer, group, _ADVICE, compared)
+            self.complete_gradients(partial_in(self), engine.optimizer, self.blueprint.ranks.group, _ADVICE)
 
     to_tuple = staticmethod(to_tuple)
 

@@ -6,12 +6,9 @@ groups up in its `parallel_state` instead of taking arguments, it finds the same
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as torch_dist
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,10 +30,7 @@ def process_groups(grid: PipelineParallelGrid, config: TransformerConfig) -> Pro
     Raises:
         MegatronConfigError: on every rank, if grid and config or DeepSpeed's and Megatron's groups differ.
     """
-    # first without communication; the second check is a collective, which wrong groups would hang
-    problem = _problem(grid, config) or _problem_of_members(grid, lambda group, _: _ranks_of(group))
-    _require_everywhere(problem or _problem_of_parallel_state(grid))
-    _require_everywhere(_problem_of_members(grid, _answering))
+    _require_everywhere(_problem(grid, config) or _problem_of_members(grid) or _problem_of_parallel_state(grid))
     tensor = alone = grid.get_slice_parallel_group()  # DeepSpeed has made a group of its own for each single rank
     if grid.get_slice_parallel_world_size() > 1:
         alone = torch_dist.new_group([torch_dist.get_rank()], use_local_synchronization=True)
@@ -74,24 +68,15 @@ def _problem(grid: PipelineParallelGrid, config: TransformerConfig) -> str | Non
     return None
 
 
-def _problem_of_members(grid: PipelineParallelGrid, ranks_in: Callable[[Any, int], list[int]]) -> str | None:
+def _problem_of_members(grid: PipelineParallelGrid) -> str | None:
     """Compare the ranks in this rank's groups with the topology, in its order: vocabulary shares follow it."""
     rank = torch_dist.get_rank()
     for axis, group in zip(("model", "data", "pipe"), _groups(grid), strict=True):
         expected = next((row for row in grid.topology().get_axis_comm_lists(axis) if rank in row), [rank])
-        ranks = ranks_in(group, len(expected))
-        if ranks != expected:
+        if (ranks := _ranks_of(group)) != expected:
             problem = f"the {axis} group of rank {rank} holds the ranks {ranks}, by the topology it is {expected}"
             return f"{problem}. Leave DeepSpeed's grid the groups that it has made"
     return None
-
-
-def _answering(group: Any, count: int) -> list[int]:
-    """Return the ranks that answer in a group, perhaps not the ones that it lists. A collective over the group."""
-    here = torch.tensor([torch_dist.get_rank()], device=get_accelerator().current_device_name())
-    everyone = [torch.empty_like(here) for _ in range(count)]
-    torch_dist.all_gather(everyone, here, group=group)
-    return [int(rank) for rank in everyone]
 
 
 def _groups(grid: PipelineParallelGrid) -> tuple[Any, Any, Any]:

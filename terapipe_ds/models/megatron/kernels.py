@@ -56,6 +56,17 @@ def describe_kernels(config: TransformerConfig) -> str:
     return f"decoder layers: {layers}{why if wanted else ''}, norms: {norm_class(config).__name__}"
 
 
+def normed(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, is_zero_centered: bool) -> Tensor:
+    """Return the layer norm of the last dimension, or without a bias the RMS norm, with 1 + weight if zero-centred."""
+    dtype = x.dtype
+    if is_zero_centered:  # in half precision 1 + gamma would round gamma away
+        wide = torch.promote_types(dtype, torch.float32)
+        x, weight, bias = x.to(wide), 1 + weight.to(wide), None if bias is None else bias.to(wide)
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+
+
 class TorchNorm(nn.Module):
     """`config.normalization` over the last dimension, with megatron-core's names of parameters.
 
@@ -66,8 +77,7 @@ class TorchNorm(nn.Module):
         super().__init__()
         if config.normalization not in ("LayerNorm", "RMSNorm"):
             raise ValueError(f"normalization={config.normalization!r}: give LayerNorm or RMSNorm")
-        self.eps, self.hidden_size = eps, hidden_size
-        self.zero_centered = config.layernorm_zero_centered_gamma
+        self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         device = torch.device("cpu") if config.use_cpu_initialization else torch.cuda.current_device()
         options = {"dtype": config.params_dtype, "device": device}
         self.weight = nn.Parameter((torch.zeros if self.zero_centered else torch.ones)(hidden_size, **options))
@@ -76,10 +86,7 @@ class TorchNorm(nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
-        weight = self.weight + 1 if self.zero_centered else self.weight
-        if self.bias is None:
-            return F.rms_norm(hidden, (self.hidden_size,), weight, self.eps)
-        return F.layer_norm(hidden, (self.hidden_size,), weight, self.bias, self.eps)
+        return normed(hidden, self.weight, self.bias, self.eps, self.zero_centered)
 
 
 @functools.cache

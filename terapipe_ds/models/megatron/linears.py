@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as torch_dist
-import torch.nn.functional as F
 from megatron.core.extensions import transformer_engine
 from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import (
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from terapipe_ds.attention import active_slice
+from terapipe_ds.models.megatron.kernels import normed
 
 
 class SplitBackwards(Protocol):
@@ -104,8 +104,10 @@ def _engine_forward(layer: Any, gradients: SplitBackwards, inputs: Tensor) -> tu
     ranks = _Ranks(group, sums=is_column and not shares, shares_tokens=is_column and shares)
     bias = layer.bias if layer.use_bias and not layer.te_return_bias else None
     is_late = is_row and group is not None  # the ranks' products are summed before a bias comes on top
-    normed = _normed(layer, inputs) if hasattr(layer, "layer_norm_weight") else inputs
-    outputs = _SplitLinear.apply(normed, weight.detach(), None if is_late else bias, take, ranks)
+    if hasattr(layer, "layer_norm_weight"):  # the norm with which some layers begin
+        norm = layer.layer_norm_weight, layer.layer_norm_bias, layer.eps, layer.zero_centered_gamma
+        inputs = normed(inputs, *norm)
+    outputs = _SplitLinear.apply(inputs, weight.detach(), None if is_late else bias, take, ranks)
     if is_late:
         joined = reduce_scatter_to_sequence_parallel_region if shares else reduce_from_tensor_model_parallel_region
         outputs = joined(outputs, group)
@@ -120,17 +122,6 @@ def _taker(gradients: SplitBackwards, inputs: Tensor, weight: Tensor) -> Callabl
         return gradients.taker(inputs, weight)
     with torch.enable_grad():
         return gradients.taker(inputs.detach().requires_grad_(), weight)
-
-
-def _normed(layer: Any, inputs: Tensor) -> Tensor:
-    """Return the norm with which a layer of Transformer Engine begins."""
-    weight, bias, x = layer.layer_norm_weight, getattr(layer, "layer_norm_bias", None), inputs
-    if layer.zero_centered_gamma:  # in half precision 1 + gamma would round gamma away
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        x, weight, bias = x.to(dtype), 1 + weight.to(dtype), None if bias is None else bias.to(dtype)
-    if layer.normalization == "RMSNorm":
-        return F.rms_norm(x, weight.shape, weight, layer.eps).to(inputs.dtype)
-    return F.layer_norm(x, weight.shape, weight, bias, layer.eps).to(inputs.dtype)
 
 
 class _Ranks(NamedTuple):

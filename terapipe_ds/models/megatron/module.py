@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
-from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology, ProcessTopology
 from deepspeed.utils import log_dist
@@ -16,7 +15,6 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from terapipe_ds.attention import active_slice
 from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.groups import process_groups
@@ -25,7 +23,7 @@ from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropo
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import HALF_RESIDUAL, MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
-from terapipe_ds.models.rank_gradients import complete_gradients
+from terapipe_ds.models.rank_gradients import TensorParallelModule
 
 _ADVICE = (
     "Where a rank's gradient counts only its own tokens or heads, set parameter.sequence_parallel = True, so that it "
@@ -36,7 +34,7 @@ _LARGEST_DIFFERENCE = 1e-3  # of the losses of ranks, relative
 _BLOCK = 128  # tokens that share a scaling factor in fp8, or a multiple of them
 
 
-class MegatronGPT(PipelineModule):
+class MegatronGPT(TensorParallelModule):
     """A GPT of megatron-core layers, cut into stages by DeepSpeed and into token slices by terapipe_ds.
 
     The data iterator yields (tokens, labels) or ((tokens, position_ids), (labels, loss_mask)), all [B, L].
@@ -56,6 +54,8 @@ class MegatronGPT(PipelineModule):
     Raises:
         MegatronConfigError: on every rank, before any layer is built.
     """
+
+    refusal = MegatronConfigError
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class MegatronGPT(PipelineModule):
         stand_in_for_transformer_engine()
         # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
-        self._replicas_compared, self.autotp_size = False, config.tensor_model_parallel_size
+        self.autotp_size = config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn
         if isinstance(loss_fn, VocabParallelLoss):
             _take_logits(loss_fn, blueprint)
@@ -125,20 +125,6 @@ class MegatronGPT(PipelineModule):
             for layer in layers[: config.recompute_num_layers]:
                 layer.recompute = True
 
-    def forward(self, forward_input: Any) -> Any:
-        """Run the layers of this stage, one after the other; with tensor parallelism under our engine only.
-
-        Raises MegatronConfigError under another engine: without a call of `before_reduce` gradients would stay partial.
-        """
-        if self.training and torch.is_grad_enabled() and active_slice() is None and self.blueprint.groups.tp.size() > 1:
-            raise MegatronConfigError(
-                "MegatronGPT with tensor parallelism is trained by DeepSpeed's own engine, which would neither sum "
-                "gradients over tensor-parallel ranks nor hand sequence-parallel activations on whole. Enable the "
-                'terapipe section of the DeepSpeed config ({"enabled": true, "slices": 1, "schedule": "1f1b"} for '
-                "whole sequences) and call terapipe_ds.initialize(), or launch with --module terapipe_ds.run"
-            )
-        return super().forward(forward_input)
-
     @property
     def slice_length_multiple(self) -> int:
         """Return the divisor of every slice length: sequence parallelism splits a slice's tokens over ranks.
@@ -172,12 +158,12 @@ class MegatronGPT(PipelineModule):
 
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
         """
-        group, config, compared = self.blueprint.groups.tp, self.blueprint.config, self._replicas_compared
+        group, config = self.blueprint.groups.tp, self.blueprint.config
         if group.size() > 1:
-            if not compared and torch.is_tensor(engine.total_loss):
+            if not self.are_compared and torch.is_tensor(engine.total_loss):
                 _require_equal_losses(engine.total_loss, group)
             names = {name for name, parameter in self.named_parameters() if is_partial(name, parameter, config)}
-            self._replicas_compared = complete_gradients(self, names, engine.optimizer, group, _ADVICE, compared)
+            self.complete_gradients(names, engine.optimizer, group, _ADVICE)
 
 
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:

@@ -62,6 +62,17 @@ def test_a_forward_in_a_backward_needs_its_mode() -> None:
         micro_batch.forward(1)
 
 
+def test_a_forward_that_only_runs_again_and_a_release_before_the_last() -> None:
+    """Also where nothing needs gradients, so that no backward would show it."""
+    micro_batch = MicroBatch(random_inputs(SHAPE), (9, 10, 1), store := SliceStore(), needs_grad=(False,) * 3)
+    micro_batch.forward(0)
+    with push_slice(micro_batch.slices[1].replace(mode="recompute")):
+        with pytest.raises(SliceStoreError, match=r"slice \[9, 19\) again, but only \[0, 9\) has run"):
+            micro_batch.attend(*micro_batch.leaves[1])
+    with pytest.raises(SliceStoreError, match=r"after the forward of \[0, 9\) of 20 tokens"):
+        store.release(0, 0)
+
+
 def test_recompute_rewrites_and_weight_only_reads() -> None:
     store = SliceStore()
     (first, _) = slices_of((2, 3), store)

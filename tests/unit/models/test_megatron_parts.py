@@ -64,6 +64,19 @@ def test_zero_centred_weights_start_at_zero_and_scale_by_one() -> None:
     torch.testing.assert_close(norm(hidden), 2 * nn.functional.layer_norm(hidden, (16,)))
 
 
+@pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])
+def test_half_precision_keeps_a_small_gamma(kind: str) -> None:
+    """1 + gamma is 1 in bf16 for gamma = 0.001; Transformer Engine adds in fp32."""
+    half = {"params_dtype": torch.bfloat16, "layernorm_zero_centered_gamma": True}
+    norm = TorchNorm(config(normalization=kind, **half), 16)
+    exact = TorchNorm(config(normalization=kind, layernorm_zero_centered_gamma=True), 16)
+    with torch.no_grad():
+        norm.weight.fill_(0.001)
+        exact.weight.copy_(norm.weight)
+        x = 100 * torch.randn(64, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        assert torch.equal(norm(x), exact(x.double()).to(torch.bfloat16))
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_norm_parameters_say_whether_their_gradients_are_partial(sequence_parallel: bool) -> None:
     shape = config(tensor_model_parallel_size=2, sequence_parallel=sequence_parallel)

@@ -106,18 +106,12 @@ class SharedHeads(nn.Linear):
         self.in_features, self.out_features = linear.in_features, linear.out_features // heads
         self.weight, self.bias = linear.weight, linear.bias
         head = torch_dist.get_rank(group) * heads // torch_dist.get_world_size(group)
-        self._rows, self._group = slice(head * self.out_features, (head + 1) * self.out_features), group
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> SharedHeads:
-        """Copy all but the group of ranks."""
-        memo[id(self._group)] = self._group
-        memo[id(self)] = copied = self.__new__(type(self))
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
+        self._rows = slice(head * self.out_features, (head + 1) * self.out_features)
+        self._summed = lambda inputs: SummedGradient.apply(inputs, group)  # a group cannot be copied, this can
 
     def forward(self, inputs: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[self._rows]
-        return F.linear(SummedGradient.apply(inputs, self._group), self.weight[self._rows], bias)
+        return F.linear(self._summed(inputs), self.weight[self._rows], bias)
 
 
 def share_of(parameter: Tensor, whole: Tensor) -> Tensor:
@@ -138,7 +132,7 @@ def partial_in(module: nn.Module) -> list[str]:
 
 def gathered_copy(module: nn.Module) -> nn.Module:
     """Return a copy of a module in which each divided layer has its whole weight. A collective over the group."""
-    if not any(isinstance(layer, _Share | SharedHeads) for layer in module.modules()):
+    if not any(isinstance(layer, _Share) for layer in module.modules()):
         return module
     copied = copy.deepcopy(module)
     with torch.no_grad():

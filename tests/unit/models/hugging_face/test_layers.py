@@ -92,6 +92,8 @@ def test_positions_of_another_kind_are_refused_with_the_key_to_set() -> None:
     assert torch.equal(pipeline((tokens, places)), pipeline(tokens))
     with pytest.raises(ModelRefusedError, match='"documents": 1'):
         pipeline((tokens, torch.tensor([[0, 1, 0, 1]] * 2)))
+    with pytest.raises(ModelRefusedError, match="there are 3 inputs"):
+        pipeline((tokens, places, places))
 
 
 @pytest.mark.sample(5)
@@ -152,6 +154,28 @@ def test_what_attention_has_not_is_refused_by_name(asked: dict[str, Any], named:
         _attend(**asked)
 
 
+MASKS_OF_MODELS: dict[str, tuple[Any, int | None, str]] = {
+    "causal": (lambda _, __, q, k: k <= q, None, ""),
+    "window": (lambda _, __, q, k: (k <= q) & (k > q - 4), 4, ""),
+    "both ways": (lambda _, __, q, k: k == k, None, "neither causal"),
+    "earlier tokens alone": (lambda _, __, q, k: k < q, None, "neither causal"),
+    "an unnamed window": (lambda _, __, q, k: (k <= q) & (k > q - 4), None, "neither causal"),
+    "a shorter window": (lambda _, __, q, k: (k <= q) & (k > q - 4), 5, "neither causal"),
+    "a longer window": (lambda _, __, q, k: (k <= q) & (k > q - 4), 3, "neither causal"),
+    "chunks": (lambda _, __, q, k: (k <= q) & (k // 4 == q // 4), 4, "neither causal"),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS_OF_MODELS)
+def test_a_mask_that_a_window_does_not_say_is_refused(mask: str) -> None:
+    sees, size, problem = MASKS_OF_MODELS[mask]
+    pattern = attention.pattern_of_mask(mask_function=sees, local_size=size)
+    assert problem in pattern.problem and bool(problem) == bool(pattern.problem)
+    assert bool(problem) or pattern == attention.Pattern(size)
+    padded = attention.pattern_of_mask(mask_function=sees, local_size=size, attention_mask=torch.tensor([[1, 0]]))
+    assert padded.problem == "it masks padding"
+
+
 def test_a_mask_says_what_is_causal_before_the_flag() -> None:
     """As in transformers' attention by sdpa: GPT-2 of 4.57 gives a causal mask, and says False."""
     assert torch.equal(_attend(is_causal=False), _attend(is_causal=True))
@@ -172,6 +196,7 @@ def test_dropout_acts_in_training_alone() -> None:
     config = config_of("gpt2")
     config.embd_pdrop = 0.5
     pipeline, tokens = sliced_model.Pipeline(config), torch.ones(2, 4, dtype=torch.long)
+    sliced_model.ways_of(pipeline)  # layers are tried in evaluation
     drawn = [pipeline(tokens) for _ in range(2)]
     assert not torch.equal(*drawn)
     for piece in pipeline.pieces:
@@ -315,8 +340,10 @@ def test_another_engine_has_the_weight_gradients_of_the_models_own_linear_layers
     own(torch.ones(1, 2))
     assert last.linear.call_count == 1
     own.forward = replaced = lambda inputs: inputs
+    other = type("Conv1D", (Conv1D,), {"__module__": "of_the_user"})(3, 2)
+    piece.modules = lambda: [own, other]
     layers.Piece.defer_weight_gradients(piece, mock.Mock())
-    assert own.forward is replaced
+    assert own.forward is replaced and "forward" not in vars(other)
 
 
 def test_a_copy_of_a_piece_has_its_own_weights() -> None:

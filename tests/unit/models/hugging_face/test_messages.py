@@ -141,6 +141,37 @@ def test_other_kinds_of_models() -> None:
         terapipe_ds.from_config(T5Config())
 
 
+def _with_shared_weights(model: Any) -> None:
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+
+
+def _with_a_tied_bias(model: Any) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.lm_head.bias = torch.nn.Parameter(torch.zeros(64, device="meta"))
+
+
+def _with_a_module_beside(model: Any) -> None:
+    model.beside = torch.nn.Linear(2, 2, device="meta")
+
+
+def _with_layers_that_run_twice(model: Any) -> None:
+    run = model.model.forward
+    model.model.forward = lambda **options: (run(**options), run(**options))[1]
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    (_with_shared_weights, "proj.weight of LlamaMLP is shared by several layers"),
+    (_with_a_tied_bias, "tied to the embedding, and has a bias of its own"),
+    (_with_a_module_beside, "its forward is not a list of decoder layers between other modules"),
+    (_with_layers_that_run_twice, "its 2 decoder layers run 4 times in a forward"),
+], ids=lambda each: getattr(each, "__name__", ""))  # fmt: skip
+def test_forwards_that_are_no_list_of_layers(change: Callable[[Any], None], says: str) -> None:
+    model = model_without_weights(config_of("llama"), None)
+    change(model)
+    with pytest.raises(ModelRefusedError, match=says):
+        Outline(model)
+
+
 # -- versions of transformers
 
 

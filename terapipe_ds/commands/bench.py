@@ -95,7 +95,7 @@ class BenchOptions(Options):
     hidden: int | None = _size()
     layers: int | None = _size()
     heads: int | None = _size()
-    granularity: int = _sized("plans cut at multiples (default: 64)", "N", default=64, ge=1)
+    granularity: int = _sized("plans cut at multiples (default: the config's, or 64)", "N", default=64, ge=1)
     device: Literal["cpu", "cuda"] = _sized(
         "default: cpu. cuda trains in bf16, unless --config says otherwise: fused attention takes no fp32",
         "{cpu,cuda}",
@@ -179,7 +179,7 @@ def job_of(options: BenchOptions) -> Job:
         dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
         for case in cases
     )
-    pairs, granularity = int(values.pairs or 0), min(options.granularity, work.sequence_length)
+    pairs, granularity = int(values.pairs or 0), min(values.granularity, work.sequence_length)
     replayed = options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     where = options.device, replayed, ds_config, gpt, options.share_device, options.peak_tflops
     return Job(work, cases, accumulations, pairs, granularity, *where)
@@ -224,6 +224,8 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
     sizes["sequence_length"] = config.max_sequence_length
+    if (granularity := keys.number("terapipe.granularity_tokens")) is not None:
+        sizes["granularity"] = granularity
     if options.micro_batch is None:
         sizes["micro_batch"] = keys.fixed_number("train_micro_batch_size_per_gpu")
     longest = max(options.sequence_length or 0, config.max_sequence_length)

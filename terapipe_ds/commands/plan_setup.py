@@ -208,21 +208,16 @@ def _counted(options: PlanOptions) -> PlanSetup:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
         raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
     dtype = card.resolve_dtype(options.dtype)
-    count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **options.shape)
-    link = count(num_stages=options.stages)[0].link  # several parts of a stage are on one device, and use its link
+    devices = options.stages * options.tensor_parallel
+    count = functools.partial(analytic_costs, size, card, dtype=options.dtype, devices=devices, **options.shape)
 
     @functools.cache
     def costs_of(num_parts: int) -> list[Any] | None:
-        if num_parts > max(size.num_layers, options.stages):
-            return None
-        parts = count(num_stages=num_parts)
-        linked = {id(part): dataclasses.replace(part, link=link) for part in parts}
-        return [linked[id(part)] for part in parts]
+        return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
-    devices = options.stages * options.tensor_parallel * options.data_parallel
     return PlanSetup(
         options,
-        f"{size.name} in {dtype} on {devices} x {card.title}, costs counted",
+        f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
         _memory(options, dtype),
         _counted_both_ways(options, costs_of),

@@ -120,10 +120,10 @@ def run(options: SimulateOptions) -> None:
             schedule = options.load(options.from_csv)
             plans = _plans(options, schedule.num_micro_batches)
         validate(schedule)
-        costs, memory = _costs(options, schedule.num_parts, schedule.part_share, plans)
+        costs, memory = _costs(options, schedule.num_stages, schedule.num_parts, plans)
     timeline = simulate(schedule, plans, costs, memory=memory, overlap=not options.no_overlap)
     _write(options, schedule, timeline)
-    rates = _utilisation(options, timeline, plans)
+    rates = None if schedule.forward_only else _utilisation(options, timeline, plans)
 
     def as_json() -> str:
         told = to_dict(timeline, plans) | found | ({} if rates is None else rates.to_dict())
@@ -142,7 +142,7 @@ def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[Slice
     from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.planner.strategy import size_of
 
-    if options.model is None or options.forward_only:
+    if options.model is None:
         return None
     step = len(plans) * options.micro_batch_size, plans[0].sequence_length
     devices = timeline.num_stages * options.tensor_parallel
@@ -173,7 +173,7 @@ def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, A
     chunks, stages = options.chunks_per_stage, options.stages
     num_parts = len(placement_for(SEARCH, stages, chunks))
     options.check_size(sum(plan.num_slices for plan in plans))
-    costs, memory = _costs(options, num_parts, stages / num_parts, plans)
+    costs, memory = _costs(options, stages, num_parts, plans)
     found = find_order(costs, plans, stages, options.micro_batches, options.live_slices, chunks_per_stage=chunks)
     told = {"order_bound_s": found.lower_bound_s, "named_s": found.named_s, "evaluations": found.evaluations}
     return found.schedule, plans, costs, memory, told
@@ -286,7 +286,7 @@ def _wire_formats(text: str | None) -> tuple[str | None, str | None]:
 
 
 def _costs(
-    options: SimulateOptions, num_parts: int, part_share: float, plans: list[SlicePlan]
+    options: SimulateOptions, num_stages: int, num_parts: int, plans: list[SlicePlan]
 ) -> tuple[Any, MemoryModel | None]:
     """Return the costs; with `--model` also bytes, counted for Adam without ZeRO or checkpointed activations."""
     if options.profile is not None:
@@ -297,7 +297,8 @@ def _costs(
     if options.model is None:
         from terapipe_ds.simulator import UnitCosts
 
-        return UnitCosts(max(plan.sequence_length for plan in plans), options.unit_send, part_share), None
+        length, share = max(plan.sequence_length for plan in plans), num_stages / num_parts  # of a stage's layers
+        return UnitCosts(length, options.unit_send, share), None
     from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.planner import MemoryModel
@@ -308,9 +309,9 @@ def _costs(
     device = str(options.device)
     shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
     shape["tensor_parallel"] = options.tensor_parallel
-    costs = analytic_costs(
-        size_of(options.model), device, dtype=options.dtype, wire_formats=_wire_formats(options.links), **shape
-    )
+    formats, devices = _wire_formats(options.links), num_stages * options.tensor_parallel
+    size = size_of(options.model)
+    costs = analytic_costs(size, device, dtype=options.dtype, wire_formats=formats, devices=devices, **shape)
     dtype = device_card(device).resolve_dtype(options.dtype)
-    shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_parts, 1, options.tensor_parallel))
-    return costs, MemoryModel.of_model(size_of(options.model), dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
+    shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_stages, 1, options.tensor_parallel))
+    return costs, MemoryModel.of_model(size, dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

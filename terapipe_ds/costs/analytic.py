@@ -298,12 +298,13 @@ def analytic_costs(
     layers_per_part: Sequence[int] | None = None,
     wire_formats: tuple[str | None, str | None] = (None, None),
     fused_loss: bool = True,
+    devices: int | None = None,
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
-    the network where the pipeline does not fit in one node. `wire_formats` are the formats of `terapipe.links`, forward
-    and backward.
+    the network where the pipeline does not fit in one node; it has `devices`, or as many as parts with their ranks.
+    `wire_formats` are the formats of `terapipe.links`, forward and backward.
 
     Raises:
         AnalyticCostError: numbers by which the model cannot be cut.
@@ -320,7 +321,7 @@ def analytic_costs(
     def link_of(devices: int) -> LinkCard:
         return card.node_link if devices <= card.devices_per_node else card.network_link
 
-    links = link_of(num_stages * tensor_parallel), link_of(tensor_parallel)
+    links = link_of(devices or num_stages * tensor_parallel), link_of(tensor_parallel)
     dtype = card.resolve_dtype(dtype)
     # equal parts are one object, so planner and simulator ask it once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]

@@ -368,6 +368,16 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     assert "peak GiB" not in shown(capsys, "simulate", *UNIT)
 
 
+def test_an_evaluation_has_no_rate_of_a_training_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "forwards.csv"
+    path.write_text("F0.0\nF0.0\n")
+    words = ["simulate", "--model", "tiny", "--device", "a100", "--slices", "1", "--sequence-length", "64", "--json"]
+    evaluations = (["--from-csv", str(path)], ["--schedule", "1f1b", "--stages", "2", "--forward-only"])
+    found = [json.loads(shown(capsys, *words, *more)) for more in (*evaluations, evaluations[1][:-1])]
+    assert ["mfu" in one for one in found] == [False, False, True]
+    assert found[0]["makespan_s"] == found[1]["makespan_s"]
+
+
 def test_simulate_prices_formats_of_links(capsys: pytest.CaptureFixture[str]) -> None:
     """gpt3-1b has 2048 features: in bf16 4096 bytes a token, in int8 2048 and 16 scales of 4."""
     options = ["simulate", "--schedule", "gpipe", "--stages", "2", "--model", "gpt3-1b", "--device", "a100"]

@@ -292,12 +292,24 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> N
     """8 parts on 4 devices of one node: not the network between nodes of 8."""
     options = ("--tensor-parallel", "2", "--max-slices", "1", "--schedule", "zbv")
     found = as_json(capsys, *SMALL, *options)
-    parts = analytic_costs("gpt3-1b", "v100", num_stages=8, tensor_parallel=2)
-    link = analytic_costs("gpt3-1b", "v100", num_stages=4, tensor_parallel=2)[0].link
-    assert parts[0].link != link
-    costs = [dataclasses.replace(part, link=link) for part in parts]
+    sizes = {"num_stages": 8, "tensor_parallel": 2}
+    costs, far = analytic_costs("gpt3-1b", "v100", devices=8, **sizes), analytic_costs("gpt3-1b", "v100", **sizes)
+    assert costs[0].link != far[0].link
     timeline = simulate(build("zbv", 4, 2, 1), SlicePlan((2048,)), costs)
     assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
+    words = [
+        "simulate",
+        "--schedule",
+        "zbv",
+        "--slices",
+        "1",
+        "--sequence-length",
+        "2048",
+        "--tensor-parallel",
+        "2",
+        "--json",
+    ]
+    assert json.loads(shown(capsys, *words, *SMALL[:-2]))["makespan_s"] == pytest.approx(found["predicted_s"], rel=1e-9)
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -153,8 +153,9 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
     shape = Shape(strategy.schedule, strategy.chunks_per_stage)
     score = priced.price(tuple(strategy.partition), shape, plan, _recomputing(strategy))
     assert score is not None  # without a time to beat
-    known = {"predicted_s": score.seconds, "memory_bytes": list(score.peak_bytes), "lower_bound_s": 0.0}
-    return strategy.model_copy(update=known)
+    unknown = {"lower_bound_s": 0.0, "mfu": 0.0, "model_flops_per_s": 0.0}
+    predicted = _predicted(score, priced, priced.peak_by_kind(score))
+    return strategy.model_copy(update={**unknown, **predicted, "devices_per_node": cluster.devices_per_node})
 
 
 def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
@@ -247,13 +248,16 @@ def _check_levers(layers: Layers, **levers: bool | None) -> None:
             raise PlannerError(f"{name} = True: only counted models have its costs; give one, or leave it out")
 
 
-def _rates(score: Score, space: Space) -> dict[str, Any]:
-    """Return model FLOP/s and MFU; nothing for layers whose FLOPs nobody counts."""
-    if not isinstance(layers := space.layers, CountedLayers):
-        return {}
-    cluster, step = space.cluster, (space.global_batch_size, space.sequence_length)
+def _predicted(score: Score, priced: Priced, kinds: dict[str, list[int]]) -> dict[str, Any]:
+    """Return what a replay predicts; model FLOP/s and MFU of layers whose FLOPs somebody counts."""
+    known = {"predicted_s": score.seconds, "memory_bytes": list(score.peak_bytes), "memory_by_kind": kinds}
+    known["host_memory_bytes"] = score.host_bytes
+    if not isinstance(layers := priced.layers, CountedLayers):
+        return known
+    candidate, cluster = score.candidate, priced.cluster
+    step = candidate.micro_batch * candidate.accumulation * candidate.grid.data, priced.length
     rates = Utilisation.of(layers.size, cluster.card, layers.dtype, step, score.seconds, cluster.num_devices)
-    return {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
+    return known | {"model_flops_per_s": rates.model_flops_per_s, "mfu": rates.mfu}
 
 
 def _strategy(score: Score, search: Search, name: str, kinds: dict[str, list[int]]) -> Strategy:
@@ -273,13 +277,9 @@ def _strategy(score: Score, search: Search, name: str, kinds: dict[str, list[int
         keep_attention=Again.KEEPS_ATTENTION in again,
         zero_stage=candidate.zero_stage,
         dtype=search.space.layers.dtype,
-        predicted_s=score.seconds,
         lower_bound_s=min(search.lower_bound_s, score.seconds),
-        memory_bytes=list(score.peak_bytes),
         model=str(name),
         is_complete=search.is_complete,
         **dataclasses.asdict(candidate.levers),
-        memory_by_kind=kinds,
-        host_memory_bytes=score.host_bytes,
-        **_rates(score, search.space),
+        **_predicted(score, search.price(candidate), kinds),
     )

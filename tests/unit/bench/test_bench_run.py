@@ -271,11 +271,13 @@ def test_the_limit_of_a_plan_holds(planned: PlannedCases) -> None:
 
 def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     config = tmp_path / "ds.json"
-    section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24]}
+    section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24], "granularity_tokens": 8}
     settings = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}, "terapipe": section}
     config.write_text(json.dumps(settings))
-    job = command.job_of(arguments("--config", str(config), "--model", "tiny", "--sequence-length", "64"))
+    words = ("--config", str(config), "--model", "tiny", "--sequence-length", "64")
+    job = command.job_of(arguments(*words))
     assert job.gpt is not None and job.gpt["hidden_size"] == job.work.hidden
+    assert job.granularity == 8 and command.job_of(arguments(*words, "--granularity", "16")).granularity == 16
     assert (job.work.micro_batch, job.work.sequence_length) == (3, 64)
     assert job.ds_config == settings and job.cases[-1] == Case("terapipe", "terapipe", (40, 24))
     assert job.cases[:4] == PRESETS["cpu-2stage"].cases[:4]

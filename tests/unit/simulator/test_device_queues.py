@@ -60,6 +60,12 @@ def test_seq1f1b_with_one_micro_batch() -> None:
         assert hangs(programs_of(schedule, None), 1) and not hangs(programs_of(schedule), 1)
 
 
+def test_waits_for_sent_messages_stand_in_queues_too() -> None:
+    """As the links do: waits for consumed messages beside a receive's, and for the oldest of too many on a wire."""
+    assert not hangs(programs_of(build("1f1b", 2, 4, 4), None), 3, 0), "a wait for the oldest would stand too late"
+    assert hangs(programs_of(build("1f1b", 3, 4, 4), None), 8, 0), "the wait for the oldest holds a queue"
+
+
 def test_a_rank_that_sends_nothing_is_waited_for() -> None:
     programs = programs_of(build("seq1f1b", 2, 2, 2))
     assert hangs([programs[0][:3], programs[1]], None)

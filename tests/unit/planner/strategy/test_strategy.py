@@ -301,6 +301,12 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert tight.predicted_s > free.predicted_s
     again = price_strategy(tight, "gpt3-1b", cluster)
     assert again.predicted_s == pytest.approx(tight.predicted_s) and again.memory_bytes == tight.memory_bytes
+    # on other machines each figure is the one of these machines
+    other = price_strategy(tight, "gpt3-1b", Cluster("a100", 2, 2))
+    assert other.devices_per_node == 2 and other.memory_by_kind.keys() == again.memory_by_kind.keys()
+    assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes
+    rates = {one.model_flops_per_s * one.predicted_s for one in (tight, other)}
+    assert max(rates) == pytest.approx(min(rates)) and other.mfu == pytest.approx(other.model_flops_per_s / 312e12)
     with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)

@@ -231,8 +231,7 @@ class WeightGradients:
 
     def _is_summed(self, parameter: Tensor) -> bool:
         """Return whether gradients of the parameter may go to a sum of the optimizer, and to nobody else."""
-        is_leaf = parameter.requires_grad and parameter.is_leaf
-        return is_leaf and self._has_sum(parameter) and not self._is_hooked(parameter)
+        return parameter.requires_grad and self._has_sum(parameter) and not self._is_hooked(parameter)
 
     def _has_sum(self, weight: Tensor) -> bool:
         return self.sums is not None and self.sums.has(weight)

@@ -319,18 +319,13 @@ class WeightGradients:
 
     def _running_slice(self) -> ActiveSlice | None:
         """Return the slice whose forward is recorded; None: nothing that this object may compute."""
-        if self.is_closed:
-            return None
-        active = active_slice()
         # vmap and similar tools see operations, not our products
-        if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if self.is_closed or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        return None if _are_operations_replaced() else active
+        return None if _are_operations_replaced() else active_slice()
 
     def _is_kept(self, active: ActiveSlice, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
-        if not self._split and not self._groups:
-            return False
         key = active.part_id, active.micro_batch_id, active.slice_id
         if key in self._split:
             return True

@@ -479,7 +479,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
-        ctx.keep(rows if ctx.padding is None else rows * (ids != ctx.padding).unsqueeze(1), ids)
+        ctx.keep(rows if ctx.padding is None else rows.masked_fill((ids == ctx.padding).unsqueeze(1), 0.0), ids)
         return None, None, None, None, None
 
 

@@ -101,6 +101,7 @@ class _Deferred(torch.autograd.Function):
         with ctx.tokens.around():
             work = _Pass(ctx.head, ctx.tokens, grad, needs[:3])
             ctx.value.copy_(work.run(hidden))
+        # autograd rounds them to the dtypes of their tensors
         return work.hidden_gradient, work.weight_gradient, work.bias_gradient, None, None
 
 
@@ -115,7 +116,6 @@ class _Pass:
         self, head: Head, tokens: Tokens, grad: Tensor | None = None, needs: tuple[bool, ...] = (False,) * 3
     ) -> None:
         self._head, self._tokens, self._grad, self._needs = head, tokens, grad, needs
-        self._is_last = False
 
     def run(self, hidden: Tensor) -> Tensor:
         head, ranks = self._head, self._head.ranks
@@ -131,17 +131,19 @@ class _Pass:
         # autocast may ask for products in another dtype than the weight's
         matrix = head.weight.detach().to(flat.dtype)
         bias = None if head.bias is None else head.bias.detach().to(flat.dtype)
-        loss: Tensor | None = None
+        loss = self._tokens.weights.new_zeros(())
         numbers = -(-head.vocabulary // num_ranks) * (1 if head.softcap is None else 2)  # a cap needs a copy of logits
         for span in _spans(len(flat), numbers, flat.is_cpu):
             losses, rows = self._chunk(F.linear(flat[span], matrix, bias), span)
-            of_chunk = weighted_sum(losses, self._tokens.weights[span])
-            loss = of_chunk if loss is None else loss + of_chunk
+            loss = loss + weighted_sum(losses, self._tokens.weights[span])
             if rows is not None:
                 self._keep(rows.to(flat.dtype), flat[span], matrix, span)
             del rows  # before the next chunk has logits
-        self._finish(whole.shape)
-        return torch.zeros_like(self._tokens.weights[:1]).sum() if loss is None else loss
+        if self.hidden_gradient is not None:
+            self.hidden_gradient = self.hidden_gradient.view(whole.shape)
+            if ranks is not None:
+                self.hidden_gradient = ranks.own_sum(self.hidden_gradient)
+        return loss
 
     def _chunk(self, logits: Tensor, span: slice) -> tuple[Tensor, Tensor | None]:
         """Return the losses of a chunk, and the gradients of its products in the place of its logits."""
@@ -237,17 +239,6 @@ class _Pass:
         if self._needs[2]:
             of_chunk = rows.sum(dim=0, dtype=self._tokens.weights.dtype)
             self.bias_gradient = of_chunk if self.bias_gradient is None else self.bias_gradient + of_chunk
-
-    def _finish(self, shape: torch.Size) -> None:
-        ranks, bias = self._head.ranks, self._head.bias
-        if self.hidden_gradient is not None:
-            self.hidden_gradient = self.hidden_gradient.view(shape)
-            if ranks is not None:
-                self.hidden_gradient = ranks.own_sum(self.hidden_gradient)
-        if self.weight_gradient is not None:
-            self.weight_gradient = self.weight_gradient.to(self._head.weight.dtype)
-        if self.bias_gradient is not None and bias is not None:
-            self.bias_gradient = self.bias_gradient.to(bias.dtype)
 
 
 def _times(x: Tensor, factor: Tensor | None) -> Tensor:

@@ -242,7 +242,7 @@ def _with_the_same_draws(function: Callable[..., Any], trackers: Sequence[Random
                 tracker.set_states(dict(states))  # drawing changes the dict
             return function(*inputs)
 
-    return run if trackers else function
+    return run
 
 
 @contextmanager

@@ -231,8 +231,7 @@ class WeightGradients:
 
     def _is_summed(self, parameter: Tensor) -> bool:
         """Return whether gradients of the parameter may go to a sum of the optimizer, and to nobody else."""
-        is_leaf = parameter.requires_grad and parameter.is_leaf
-        return is_leaf and self._has_sum(parameter) and not self._is_hooked(parameter)
+        return parameter.requires_grad and self._has_sum(parameter) and not self._is_hooked(parameter)
 
     def _has_sum(self, weight: Tensor) -> bool:
         return self.sums is not None and self.sums.has(weight)
@@ -320,18 +319,13 @@ class WeightGradients:
 
     def _running_slice(self) -> ActiveSlice | None:
         """Return the slice whose forward is recorded; None: nothing that this object may compute."""
-        if self.is_closed:
-            return None
-        active = active_slice()
         # vmap and similar tools see operations, not our products
-        if active is None or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if self.is_closed or not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
-        return None if _are_operations_replaced() else active
+        return None if _are_operations_replaced() else active_slice()
 
     def _is_kept(self, active: ActiveSlice, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
-        if not self._split and not self._groups:
-            return False
         key = active.part_id, active.micro_batch_id, active.slice_id
         if key in self._split:
             return True
@@ -485,7 +479,7 @@ class _Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
-        ctx.keep(rows if ctx.padding is None else rows * (ids != ctx.padding).unsqueeze(1), ids)
+        ctx.keep(rows if ctx.padding is None else rows.masked_fill((ids == ctx.padding).unsqueeze(1), 0.0), ids)
         return None, None, None, None, None
 
 

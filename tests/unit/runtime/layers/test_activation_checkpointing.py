@@ -74,6 +74,38 @@ def test_layers_that_return_other_than_tuples(offloads: bool) -> None:
         checkpoint(lambda x: (x * 2, {"angle": x.cos()}), x)[0].sum().backward()
 
 
+class Tracker:
+    """Hold a random state of a model, apart from torch's, as Megatron's tracker does."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(5)
+
+    def get_states(self) -> dict[str, Any]:
+        return {"own": self.generator.get_state()}
+
+    def set_states(self, states: dict[str, Any]) -> None:
+        self.generator.set_state(states["own"])
+
+
+@pytest.mark.parametrize("offloads", [False, True])
+def test_the_second_run_draws_the_numbers_of_the_first_one_from_trackers(offloads: bool) -> None:
+    trackers, found = [Tracker(), Tracker()], []
+    x = torch.ones(2, 50, requires_grad=True)
+
+    def drop(x: Tensor, tracker: Tracker) -> Tensor:
+        return x.sin() * (torch.rand(x.shape, generator=tracker.generator) < 0.5)
+
+    for tracker in trackers:  # plain calls, then checkpoints, whose backward runs each again
+        run = checkpoint_with_gradients(ds_checkpointing.checkpoint, offloads, rng_trackers=[tracker])
+        call = run if found else lambda function, *inputs: function(*inputs)
+        outputs = [call(functools.partial(drop, tracker=tracker), row) for row in x]
+        for output in reversed(outputs):
+            output.sum().backward()
+        found.append((x.grad, torch.rand(3, generator=tracker.generator)))
+        x.grad = None
+    assert all(map(torch.equal, *found))
+
+
 NON_REENTRANT = functools.partial(checkpoint, use_reentrant=False)
 
 

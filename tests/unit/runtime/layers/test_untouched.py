@@ -84,9 +84,11 @@ def test_nothing_changes(had_gradients: bool) -> None:
 
 def test_inside_it_trains_on_the_same_weights() -> None:
     layer = Layer().eval()
+    layer.first.weight.model_parallel, layer.first.weight.main_grad = True, torch.zeros(4, 4)  # type: ignore[attr-defined]
     with untouched(layer):
         assert layer.training
         assert layer.first.weight is layer.second.weight  # tied parameters stay tied
+        assert layer.first.weight.model_parallel and not hasattr(layer.first.weight, "main_grad")
         assert layer.first.weight.data_ptr() == dict(layer.named_parameters())["first.weight"].data_ptr()
         _use(layer)
         once = layer.first.weight.grad.clone()
@@ -95,6 +97,15 @@ def test_inside_it_trains_on_the_same_weights() -> None:
         assert (layer.first.weight.grad - once).abs().sum() > 0  # added up, as by a later slice
         assert layer.frozen.grad is None
     assert layer.first.weight.grad is None
+
+
+def test_hooks_change_gradients_that_are_compared_and_not_those_that_are_measured() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight.register_hook(torch.zeros_like)
+    for with_gradients in (False, True):
+        with untouched(layer, with_gradients=with_gradients):
+            layer(torch.ones(2, 4)).sum().backward()
+            assert layer.weight.grad is not None and bool(layer.weight.grad.any()) == with_gradients
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -4,6 +4,7 @@ import copy
 import gc
 import operator
 import pickle
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
+from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from terapipe_ds.attention import ActiveSlice, push_slice
@@ -248,6 +250,16 @@ def test_a_table_of_another_class_keeps_its_own_gradient() -> None:
     with one_slice(gradients) as computed:
         gradients.lookup(torch.tensor([[1, 4]]), layer.weight).sum().backward()
     assert computed == [0] and layer.weight.grad is not None
+
+
+def test_a_padding_token_has_no_gradient_even_where_nan_comes_to_it() -> None:
+    layer, ids = nn.Embedding(5, 4, padding_idx=2), torch.tensor([[1, 2, 4]])
+    gradients = WeightGradients(is_watched=True, sums=(sums := OwnSums(layer)))
+    with one_slice(gradients):
+        for lookup in (gradients.lookup, F.embedding):
+            lookup(ids, layer.weight, 2).mul(torch.tensor([1.0, torch.nan, 3.0])[:, None]).sum().backward()
+    totals = sums.so_far(layer.weight), layer.weight.grad
+    assert totals[0] is not None and torch.equal(*totals) and totals[0].isfinite().all()
 
 
 def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> None:
@@ -563,3 +575,78 @@ def test_a_gpu_adds_a_product_of_half_precision_in_one_pass(monkeypatch: pytest.
         off.append(float((found.double() - exact).norm() / exact.norm()))
         layer.weight.grad_accum = None  # type: ignore[attr-defined]
     assert len(passes) == 2 and off[0] < 1e-5 < 1e-4 < off[1]
+
+
+class Mixed(nn.Module):
+    """Layers that share weights and biases as `ties` says; one weight is [in, out]."""
+
+    def __init__(self, ties: list[str], bias: bool) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(7, 4, padding_idx=2), nn.Linear(4, 7, bias=bias)
+        self.a, self.b, self.pruned = (nn.Linear(4, 4, bias=bias) for _ in range(3))
+        self.turned, self.multiply = nn.Linear(4, 4), lambda x, weight, bias, _: F.linear(x, weight.t(), bias)
+        self.last.weight = self.table.weight if "table" in ties else self.last.weight
+        self.b.weight = self.a.weight if "weight" in ties else self.b.weight
+        self.b.bias = self.a.bias if "bias" in ties else self.b.bias
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.a(self.table(ids)).relu()
+        x = self.pruned(self.b(x) + x)
+        return self.last(self.multiply(x, self.turned.weight, self.turned.bias, True).tanh())
+
+    def change(self, frozen: list[str], hooked: list[str]) -> set[str]:
+        """Do what a program may do when the engine is there; return the names of hooks that are called."""
+        called = set[str]()
+
+        def hook(grad: Tensor, name: str) -> Tensor:
+            called.add(name)
+            return 3.0 * grad
+
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in frozen)
+            if name in hooked and parameter.requires_grad:
+                parameter.register_hook(partial(hook, name=name))
+        prune.custom_from_mask(self.pruned, "weight", torch.eye(4))
+        return called
+
+
+def backwards(model: nn.Module, ids: Tensor, gradients: WeightGradients, split: list[Any], groups: list[Any]) -> None:
+    """Run the slices of `ids` forward, then backward in reverse, then what the schedule has split off."""
+    keys = [(0, 0, slice_id) for slice_id in range(len(ids))]
+    gradients.open_batch(split, groups)
+    outputs = []
+    for key in keys:
+        with unit(*key):
+            outputs.append(model(ids[key[2]]))
+    for key in reversed(keys):
+        with unit(*key), gradients.deferred(key):
+            outputs.pop().square().sum().backward()
+        if key not in split:
+            gradients.compute(key, nullcontext)
+    for key in split:
+        gradients.compute(key, nullcontext)
+    gradients.assert_done()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_is_shared_frozen_hooked_summed_split_or_joined(seed: int) -> None:
+    """Each gradient is autograd's, and each hook that autograd calls is called."""
+    drawn, keys = random.Random(seed), [(0, 0, slice_id) for slice_id in range(4)]
+    torch.manual_seed(seed)
+    plain = Mixed([each for each in ("table", "weight", "bias") if drawn.random() < 0.4], drawn.random() < 0.7).double()
+    ours, names = copy.deepcopy(plain), [name for name, _ in plain.named_parameters()]
+    gradients, sums = accumulate_in_products(ours, None), OwnSums(ours) if drawn.random() < 0.7 else None
+    gradients.sums, gradients.is_watched = sums, sums is not None or drawn.random() < 0.5
+    ours.multiply = gradients.linear  # type: ignore[assignment]
+    frozen, hooked = ([name for name in names if drawn.random() < 0.15] for _ in range(2))
+    called = [model.change(frozen, hooked) for model in (ours, plain)]
+    split, groups = drawn.choice([[], keys]), drawn.choice([[], [keys[:2], keys[2:]]])
+    ids = torch.randint(7, (4, 2, 5))
+    backwards(ours, ids, gradients, split, groups)
+    plain(ids.flatten(0, 1)).square().sum().backward()
+    assert called[0] == called[1]
+    for (name, own), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        found = [each for each in (own.grad, None if sums is None else sums.so_far(own)) if each is not None]
+        assert bool(found) == (theirs.grad is not None), name
+        if theirs.grad is not None:  # the sums are fp32
+            torch.testing.assert_close(sum(each.double() for each in found), theirs.grad, rtol=1e-4, atol=1e-4)

@@ -46,6 +46,7 @@ from terapipe_ds.models.hugging_face.weights.stored import (
 
 SMALL = 1024
 _FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a model on the hub
+_OTHERS = ["consolidated*", "*/*.safetensors"]  # the same weights once more, in Mistral's form, and other models
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from transformers import BitsAndBytesConfig, PreTrainedModel
@@ -210,7 +211,7 @@ def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:
     if path.is_dir():
         return path
     try:
-        return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES, **of_hub))
+        return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES, ignore_patterns=_OTHERS, **of_hub))
     except (OSError, ValueError) as error:  # the hub's errors are of these classes
         reason = str(error).strip().splitlines()[0]
         raise ModelRefusedError(

@@ -8,7 +8,7 @@ this module checks a checkpoint before DeepSpeed reads it, and every rank refuse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,12 +21,12 @@ from torch import Tensor
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, in_short, logger
-from terapipe_ds.runtime.agreement import everywhere, gather_results
+from terapipe_ds.runtime.agreement import everywhere, from_rank_0, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
 from terapipe_ds.runtime.checkpoints.other_layouts import ENVELOPE, LISTED, PARAMETERS_ALONE, optimizer_states
-from terapipe_ds.runtime.checkpoints.save import save_checkpoint
+from terapipe_ds.runtime.checkpoints.save import LATEST, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states, strict_loading
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layout.layout import Layout
@@ -106,6 +106,7 @@ class SafeCheckpoints:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.with_optimizer
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
+            stack.enter_context(self._form_of(Path(load_dir), tag))
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
             if chosen.pickled is None:
@@ -137,6 +138,16 @@ class SafeCheckpoints:
         if chosen.manifest is not None and loaded[0] is not None and not options.module_only:
             self._plans.resume(chosen.manifest.tag, chosen.manifest.training)
         return loaded
+
+    def _form_of(self, folder: Path, tag: str | None) -> AbstractContextManager[None]:
+        """Let an engine that began from a universal checkpoint load the ordinary ones that it has saved since."""
+
+        def is_ordinary() -> bool:
+            return tag is None and (folder / LATEST).is_file() and not (folder / "latest_universal").is_file()
+
+        if self._engine.load_universal_checkpoint() and from_rank_0(is_ordinary, self._world):
+            return replaced(self._engine, "load_universal_checkpoint", lambda: False)
+        return nullcontext()
 
     def refuse_half_loaded(self) -> None:
         """Raise CheckpointError, on every rank alike, if a load has failed after it had begun to set parameters."""

@@ -9,6 +9,7 @@ import pytest
 pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 import torch
+from huggingface_hub.utils import filter_repo_objects
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, T5Config
 from transformers import __version__ as installed
@@ -55,19 +56,22 @@ def test_names_of_dtypes_and_arguments_that_ask_for_nothing(name: str) -> None:
 
 
 def test_the_hub_is_asked_once_per_rank_with_its_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A skeleton has the name on the hub, no values, and the generation config."""
+    """A skeleton has the name on the hub, no values, and the generation config. Nothing is downloaded twice."""
+    needed = ["config.json", "model-00001-of-00002.safetensors", "chat_templates/tools.jinja"]
+    files = [*needed, "consolidated.safetensors", "consolidated-00001-of-00009.safetensors", "f16/model.safetensors"]
     model = AutoModelForCausalLM.from_config(config_of("llama"))
     model.generation_config.max_new_tokens = 17
     model.save_pretrained(tmp_path)
     asked = []
 
     def download(name: str, **options: Any) -> str:
-        asked.append((name, {key: value for key, value in options.items() if key != "allow_patterns"}))
+        patterns = {key: options.pop(key) for key in ("allow_patterns", "ignore_patterns")}
+        asked.append((name, options, list(filter_repo_objects(files, **patterns))))
         return str(tmp_path)
 
     monkeypatch.setattr("terapipe_ds.models.hugging_face.create.snapshot_download", download)
     skeleton = terapipe_ds.skeleton("some/model", dtype="bfloat16", revision="v1", local_files_only=True)
-    assert asked == [("some/model", {"revision": "v1", "local_files_only": True})]
+    assert asked == [("some/model", {"revision": "v1", "local_files_only": True}, needed)]
     assert skeleton.config.name_or_path == "some/model" and skeleton.generation_config.max_new_tokens == 17
     assert all(parameter.is_meta and parameter.dtype is torch.bfloat16 for parameter in skeleton.parameters())
     with pytest.raises(TypeError, match="skeleton takes no loss_fn"):

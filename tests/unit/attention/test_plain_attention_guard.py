@@ -215,6 +215,12 @@ def test_it_is_exact(kv_heads: int, scale: float | None) -> None:
     assert largest_error(run(inputs, Plain(scale=scale)), run_plain(inputs, scale)) <= 1e-12
 
 
+def test_it_is_exact_without_a_dimension_of_heads() -> None:
+    inputs, module = random_inputs((2, 1, 1, 20, 8)), Plain()
+    result = run(inputs, lambda *qkv: module(*(x.squeeze(1) for x in qkv)).unsqueeze(1))
+    assert largest_error(result, run_plain(inputs)) <= 1e-12
+
+
 @pytest.mark.parametrize("kind", ["kept", "reentrant", "non-reentrant", "nested"])
 def test_calls_of_one_module_have_names_of_their_own(kind: str) -> None:
     """Also where a forward is recomputed, or recomputed in a recomputation."""

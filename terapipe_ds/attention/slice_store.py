@@ -95,8 +95,8 @@ class SliceEntry:
         if not self.grads.is_taken:  # keys and values need no gradients
             return
         is_first, stop = self.touched > offset, offset + dk.shape[2]
-        # the slice's own tokens get no more: `end_backward` adds this share on the way to the layer
-        if stop == self._own_stop and offset <= self.frontier and not again and rows is None:
+        # one piece for all of the slice's own tokens, which get no more: `end_backward` adds it on the way to the layer
+        if stop == self._own_stop and offset <= self.frontier:
             before = self.frontier - offset
             self._own_stop, self._own = None, (dk[:, :, before:], dv[:, :, before:])
             if not before:

@@ -80,7 +80,7 @@ def gradient_reader(optimizer: Any) -> Callable[[nn.Parameter], Tensor | None]:
 
 
 class TensorParallelModule(PipelineModule):
-    """A module whose tensor-parallel ranks share gradients: only an engine that calls `before_reduce` may train it."""
+    """Be a module whose tensor-parallel ranks sum gradients: only an engine that calls `before_reduce` may train it."""
 
     autotp_size = 1  # tensor-parallel ranks, by DeepSpeed's name
     are_compared = False  # the gradients of some batch

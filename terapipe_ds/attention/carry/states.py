@@ -41,7 +41,6 @@ class CarriedEntry:
         self.filled = 0
         self.frontier = active.sequence_length
         self.recorded = False  # an autograd node waits for its backward
-        self._is_told_later = False  # only the second run of a reentrant checkpoint tells what needs gradients
         self.closed = False
         self._owner = owner
         self._kept: dict[int, _Kept] = {}
@@ -113,8 +112,6 @@ class CarriedEntry:
             self._check_order(active, "writes")
         if active.mode in ("recompute", "weight"):
             return
-        # the first forward of a reentrant checkpoint says nothing about gradients; its second run does
-        self._is_told_later |= active.mode == "train" and not torch.is_grad_enabled()
         self.filled = stop
         # no backward comes: the newest state alone is read again
         if active.mode != "train":
@@ -194,7 +191,7 @@ class CarriedEntry:
 
     def pass_over(self, active: ActiveSlice) -> None:
         """Move the backward frontier over a slice that ran again, and whose state and output need no gradient."""
-        if self._is_told_later and active.mode == "recompute" and active.stop == self.frontier:
+        if active.mode == "recompute" and active.stop == self.frontier:
             self.take_gradient(active)
 
     def check_drained(self) -> None:

@@ -42,8 +42,6 @@ class SlicedCoreAttention(MegatronModule):
         **_: Any,
     ) -> None:
         super().__init__(config=config)
-        if attention_type != "self":
-            raise ValueError(f"sliced core attention is causal self-attention, got attention_type={attention_type!r}")
         self.layer_number = layer_number
         # config.apply_query_key_layer_scaling divides the scores by the layer number before the softmax kernel and
         # multiplies them again inside it, against overflow in fp16; a fused kernel has its scores in fp32

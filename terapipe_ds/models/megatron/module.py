@@ -79,7 +79,6 @@ class MegatronGPT(TensorParallelModule):
         _check_rotary(blueprint)
         stand_in_for_cuda()
         stand_in_for_transformer_engine()
-        # the base class builds the layers in its constructor
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.autotp_size = config.tensor_model_parallel_size
         loss_fn = VocabParallelLoss() if loss_fn is None else loss_fn

@@ -141,7 +141,6 @@ def test_the_attention_module_of_torch(batch_first: bool, need_weights: bool, tr
 
 def test_what_was_there_comes_back() -> None:
     before = F.scaled_dot_product_attention, F.multi_head_attention_forward
-    fast_path = torch.backends.mha.get_fastpath_enabled()
     with guard_plain_attention():
         with guard_plain_attention():
             pass
@@ -150,7 +149,7 @@ def test_what_was_there_comes_back() -> None:
     with pytest.raises(KeyError), guard_plain_attention():
         raise KeyError
     assert (F.scaled_dot_product_attention, F.multi_head_attention_forward) == before
-    assert torch.backends.mha.get_fastpath_enabled() == fast_path
+    assert torch.backends.mha.get_fastpath_enabled()
 
 
 def test_a_name_that_was_bound_before() -> None:
@@ -169,6 +168,20 @@ def test_a_name_that_was_bound_before() -> None:
                 multi_head(x, x, x, 8, 2, *weights, None, None, False, 0.0, out.weight, out.bias)
         with push_slice(ActiveSlice(0, 4, 4)):
             assert torch.equal(captured(X, X, X), expected)
+
+
+def test_kernels_are_compared_by_their_tokens() -> None:
+    """Which come before the heads in most packages, and after them in torch."""
+    of_package = "terapipe_tests::flash_attn_forward"
+    schema = "(Tensor q, Tensor k, Tensor v) -> Tensor"
+    torch.library.custom_op(of_package, lambda q, k, v: q.clone(), mutates_args=(), schema=schema)
+    q, long = (x.transpose(1, 2).contiguous() for x in (X, LONG))
+    torch_s, package_s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.terapipe_tests
+    with GuardCapturedNames(), push_slice(PART):
+        for call, own, others in ((torch_s, X, LONG), (package_s.flash_attn_forward, q, long)):
+            call(own, others, others)
+            with pytest.raises(PlainAttentionError):
+                call(own, own, own)
 
 
 # -- interception ---------------------------------------------------------------------------------------------------
@@ -200,6 +213,12 @@ def run(inputs: list[Tensor], attend: Callable[..., Tensor]) -> Result:
 def test_it_is_exact(kv_heads: int, scale: float | None) -> None:
     inputs = random_inputs((2, 4, kv_heads, 20, 8))
     assert largest_error(run(inputs, Plain(scale=scale)), run_plain(inputs, scale)) <= 1e-12
+
+
+def test_it_is_exact_without_a_dimension_of_heads() -> None:
+    inputs, module = random_inputs((2, 1, 1, 20, 8)), Plain()
+    result = run(inputs, lambda *qkv: module(*(x.squeeze(1) for x in qkv)).unsqueeze(1))
+    assert largest_error(result, run_plain(inputs)) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", ["kept", "reentrant", "non-reentrant", "nested"])

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import (
     MicroBatch,
+    Result,
     Tensor,
     forced,
     largest_error,
@@ -16,7 +17,15 @@ from attention_cases import (
     run_sliced,
 )
 
-from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, push_slice, sliced_attention
+from terapipe_ds.attention import (
+    ActiveSlice,
+    SliceStore,
+    SliceStoreError,
+    opaque,
+    push_slice,
+    running_layer,
+    sliced_attention,
+)
 
 ON_CPU = [None, "cpu_flash", "reference"]
 
@@ -144,3 +153,17 @@ def test_other_bad_input() -> None:
             sliced_attention(x, x, x, 0, dropout_p=1.0)
     with push_slice(ActiveSlice(0, 5, 10)), pytest.raises(SliceStoreError, match=r"needs a slice store.*SliceStore\("):
         sliced_attention(x, x, x, 0)
+
+
+def test_a_call_of_a_compiled_layer_has_a_name_and_one_backward() -> None:
+    q, k, v, grad = random_inputs((1, 4, 2, 5, 8))
+    inputs: Any = q, k, v, None, None, 0.0, None, None, True, True, 0
+    with push_slice(ActiveSlice(0, 5, 5)):
+        with pytest.raises(SliceStoreError, match="compiled outside of the engine, so that its name is not known"):
+            opaque.attend(*inputs)
+        with running_layer("layer 3"):
+            out, lse, number = opaque.attend(*inputs)
+        d_q, d_k, d_v, _ = opaque.attend_backward(grad, q, out, lse, number, None, 2)
+        assert largest_error(Result(out, d_q, d_k, d_v), run_plain((q, k, v, grad))) <= 1e-12
+        with pytest.raises(SliceStoreError, match="ran its backward twice"):
+            opaque.attend_backward(grad, q, out, lse, number, None, 2)

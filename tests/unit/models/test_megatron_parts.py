@@ -10,8 +10,10 @@ import torch
 
 pytest.importorskip("megatron.core")
 
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -22,9 +24,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import nn
 
 from terapipe_ds import compat
-from terapipe_ds.models.megatron import MegatronConfigError, kernels
+from terapipe_ds.losses import Head
+from terapipe_ds.models.megatron import MegatronConfigError, groups, kernels
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention, layer_specs
 from terapipe_ds.models.megatron.kernels import TorchNorm
+from terapipe_ds.models.megatron.layers import Blueprint
 from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns, is_partial
 from terapipe_ds.models.rank_gradients import gradient_reader, is_split
 from terapipe_ds.runtime.checkpoints.engine_methods import MODEL_SIZES
@@ -112,6 +116,39 @@ def test_patterns_match_every_layer_and_nothing_else() -> None:
 
 def test_the_engine_looks_where_the_model_writes() -> None:
     assert _SIZES_KEY == MODEL_SIZES
+
+
+# -- groups and the output projection -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dims", "changes", "problem"), [
+    ({"pipe": 2, "data": 2}, {}, None),
+    ({"data": 2, "pipe": 2, "model": 1}, {}, None),
+    ({"pipe": 2, "data": 1, "model": 2}, {"tensor_model_parallel_size": 2}, None),
+    ({"model": 2, "pipe": 2}, {"tensor_model_parallel_size": 2}, "puts its ranks in another order"),
+    ({"pipe": 2, "data": 1, "sequence": 2}, {}, "leave the axis sequence out"),
+    ({"pipe": 2, "model": 2}, {}, "tensor_model_parallel_size=1, but the topology has 2 tensor-parallel ranks"),
+    ({"pipe": 2}, {"pipeline_model_parallel_size": 4, "pipeline_dtype": torch.float64}, "has 2 stages; give the same"),
+])  # fmt: skip
+def test_layouts_that_megatron_cannot_have(dims: dict[str, int], changes: dict[str, Any], problem: str | None) -> None:
+    topology = ProcessTopology(list(dims), list(dims.values()))
+    grid: Any = SimpleNamespace(topology=lambda: topology)
+    grid.get_slice_parallel_world_size = lambda: dims.get("model", 1)
+    grid.get_pipe_parallel_world_size = lambda: dims["pipe"]
+    told = groups._problem(grid, config(**changes))
+    assert told is None if problem is None else problem in str(told)
+
+
+def test_an_output_projection_with_hooks_keeps_its_logits() -> None:
+    """A loss by the weight alone would pass by what a hook does to them."""
+    blueprint = Blueprint(config(), vocab_size=8, max_sequence_length=4)
+    blueprint.groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 1))  # type: ignore[assignment]
+    projection, weight = object.__new__(ColumnParallelLinear), torch.zeros(8, 16)
+    nn.Module.__init__(projection)
+    assert blueprint.head_of(projection, weight) == Head(weight)
+    projection.register_forward_hook(lambda *_: None)
+    for other in (projection, nn.Linear(16, 8)):
+        assert "has hooks, or is not megatron-core's own" in blueprint.head_of(other, weight)  # type: ignore
 
 
 # -- specs ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What is refused in words: arguments, kinds of models, names that are no folders, and versions of transformers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
 from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
 from terapipe_ds.models.hugging_face.weights.quantized import ask_for
+from terapipe_ds.models.hugging_face.weights.stored import INDEX, _files
 from tests.hugging_face_families import config_of
 
 
@@ -145,6 +147,13 @@ def test_other_kinds_of_models() -> None:
         terapipe_ds.from_config(T5Config())
 
 
+@pytest.mark.parametrize("weight_map", [None, ["key"], {"key": 1}, {"key": "../model.safetensors"}])
+def test_an_index_that_names_no_files_of_its_folder(weight_map: Any, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelRefusedError, match="has no weight_map of keys to names of files in the folder"):
+        _files(tmp_path)
+
+
 def _with_shared_weights(model: Any) -> None:
     model.model.layers[1].mlp = model.model.layers[0].mlp
 
@@ -164,7 +173,7 @@ def _with_layers_that_run_twice(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("change", "says"), [
-    (_with_shared_weights, "proj.weight of LlamaMLP is shared by several layers"),
+    (_with_shared_weights, "gate_proj.weight of LlamaDecoderLayer is shared by several layers"),
     (_with_a_tied_bias, "tied to the embedding, and has a bias of its own"),
     (_with_a_module_beside, "its forward is not a list of decoder layers between other modules"),
     (_with_layers_that_run_twice, "its 2 decoder layers run 4 times in a forward"),

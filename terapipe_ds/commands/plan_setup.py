@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,7 +77,7 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = {"sequence_length": size_of(options.model).max_sequence_length}
     else:
         usual = _from_profile(profile, options, configured)
-    options = options.filled(usual, configured)
+    options = options.filled(usual, configured, _rest_of_batch(options, usual | configured))
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
     if options.sequence_parallel and options.sequence_length % options.tensor_parallel:
         problem = f"--sequence-length {options.sequence_length}: --sequence-parallel divides the tokens over"
@@ -85,6 +86,20 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
     return options
+
+
+def _rest_of_batch(options: PlanOptions, values: dict[str, Any]) -> dict[str, int]:
+    """Return the number that `train_batch_size` leaves for micro-batches or their sequences, as DeepSpeed counts it."""
+    numbers = values | options.given
+    total, names = numbers.get("train_batch_size"), ("micro_batch_size", "micro_batches")
+    missing = next((name for name in names if name not in numbers), None)
+    if total is None or missing is None:
+        return {}
+    known = options.data_parallel * math.prod(numbers.get(name, 1) for name in names)
+    if total % known:
+        problem = f"train_batch_size = {total} in --config is no multiple of {known}, the replicas times the sequences"
+        raise CommandError(f"{problem} or micro-batches of each; give --micro-batches and --micro-batch-size")
+    return {missing: total // known}
 
 
 def unknown_names(options: CostOptions) -> list[str]:
@@ -109,6 +124,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
     section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     keys = DeepSpeedJson(ds_config)
+    checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
@@ -119,7 +135,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "schedule": section.schedule if "schedule" in given else None,
         "options_by_schedule": {section.schedule: section.schedule_options},
         "dtype": keys.precision,
-        "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
+        "activation_checkpointing": {"full": True, "off": False}.get(str(section.recompute), checkpoints),
         "partition": section.partition,
         "strategy": section.strategy,
         "train_batch_size": keys.number("train_batch_size"),

@@ -92,6 +92,21 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
+    # DeepSpeed counts the third number of a batch, and the engine's own recompute goes before DeepSpeed's
+    batch: dict[str, Any] = {**config, "train_batch_size": 12, "pipeline": {"activation_checkpoint_interval": 1}}
+    for left in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        kept = {name: value for name, value in batch.items() if name != left}
+        path.write_text(
+            json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
+        )
+        assert as_json(capsys, *options, "--config", str(path)) == found
+    path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
+    full = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
+    path.write_text(json.dumps(config))
+    again = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--activation-checkpointing")
+    assert full == again
+    path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}')
+    assert "train_batch_size = 10 in --config is no multiple of 6" in refused(capsys, *options, "--config", str(path))
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))
     assert "terapipe.strategy = 'mine.json' in --config" in refused(capsys, *options, "--config", str(path))
 

@@ -365,6 +365,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         options.schedule,
         bytes_of_gb(options.memory_limit_gb),
         schedule_options=options.schedule_options,
+        max_slices=options.max_slices,
     )
 
 

@@ -419,6 +419,8 @@ def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pyt
     assert "--memory-limit-gb" in refused(capsys, *given)
     roomy = as_json(capsys, *given, "--memory-limit-gb", "1")
     assert roomy["recompute"] == [[], []] and roomy["terapipe"]["recompute"] == "auto"
+    one = (*given, "--micro-batches", "1", "--memory-limit-gb", "1")
+    assert [len(as_json(capsys, *one, "--max-slices", n)["plan"]) for n in ("2", "1")] == [2, 1]
     limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
     tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
     assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0

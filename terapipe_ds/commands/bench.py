@@ -121,6 +121,7 @@ def run(options: BenchOptions) -> None:
     if options.result is not None:
         _report_of(options, options.result)
         return
+    options.refuse_without("html", "interactive")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search

@@ -303,7 +303,7 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
 
-def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """8 parts on 4 devices of one node: not the network between nodes of 8."""
     options = ("--tensor-parallel", "2", "--max-slices", "1", "--schedule", "zbv")
     found = as_json(capsys, *SMALL, *options)

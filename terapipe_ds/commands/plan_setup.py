@@ -129,6 +129,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
         "zero_stage": keys.number("zero_optimization.stage", least=0),
+        "tensor_parallel": keys.number("tensor_parallel.autotp_size", least=0) or None,
         "granularity": section.granularity_tokens if "granularity_tokens" in given else None,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,

@@ -327,6 +327,16 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str], tmp_
     assert json.loads(shown(capsys, *words, *SMALL[:-2]))["makespan_s"] == pytest.approx(found["predicted_s"], rel=1e-9)
 
 
+@pytest.mark.parametrize(("name", "stages"), [("zbv", "1"), ("chimera-seq", "2"), ("seq1f1b-interleaved-zb", "4")])
+def test_a_plan_and_its_simulation_agree(capsys: pytest.CaptureFixture[str], name: str, stages: str) -> None:
+    words = ["--model", "gpt3-1b", "--device", "h100", "--stages", stages, "--micro-batches", "4", "--schedule", name]
+    words += ["--sequence-length", "2048", "--chunks-per-stage", "2"]
+    plan = as_json(capsys, *words, "--max-slices", "1")
+    simulated = json.loads(shown(capsys, "simulate", *words, "--slices", "1", "--json"))
+    assert simulated["makespan_s"] == pytest.approx(plan["predicted_s"], rel=1e-9)
+    assert [stage["peak_bytes"] for stage in simulated["stages"]] == plan["peak_bytes"]
+
+
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, config = tmp_path / "profile.json", tmp_path / "ds.json"
     profile_of(2).save(path)

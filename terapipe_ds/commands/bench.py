@@ -121,6 +121,7 @@ def run(options: BenchOptions) -> None:
     if options.result is not None:
         _report_of(options, options.result)
         return
+    options.refuse_without("html", "interactive")
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
@@ -227,7 +228,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if (granularity := keys.number("terapipe.granularity_tokens")) is not None:
         sizes["granularity"] = granularity
     if options.micro_batch is None:
-        sizes["micro_batch"] = keys.fixed_number("train_micro_batch_size_per_gpu")
+        sizes["micro_batch"] = keys.micro_batch
     longest = max(options.sequence_length or 0, config.max_sequence_length)
     return ds_config, {**config.model_dump(), "max_sequence_length": longest}, sizes
 

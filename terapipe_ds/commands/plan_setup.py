@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return the setup that the options describe; raise CommandError where one is missing, or two do not agree."""
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config)
-    bounds = configured.pop("partition", None)
+    bounds, formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -53,7 +54,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + ("--choose-recompute" if options.recompute else "counted costs of a named model")
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
-    setup = _counted(options) if profile is None else _measured(options, profile, bounds)
+    setup = _counted(options, formats) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
@@ -76,7 +77,7 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = {"sequence_length": size_of(options.model).max_sequence_length}
     else:
         usual = _from_profile(profile, options, configured)
-    options = options.filled(usual, configured)
+    options = options.filled(usual, configured, _rest_of_batch(options, usual | configured))
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
     if options.sequence_parallel and options.sequence_length % options.tensor_parallel:
         problem = f"--sequence-length {options.sequence_length}: --sequence-parallel divides the tokens over"
@@ -85,6 +86,20 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         many = f"{options.stages} stages with {options.micro_batches} micro-batches"
         raise CommandError(f"{many} take too long to plan: ask for stages times micro-batches of at most {MAX_UNITS}")
     return options
+
+
+def _rest_of_batch(options: PlanOptions, values: dict[str, Any]) -> dict[str, int]:
+    """Return the number that `train_batch_size` leaves for micro-batches or their sequences, as DeepSpeed counts it."""
+    numbers = values | options.given
+    total, names = numbers.get("train_batch_size"), ("micro_batch_size", "micro_batches")
+    missing = next((name for name in names if name not in numbers), None)
+    if total is None or missing is None:
+        return {}
+    known = options.data_parallel * math.prod(numbers.get(name, 1) for name in names)
+    if total % known:
+        problem = f"train_batch_size = {total} in --config is no multiple of {known}, the replicas times the sequences"
+        raise CommandError(f"{problem} or micro-batches of each; give --micro-batches and --micro-batch-size")
+    return {missing: total // known}
 
 
 def unknown_names(options: CostOptions) -> list[str]:
@@ -109,18 +124,21 @@ def from_config(path: str | None) -> dict[str, Any]:
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
     section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     keys = DeepSpeedJson(ds_config)
+    checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
         "zero_stage": keys.number("zero_optimization.stage", least=0),
+        "tensor_parallel": keys.number("tensor_parallel.autotp_size", least=0) or None,
         "granularity": section.granularity_tokens if "granularity_tokens" in given else None,
         "memory_limit_gb": section.planner.memory_limit_gb,
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,
         "schedule": section.schedule if "schedule" in given else None,
         "options_by_schedule": {section.schedule: section.schedule_options},
         "dtype": keys.precision,
-        "activation_checkpointing": keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None,
+        "activation_checkpointing": {"full": True, "off": False}.get(str(section.recompute), checkpoints),
         "partition": section.partition,
+        "wire_formats": (section.links.forward, section.links.backward),
         "strategy": section.strategy,
         "train_batch_size": keys.number("train_batch_size"),
     }
@@ -202,14 +220,15 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
-def _counted(options: PlanOptions) -> PlanSetup:
+def _counted(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
     size, card = size_of(options.model), device_card(options.device)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
         raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
-    count = functools.partial(analytic_costs, size, card, dtype=options.dtype, devices=devices, **options.shape)
+    shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
+    count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **shape)
 
     @functools.cache
     def costs_of(num_parts: int) -> list[Any] | None:
@@ -349,6 +368,7 @@ def _search_recompute(options: PlanOptions) -> PlanResult:
         options.schedule,
         bytes_of_gb(options.memory_limit_gb),
         schedule_options=options.schedule_options,
+        max_slices=options.max_slices,
     )
 
 

@@ -137,12 +137,12 @@ def run(options: SimulateOptions) -> None:
 
 
 def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[SlicePlan]) -> Utilisation | None:
-    """Return model FLOP/s and MFU of a training step of a counted model."""
+    """Return model FLOP/s and MFU of a training step of a counted model, whose sequences have one length."""
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.planner.strategy import size_of
 
-    if options.model is None:
+    if options.model is None or len({plan.sequence_length for plan in plans}) > 1:
         return None
     step = len(plans) * options.micro_batch_size, plans[0].sequence_length
     devices = timeline.num_stages * options.tensor_parallel

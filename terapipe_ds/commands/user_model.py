@@ -47,7 +47,7 @@ class ModelOptions(Options):
             torch.set_num_threads(self.threads)
         config = model_of(self.model, keys.dtype)
         length = self.sequence_length or config.max_sequence_length
-        rows = keys.fixed_number("train_micro_batch_size_per_gpu")
+        rows = keys.micro_batch
         if rows * length > MAX_TOKENS:
             many = f"train_micro_batch_size_per_gpu = {show_value(rows)} in --config with {length} tokens each"
             raise CommandError(f"{many} is too much to measure: give at most {MAX_TOKENS} tokens altogether")

@@ -59,6 +59,15 @@ class DeepSpeedJson:
         return least if number is None else number
 
     @property
+    def micro_batch(self) -> int:
+        """Return the sequences of a micro-batch; refuse a config that gives them by `train_batch_size` alone."""
+        name = "train_micro_batch_size_per_gpu"
+        if self._value(name) is None and self.number("train_batch_size") is not None:
+            why = "train_batch_size counts those of all replicas, whose number this command does not know"
+            raise CommandError(f"{name} is missing in --config: {why}; give both")
+        return self.fixed_number(name)
+
+    @property
     def precision(self) -> str | None:
         """Return the enabled one of "bf16" and "fp16"."""
         return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)

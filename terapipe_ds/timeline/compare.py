@@ -118,7 +118,7 @@ def compare(predicted: Timeline, measured: Timeline) -> Comparison:
         Quantity("bubble_fraction", predicted.bubble_fraction, measured.bubble_fraction),
     ]
     actions: list[Quantity] = []
-    zeros_s = [min(event.start_s for stage in stages for event in stage.values()) for stages in both]
+    zeros_s = [predicted.start_s, measured.start_s]
     for stage_id, bubbles in enumerate(zip(predicted.bubbles(), measured.bubbles(), strict=True)):
         rows = _rows_of(stage_id, [stages[stage_id] for stages in both], zeros_s)
         for kind in COMPUTE_KINDS:

@@ -117,7 +117,7 @@ class _Bars:
         self, timeline: Timeline, rows: Sequence[str], unit: tuple[str, float], reference: Titled | None
     ) -> None:
         self._timeline, self._rows, (self._unit, self._scale) = timeline, rows, unit
-        self._zero_s = min((event.start_s for event in timeline.computations()), default=0.0)
+        self._zero_s = timeline.start_s
         self._reference, self._expected_s = "", dict[tuple[int, str], float]()
         if reference is not None:
             self._reference = escape(reference[0])

@@ -101,7 +101,7 @@ def build_figure(titled: Sequence[tuple[str, Timeline]], above: Above | None = N
 
 def _draw_boxes(axes: Axes, timeline: Timeline, scale: float, points_per_s: float) -> None:
     """Draw the pale ground of every stage, and a box per computation, reduce and optimizer step."""
-    zero_s = _zero_s(timeline)
+    zero_s = timeline.start_s
     style: dict[str, Any] = {"linewidth": min(0.8, 0.06 * points_per_s * _typical_s(timeline)), "edgecolor": "white"}
     rows: dict[tuple[int, str], list[TimelineEvent]] = {}
     for event in timeline.events:
@@ -124,7 +124,7 @@ def _write_labels(axes: Axes, timeline: Timeline, scale: float, points_per_s: fl
     """
     from matplotlib.textpath import TextPath
 
-    zero_s, drawn = _zero_s(timeline), timeline.computations()
+    zero_s, drawn = timeline.start_s, timeline.computations()
     texts = [f"{e.micro_batch_id}.{e.slice_id}" + (f"c{e.chunk_id}" if e.chunk_id else "") for e in drawn]
     lengths = {text: TextPath((0, 0), text, size=100).get_extents().width / 100 for text in set(texts)}  # at size 1
     across = [0.95 * points_per_s * (event.end_s - event.start_s) for event in drawn]
@@ -201,14 +201,10 @@ def shade(micro_batch_id: int, kind: str) -> tuple[float, float, float]:
     return red + (1 - red) * white, green + (1 - green) * white, blue + (1 - blue) * white
 
 
-def _zero_s(timeline: Timeline) -> float:
-    return min((event.start_s for event in timeline.computations()), default=0.0)
-
-
 def _span_s(timeline: Timeline) -> float:
     """Return the seconds from the first computation to the end of the last drawn event."""
     drawn = (event.end_s for event in timeline.events if event.kind in COMPUTE_KINDS + CLOSING_KINDS)
-    return max(drawn, default=0.0) - _zero_s(timeline) or 1e-9
+    return max(drawn, default=0.0) - timeline.start_s or 1e-9
 
 
 def _typical_s(timeline: Timeline, among: float = 0.5) -> float:

@@ -109,10 +109,14 @@ class Timeline:
         return [event for event in self.events if event.kind in COMPUTE_KINDS]
 
     @property
+    def start_s(self) -> float:
+        """Return the first start of F, B and W; 0 where nothing ran."""
+        return min((event.start_s for event in self.computations()), default=0.0)
+
+    @property
     def makespan_s(self) -> float:
         """Return seconds from the first start to the last end of F, B and W, without loads, reduces and the step."""
-        compute = self.computations()
-        return max((e.end_s for e in compute), default=0.0) - min((e.start_s for e in compute), default=0.0)
+        return max((event.end_s for event in self.computations()), default=0.0) - self.start_s
 
     @property
     def bubble_fraction(self) -> float:

@@ -55,9 +55,7 @@ class Wait:
 def find_waits(timeline: Timeline) -> list[Wait]:
     """Return the gaps before computations, from the first computation of the step on, in the order of stages."""
     computations = timeline.computations()
-    if not computations:
-        return []
-    zero_s, least_s = min(event.start_s for event in computations), timeline.makespan_s * _SHORTEST
+    zero_s, least_s = timeline.start_s, timeline.makespan_s * _SHORTEST
     sources, waits = _Sources(computations, timeline.makespan_s * _ROUNDING), []
     for stage_id in range(timeline.num_stages):
         until_s = zero_s

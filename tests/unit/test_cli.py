@@ -368,7 +368,7 @@ def test_simulate_counts_the_bytes_of_a_model(capsys: pytest.CaptureFixture[str]
     assert "peak GiB" not in shown(capsys, "simulate", *UNIT)
 
 
-def test_an_evaluation_has_no_rate_of_a_training_step(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rates_are_those_of_training_steps_of_one_length(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "forwards.csv"
     path.write_text("F0.0\nF0.0\n")
     words = ["simulate", "--model", "tiny", "--device", "a100", "--slices", "1", "--sequence-length", "64", "--json"]
@@ -376,6 +376,8 @@ def test_an_evaluation_has_no_rate_of_a_training_step(capsys: pytest.CaptureFixt
     found = [json.loads(shown(capsys, *words, *more)) for more in (*evaluations, evaluations[1][:-1])]
     assert ["mfu" in one for one in found] == [False, False, True]
     assert found[0]["makespan_s"] == found[1]["makespan_s"]
+    lengths = [*words[:5], "--schedule", "1f1b", "--stages", "2", "--micro-batches", "2", "--slices", "32,32"]
+    assert "mfu" not in json.loads(shown(capsys, *lengths, "--json", "--slices", "9,8"))
 
 
 def test_simulate_prices_formats_of_links(capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,6 +92,21 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
+    # DeepSpeed counts the third number of a batch, and the engine's own recompute goes before DeepSpeed's
+    batch: dict[str, Any] = {**config, "train_batch_size": 12, "pipeline": {"activation_checkpoint_interval": 1}}
+    for left in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        kept = {name: value for name, value in batch.items() if name != left}
+        path.write_text(
+            json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
+        )
+        assert as_json(capsys, *options, "--config", str(path)) == found
+    path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
+    full = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
+    path.write_text(json.dumps(config))
+    again = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--activation-checkpointing")
+    assert full == again
+    path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}')
+    assert "train_batch_size = 10 in --config is no multiple of 6" in refused(capsys, *options, "--config", str(path))
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))
     assert "terapipe.strategy = 'mine.json' in --config" in refused(capsys, *options, "--config", str(path))
 
@@ -288,7 +303,7 @@ def test_parts_per_stage(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert "has one part per stage" in refused(capsys, *SMALL, "--chunks-per-stage", "2", "--schedule", "1f1b")
 
 
-def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """8 parts on 4 devices of one node: not the network between nodes of 8."""
     options = ("--tensor-parallel", "2", "--max-slices", "1", "--schedule", "zbv")
     found = as_json(capsys, *SMALL, *options)
@@ -310,6 +325,16 @@ def test_links_are_those_of_the_devices(capsys: pytest.CaptureFixture[str]) -> N
         "--json",
     ]
     assert json.loads(shown(capsys, *words, *SMALL[:-2]))["makespan_s"] == pytest.approx(found["predicted_s"], rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "stages"), [("zbv", "1"), ("chimera-seq", "2"), ("seq1f1b-interleaved-zb", "4")])
+def test_a_plan_and_its_simulation_agree(capsys: pytest.CaptureFixture[str], name: str, stages: str) -> None:
+    words = ["--model", "gpt3-1b", "--device", "h100", "--stages", stages, "--micro-batches", "4", "--schedule", name]
+    words += ["--sequence-length", "2048", "--chunks-per-stage", "2"]
+    plan = as_json(capsys, *words, "--max-slices", "1")
+    simulated = json.loads(shown(capsys, "simulate", *words, "--slices", "1", "--json"))
+    assert simulated["makespan_s"] == pytest.approx(plan["predicted_s"], rel=1e-9)
+    assert [stage["peak_bytes"] for stage in simulated["stages"]] == plan["peak_bytes"]
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -404,6 +429,8 @@ def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pyt
     assert "--memory-limit-gb" in refused(capsys, *given)
     roomy = as_json(capsys, *given, "--memory-limit-gb", "1")
     assert roomy["recompute"] == [[], []] and roomy["terapipe"]["recompute"] == "auto"
+    one = (*given, "--micro-batches", "1", "--memory-limit-gb", "1")
+    assert [len(as_json(capsys, *one, "--max-slices", n)["plan"]) for n in ("2", "1")] == [2, 1]
     limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
     tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
     assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0

@@ -44,14 +44,14 @@ def plan_with_recompute(
     *,
     plan: SlicePlan | None = None,
     schedule_options: Mapping[str, object] = MappingProxyType({}),
-    budget: int = BUDGET // _SHARE,
+    max_slices: int | None = None,
 ) -> PlanResult:
     """Return the plan with the least predicted time in which every stage fits, with the layers that recompute.
 
     Args:
         parts: one per stage.
         schedule: a name, or "auto" for those that run on one part per stage.
-        plan: the caller's slices; None: the planner's.
+        plan: the caller's slices; None: the planner's, at most `max_slices`.
 
     Raises:
         MemoryLimitError: nothing fits, although everything is recomputed; of several schedules the least need.
@@ -68,7 +68,7 @@ def plan_with_recompute(
             if plan is not None:
                 results.append(question.result(name, plan, question.layers(name, plan)))
             else:
-                results.append(question.searched(name, sequence_length, granularity_tokens, budget))
+                results.append(question.searched(name, sequence_length, granularity_tokens, max_slices))
         except MemoryLimitError as error:
             refused.append(error)
     if not results:
@@ -85,12 +85,12 @@ class _Question:
     limit_bytes: float
     options: Mapping[str, object]
 
-    def searched(self, name: str, length: int, granularity: int, budget: int) -> PlanResult:
+    def searched(self, name: str, length: int, granularity: int, most: int | None) -> PlanResult:
 
         def slices(choice: RecomputeChoice, limit_bytes: float | None) -> PlanResult:
             return plan_slices(
-                list(choice.costs), length, len(self.parts), self.num_micro_batches, granularity, name,
-                memory=choice.memory, memory_limit_bytes=limit_bytes, budget=budget, schedule_options=self.options,
+                list(choice.costs), length, len(self.parts), self.num_micro_batches, granularity, name, most,
+                choice.memory, limit_bytes, budget=BUDGET // _SHARE, schedule_options=self.options,
             )  # fmt: skip
 
         found = []

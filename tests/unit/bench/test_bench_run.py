@@ -438,6 +438,7 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no such folder"),
     (["--json", "/proc/x.json"], "/proc/x.json: "),
     (["--html", "/"], "--html '/' has no file name"),
+    (["--interactive"], "--interactive goes with --html only: give --html, or leave it out"),
     (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),
     (["--config", "ds.json"], "ds.json"),
     (["--model", "tiny", "--hidden", "64"], "--hidden does not go with --model, which has its own: leave it out"),

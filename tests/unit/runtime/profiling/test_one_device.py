@@ -99,6 +99,7 @@ def test_what_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("config", "message"), [
     ({"train_micro_batch_size_per_gpu": "auto"}, 'train_micro_batch_size_per_gpu = "auto"'),
+    ({"train_micro_batch_size_per_gpu": None, "train_batch_size": 8}, "train_micro_batch_size_per_gpu is missing in"),
     ({"train_micro_batch_size_per_gpu": 10**20}, "is too much to measure: give at most"),
     ({"gradient_accumulation_steps": "auto"}, 'gradient_accumulation_steps = "auto"'),
     ({"fp16": True}, "fp16 = True in --config: give an object"),

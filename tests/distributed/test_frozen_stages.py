@@ -129,3 +129,24 @@ def trained_by_hand(how: str) -> dict[str, float]:
 def test_groups_and_an_own_optimizer_of_a_frozen_stage(how: str) -> None:
     errors = rank_pool(2).run(trained_by_hand, how=how)
     assert not engines.violations(errors, 1e-5)
+
+
+def steps_with_a_frozen_table(**changes: Any) -> list[list[float]]:
+    """Train a step with the tied embedding frozen after the start, and one with it; return its values before each."""
+    found = []
+    layers = engines.fp32_layers(tied_embedding=True)
+    with engines.engine_of(layers, engines.unchecked(), **changes) as engine:
+        table = engine.module.get_parameter("tied_modules.embedding.weight")
+        for batch, trains in zip(engines.batches(2), (False, True), strict=True):
+            found.append(table.flatten()[:9].tolist())
+            table.requires_grad_(trains)
+            engine.train_batch(iter(batch))
+        return [*found, table.flatten()[:9].tolist()]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", None])
+def test_a_tied_weight_that_trains_later(dtype: str | None) -> None:
+    """`BF16_Optimizer` had no gradient for it in the first step."""
+    accumulated = {} if dtype is None else {"data_types": {"grad_accum_dtype": dtype}, **engines.ZERO1}
+    one, other = rank_pool(2).run(steps_with_a_frozen_table, bf16={"enabled": True}, **accumulated)
+    assert one == other and one[0] == one[1] != one[2]

@@ -272,8 +272,10 @@ class Gradients:
         """
         if weight.grad is not None and weight.grad.layout != torch.strided:
             weight.grad = weight.grad.to_dense()
-        gradient = getattr(weight, self._name, None) if self._optimizer is None else None
-        return weight._hp_grad if id(weight) in self._places else gradient
+        if self._optimizer is None:
+            return getattr(weight, self._name, None)
+        i, j = self._places.get(id(weight), (None, None))
+        return None if i is None else self._optimizer.fp32_groups_gradients[i][j]
 
     def complete(self, weight: Any, anywhere: bool) -> None:
         if self._optimizer is None:

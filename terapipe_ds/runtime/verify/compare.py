@@ -43,7 +43,7 @@ _NUMBERS = 2**22  # in fp64 at once: the whole gradient of a large weight would 
 
 def tolerance_of(dtypes: Iterable[torch.dtype], of_loss: bool = False, tf32: bool = False) -> Tolerance:
     """Return the tolerance of the least precise of `dtypes`; `tf32`: products of fp32 have ten bits."""
-    real = [dtype.to_real() if dtype.is_complex else dtype for dtype in dtypes]
+    real = [dtype.to_real() for dtype in dtypes]
     names = ["tf32" if tf32 and dtype == torch.float32 else dtype for dtype in real]
     tolerances = [_TOLERANCES[name][of_loss] for name in names if name in _TOLERANCES]
     return max(tolerances, default=_TOLERANCES[torch.float32][of_loss])
@@ -163,10 +163,8 @@ def is_real(tensor: Tensor) -> bool:
 
 
 def _numbers(tensor: Tensor) -> Tensor:
-    """Return the numbers of a tensor, dense and real, in a dtype that has all operators."""
+    """Return the numbers of a tensor, as real ones, in a dtype that has all operators."""
     tensor = tensor.detach()
-    if tensor.layout is not torch.strided:  # the gradient of an embedding may be sparse
-        tensor = tensor.to_dense()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.float() if tensor.is_floating_point() and tensor.dtype not in _TOLERANCES else tensor

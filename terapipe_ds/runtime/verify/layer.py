@@ -353,8 +353,7 @@ class LayerCheck:
         gradients = {}
         for name, parameter in self.stage.named_parameters():
             if parameter.grad is not None:
-                gradient = parameter.grad.detach()  # of an embedding it may be sparse
-                gradients[f"gradient of {name}"] = gradient if gradient.layout is torch.strided else gradient.to_dense()
+                gradients[f"gradient of {name}"] = parameter.grad.detach().to_dense()  # an embedding's may be sparse
                 parameter.grad = None
         ranks = self.slicing.ranks
         shapes = ranks.exchange({name: tuple(gradients[name].shape) for name in sorted(gradients)})

@@ -150,6 +150,13 @@ def trained(name: str) -> tuple[float, int]:
         renewed.append(args)
         return check(*args)
 
+    def change_before_the_end(engine: Any, step: int) -> None:
+        case.change(engine, step)
+        assert (
+            engines.step_error(engine, data[0][:1])[0] == "StopIteration"
+        )  # what follows sees the change all the same
+
+    given["before_step"] = change_before_the_end
     with mock.patch.object(FirstBatchCheck, "_check", counted):
         ours = engines.run_training(lambda: case.layers, engines.section(schedule=case.schedule), data, **given)
     errors = [(value - stock.parameters[key]).abs().max() for key, value in ours.parameters.items()]
@@ -165,6 +172,7 @@ def refused(name: str, evaluates: bool) -> tuple[str, str, bool]:
         before = [p.detach().clone() for p in engine.module.parameters()]
         engine.module.loss_fn = later
         hooks = [HOOKS[name](layer) for layer in layers_of(engine, Mlp) if name in HOOKS and engine.is_last_stage()]
+        assert engines.step_error(engine, [()])[0] == "BatchError"  # the change is as new to the next batch
         call = engine.eval_batch if evaluates else engine.train_batch
         error = engines.raised_by(lambda: call(iter(data[1])))
         for hook in hooks:

@@ -23,7 +23,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from tests.dict_batches import flattened
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.small_models import tuples
+from tests.small_models import parts, tuples
 
 UNEVEN = [5, 17, 1]
 Errors = dict[str, float]
@@ -145,6 +145,27 @@ def job_mixed_shapes() -> dict[str, Errors]:
     }
 
 
+def of_memory(step: int) -> engines.Batch:
+    """Return a batch whose inputs have a passenger of another size in each step."""
+    memory = torch.ones(2, 5 + 2 * step, parts.WIDTH, dtype=torch.float64)
+    guided = [tuples.guided_micro_batch(2 * step + index) for index in range(2)]
+    return [((*inputs, memory), labels) for inputs, labels in guided]
+
+
+def job_other_passengers() -> Errors:
+    """Say on one stage alone that other shapes come: the first one, then the last one."""
+    data, given = [of_memory(step) for step in range(3)], {"loss_fn": parts.cross_entropy}
+    stock = engines.run_training(tuples.guided_layers, None, data, stages=1, **given)
+
+    def tell(engine: PipelineEngine, step: int) -> None:
+        if engine.stage_id == step - 1:
+            engine.reset_activation_shape()
+
+    section = engines.unchecked(stall_timeout_s=20)
+    ours = engines.run_training(tuples.guided_layers, section, data, before_step=tell, **given)
+    return engines.differences(ours, stock)
+
+
 def kinds_of_evaluations() -> list[bool]:
     """Evaluate, with logits on the last stage alone in the second batch; return what this stage knows of each."""
     kinds: list[bool] = []
@@ -185,6 +206,9 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
 
 
 class TestShapes:
+    def test_one_stage_says_that_other_shapes_come(self) -> None:
+        assert engines.violations(on_ranks(job_other_passengers)) == {}
+
     def test_pipelines_side_by_side(self) -> None:
         errors, results = zip(*on_ranks(job_data_parallel), strict=True)
         assert engines.violations(errors) == {}

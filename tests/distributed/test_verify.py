@@ -254,7 +254,8 @@ def said(
     ):
         for batch in data:
             kind, text = engines.step_error(engine, batch)
-            if kind:
+            if kind:  # a caller who goes on gets the error again
+                assert engines.step_error(engine, batch)[0] == kind
                 break
         steps = engine.global_steps
     return Said(kind, text, "\n".join(line for line in lines if line.startswith(("verify: ", "a micro-batch"))), steps)

@@ -116,8 +116,8 @@ class StageReport:
     ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
     batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
     is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
-    batch, else 2. `of_stage` is, as text, all that must be equal on the ranks of one stage. The rank of the loss
-    tells `wants_logits`: others may evaluate without.
+    batch or shapes are to be announced again, else 2. `of_stage` is, as text, all that must be equal on the ranks of
+    one stage. The rank of the loss tells `wants_logits`: others may evaluate without.
     """
 
     training: bool

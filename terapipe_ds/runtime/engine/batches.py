@@ -65,6 +65,7 @@ class IncomingBatches:
         self._sequence = stage.sequence
         self._has_first = any(place.is_first for place in places)
         self._num_micro_batches = 0  # of the batch that is drawn
+        self.announces_again = False  # set it on any rank, and all announce the shapes of their messages again
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._changes = ModelChanges(engine.module)
@@ -82,7 +83,7 @@ class IncomingBatches:
             check=self._check_options,
             require=plans.require,
             of_stage=self._settings_of_stage,
-            model_change=self._changes.since_the_last_batch,
+            model_change=lambda: max(self._changes.since_the_last_batch(), self.announces_again),
             when_changed=self._renew,
         )
         self._source.also_agree_on("slice_length_multiple", str(to_plan.token_multiple))
@@ -138,6 +139,8 @@ class IncomingBatches:
         batch = BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
         # this returns at once unless the batch shows something that was not checked yet
         self._first_batch.run(batch, engine._compute_loss, self._verify_only)
+        self._changes.batch_came()
+        self.announces_again = False
         return batch
 
     def _check_options(self) -> None:

@@ -191,9 +191,9 @@ class TeraPipeEngine(ModelEndsEngine):
             self.set_dataiterator(training_iterator)
 
     def reset_activation_shape(self) -> None:
-        """Allow stages to send other shapes from the next batch on. Every rank must call this, as with DeepSpeed's."""
+        """Allow stages to send other shapes from the next batch on; it is enough that one rank calls this."""
         super().reset_activation_shape()
-        self._stage.links.forget_announced()
+        self._incoming.announces_again = True
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, if sequences are whole. Raises TeraPipeConfigError if they are cut."""

@@ -187,22 +187,24 @@ class ModelChanges:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
+        self._now: tuple[Any, ...] = ()
         self._last: tuple[Any, ...] = ()
         self._seen: set[tuple[Any, ...]] = set()
 
     def since_the_last_batch(self) -> int:
-        """Return 0 if nothing has changed since the last call, 1 if all is as in an earlier call, else 2."""
-        before, self._last = self._last, tuple(self._all())
-        if self._last == before:
-            return 0
-        is_new = self._last not in self._seen
-        self._seen.add(self._last)
-        return 1 + is_new
+        """Return 0 if nothing has changed since the last batch that came, 1 if all is as in an earlier one, else 2."""
+        self._now = tuple(self._all())
+        return 0 if self._now == self._last else 1 + (self._now not in self._seen)
+
+    def batch_came(self) -> None:
+        """Compare with this batch from now on: its data came, and its checks agreed."""
+        self._last = self._now
+        self._seen.add(self._now)
 
     @property
     def num_trained(self) -> int:
-        """Return how many parameters were trained at the last call."""
-        return self._last.count(True)
+        """Return how many parameters are trained in this batch."""
+        return self._now.count(True)
 
     def _all(self) -> Iterator[Any]:
         yield from map(_code_of, hooks_of_all_modules())

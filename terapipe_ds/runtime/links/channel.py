@@ -184,8 +184,9 @@ class SendChannel(_Channel):
         elif before != spec:
             raise LinkError(
                 f"{self.wire.name}: the layers gave {spec} for a slice for which they gave {before} before; what a "
-                "stage hands on may depend on the batch size, the sequence length and the slice length only. Other "
-                'shapes take PipelineModule(dynamic_shape=True), terapipe.slices 1 and terapipe.schedule "1f1b"'
+                "stage hands on may depend on the batch size, the sequence length and the slice length only. Before a "
+                "batch with other shapes call engine.reset_activation_shape(). If micro-batches of one batch differ, "
+                'pad the inputs, or take PipelineModule(dynamic_shape=True), terapipe.slices 1 and "schedule": "1f1b"'
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:

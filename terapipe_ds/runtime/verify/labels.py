@@ -83,8 +83,10 @@ class LabelProbe:
             with untouched(holder, with_gradients=False):
                 calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
                 problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
-                if problem is not None and is_later and self._is_nan_anyway():
-                    self._seen, problem = before, None  # training names the slice
+                if problem is not None:
+                    self._seen = before  # a caller who goes on gets the error again
+                    if is_later and self._is_nan_anyway():
+                        return None  # training names the slice
                 return problem
         finally:
             self._check = on_host

@@ -28,11 +28,10 @@ def end_of_orders(
     free, at = [0.0] * len(orders), [0] * len(orders)
     waiting: dict[int, list[int]] = {}
     ready = list(range(len(orders)))
-    left = sum(map(len, orders))
     while ready:
         stage_id = ready.pop()
         order, now = orders[stage_id], free[stage_id]
-        index = first = at[stage_id]
+        index = at[stage_id]
         while index < len(order):
             node = order[index]
             arrival = arrivals[inputs[node]]
@@ -48,6 +47,5 @@ def end_of_orders(
             if node in waiting:
                 ready += waiting.pop(node)
             index += 1
-        left -= index - first
         free[stage_id], at[stage_id] = now, index
-    return max(free) if not left else float("inf")
+    return max(free) if at == list(map(len, orders)) else float("inf")

@@ -78,11 +78,9 @@ class HostCopies:
 
     def start_s(self, number: int, start_s: float) -> float:
         """Return the start of a computation that is ready at `start_s`, and begin the copies back due with it."""
-        if self._not_before[number] > start_s:
-            start_s = self._not_before[number]
-        if number in self._back:
-            for backward, seconds in self._back[number]:
-                self._copy(number, start_s, seconds, backward)
+        start_s = max(start_s, self._not_before[number])
+        for backward, seconds in self._back.get(number, ()):
+            self._copy(number, start_s, seconds, backward)
         return start_s
 
     def ends(self, number: int, end_s: float) -> None:
@@ -93,7 +91,5 @@ class HostCopies:
 
     def _copy(self, number: int, start_s: float, seconds: float, waiting: int) -> None:
         stage_id = self._stages[number]
-        done_s = max(self._free[stage_id], start_s) + seconds
-        self._free[stage_id] = done_s
-        if done_s > self._not_before[waiting]:
-            self._not_before[waiting] = done_s
+        self._free[stage_id] = done_s = max(self._free[stage_id], start_s) + seconds
+        self._not_before[waiting] = max(self._not_before[waiting], done_s)

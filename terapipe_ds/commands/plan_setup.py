@@ -47,6 +47,11 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
             "take the key out to find others, or price it with `terapipe strategy --against`"
         )
+    unknown = configured.pop("unknown", None)
+    if unknown and profile is None:
+        raise CommandError(
+            f"{' and '.join(unknown)} in --config: only `terapipe strategy` counts that; take it out to plan without"
+        )
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
@@ -125,6 +130,13 @@ def from_config(path: str | None) -> dict[str, Any]:
     section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     keys = DeepSpeedJson(ds_config)
     checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
+    # the counted costs of this command are those of a step without these
+    unknown = {
+        "terapipe.recompute": section.recompute not in ("full", "off", None) and given["recompute"],
+        "terapipe.keep_attention": section.keep_attention,
+        "terapipe.offload_activations": section.offload_activations,
+        "sequence_parallel_size": (size := keys.number("sequence_parallel_size") or 1) > 1 and size,
+    }
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
@@ -140,6 +152,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "partition": section.partition,
         "wire_formats": (section.links.forward, section.links.backward),
         "strategy": section.strategy,
+        "unknown": [f"{key} = {show_value(value)}" for key, value in unknown.items() if value] or None,
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}

@@ -105,6 +105,11 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path.write_text(json.dumps(config))
     again = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--activation-checkpointing")
     assert full == again
+    path.write_text('{"sequence_parallel_size": 2, "terapipe": {"recompute": [0, 1], "keep_attention": true}}')
+    told = refused(capsys, *options, "--config", str(path))
+    assert "terapipe.recompute = [0, 1] and terapipe.keep_attention = True and sequence_parallel_size = 2 in" in told
+    path.write_text('{"terapipe": {"offload_activations": true}}')
+    assert "only `terapipe strategy` counts that" in refused(capsys, *options, "--config", str(path))
     path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}')
     assert "train_batch_size = 10 in --config is no multiple of 6" in refused(capsys, *options, "--config", str(path))
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))

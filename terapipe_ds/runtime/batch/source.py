@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_map_only
 
 from terapipe_ds.attention.document_edges import Starts, are_position_ids, have_edges, starts_of
 from terapipe_ds.config import TeraPipeConfig
@@ -350,4 +351,4 @@ def _copied(data: Any) -> Any:
         return get_accelerator().pin_memory(copy) if copy.device.type == "cpu" else copy
     if isinstance(data, (tuple, list)) and all(torch.is_tensor(t) for t in data):
         return tuple(map(_copied, data))
-    return {key: _copied(value) for key, value in data.items()} if type(data) is dict else data
+    return tree_map_only(torch.Tensor, _copied, data)

@@ -258,14 +258,15 @@ class TestStockOrder:
         source.draw(1, training=True)  # and sequence parallelism needs none
         assert reports[0].error is None and reports[0].shapes == (MicroBatchShape(1, 1),)
 
-    def test_tensors_in_a_dict_are_copied(self) -> None:
+    def test_tensors_are_copied_however_deep_they_are(self) -> None:
         """A loader may reuse its memory for the next micro-batch."""
-        labels = {"classes": torch.ones(2), "factors": [torch.ones(1)], "name": "n"}
+        labels = {"classes": torch.ones(2), "factors": [torch.ones(1)], "pair": ("of", torch.ones(1)), "name": "n"}
         drawn, _ = of((TOKENS, labels), **WHOLE).draw(1, training=True)
-        labels["classes"].zero_(), labels["factors"][0].zero_()
+        labels["classes"].zero_(), labels["factors"][0].zero_(), labels["pair"][1].zero_()
         assert drawn[0].labels is not None
         kept = drawn[0].labels.part(0, 12)
         assert kept["classes"].sum() == 2 and kept["factors"][0].sum() == 1 and kept["name"] == "n"
+        assert kept["pair"] == ("of", torch.ones(1))
 
     def test_more_elements_behind_inputs_and_labels_are_left_alone(self) -> None:
         drawn, _ = of((TOKENS, TOKENS + 1, "more"), **WHOLE).draw(1, training=True)

@@ -20,6 +20,7 @@ import torch
 from deepspeed.checkpoint import ds_to_universal
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 
 import terapipe_ds
@@ -377,6 +378,28 @@ def job_universal_loss(folder: str) -> list[Any]:
 def test_the_converter_takes_a_loss_module_from_the_stage_that_trains_it(tmp_path: Path) -> None:
     saved, loaded = rank_pool(2).run(job_universal_loss, folder=str(tmp_path))[1]
     assert engines.error_of(loaded, saved) == 0.0 and saved["exp_avg"].abs() > 0
+
+
+def job_loss_of_sequence_ranks(folder: str, sizes: list[list[int]]) -> list[list[float]]:
+    """Return a parameter of a loss module, as each engine has loaded it from the one before and as it trains it."""
+    found = []
+    for turn, dims in enumerate(sizes):
+        module = {"topology": ProcessTopology(axes=["pipe", "data", "sequence"], dims=dims)}
+        options = {"stages": None, "module": module, "loss_fn": ScaledLoss()}
+        with engines.engine_of(engines.fp32_layers(), engines.unchecked(slices=[8, 8, 6]), **options) as engine:
+            if turn:
+                engine.load_checkpoint(folder, load_module_only=True)
+            loaded = engine.module.loss_fn.scale.item()
+            engines.train(engine, engines.batches(1, length=22))
+            engine.save_checkpoint(folder)
+            found.append([loaded, engine.module.loss_fn.scale.item()])
+    return found
+
+
+def test_a_loss_module_moves_between_sequence_ranks_and_stages(tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "sizes": [[1, 1, 2], [2, 1, 1], [1, 1, 2]]}
+    (_, first), (second, third), (fourth, _) = rank_pool(2).run(job_loss_of_sequence_ranks, **job)[1]
+    assert first == second != third == fourth
 
 
 def job_universal_in_part(folder: str) -> list[str]:

@@ -106,9 +106,11 @@ class ModelEndsEngine(PipelineEngine):
         """
         loss_fn = self.module.loss_fn
         if isinstance(loss_fn, nn.Module) and loss_fn.state_dict():
-            path = self._path_of_loss()
+            # a file for each tensor-parallel rank; its name also depends on the axis of sequence ranks
+            paths = sorted(Path(self._path_of_loss()).parent.glob("loss_fn*-model_states.pt"))
             trained = [f"loss_fn.{name}" for name, each in loss_fn.named_parameters() if each.requires_grad]
-            if Path(path).is_file():
+            if paths:
+                path = str(paths[self.grid.get_slice_parallel_rank() % len(paths)])
                 loss_fn.load_state_dict(self.checkpoint_engine.load(path, map_location="cpu"), strict=strict)
             elif trained and strict:
                 raise CheckpointError(

@@ -1,7 +1,6 @@
 """Fine-tune a tiny model on chats with TRL over pipeline stages; go on from the last checkpoint in --out.
 
-On a machine without accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front.
-deepspeed --num_gpus 2 examples/sft_trl.py
+deepspeed --num_gpus 2 examples/sft_trl.py  # on CPUs put DS_ACCELERATOR=cpu OMP_NUM_THREADS=1 in front
 """
 
 import argparse

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from terapipe_ds.attention.backends.fused import CpuFlash
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from tests.distributed.cases import Case, default_cases
 from tests.gpu_checks import __main__ as command
-from tests.gpu_checks import attention, checks, ranks, speed
+from tests.gpu_checks import actions, attention, checks, ranks, speed
 from tests.gpu_checks.checks import Check, PartResult, Settings, merged, table
 from tests.processes import run_python
 
@@ -31,6 +32,11 @@ def _result(part: str, *found: Check, dry_run: bool = False, device: str = "a de
 
 
 # -- a check, and parts that are merged ---------------------------------------------------------------------------
+
+
+def test_the_end_of_a_batch_can_still_be_timed_apart() -> None:
+    with actions.closing_apart():
+        assert TeraPipeEngine._exec_action.__name__ == "apart"
 
 
 def test_times_are_judged_on_a_device_and_not_in_a_dry_run(tmp_path: Path) -> None:

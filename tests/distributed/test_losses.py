@@ -376,7 +376,7 @@ def test_a_loss_of_the_users_gets_logits_and_the_log_says_what_they_take() -> No
 
 
 VOCABULARY, SLICES = 32768, 16
-PEAK = Workload(stages=2, accumulation=1, sequence_length=1024, micro_batch=1, hidden=96, layers=2, heads=2)
+PEAK = Workload(stages=2, accumulation=1, sequence_length=2048, micro_batch=1, hidden=96, layers=2, heads=2)
 
 
 def peak_bytes(dtype: str, slices: int, accumulation: int) -> tuple[int, int, int]:

@@ -294,7 +294,6 @@ class TestMistakesAreCaught:
         [
             ("tp2_pp2", ["model", "pipe", "data"]),
             pytest.param("tp2_dp2", ["pipe", "model", "data"], marks=pytest.mark.full),
-            pytest.param("pp2_dp2", ["model", "data", "pipe"], marks=pytest.mark.full),
         ],
     )
     def test_another_rank_order(self, layout: str, axes: list[str]) -> None:

@@ -1,6 +1,7 @@
 """Measure steps of one stage in more and more slices, beside the stock engine and beside what is predicted."""
 
 import contextlib
+import functools
 import json
 import math
 import statistics
@@ -12,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
+from terapipe_ds.schedule.action import Action
 from tests.gpu_checks.checks import Check, Settings, not_run
 
 SIZES = {  # stages, micro-batches, tokens, rows, hidden, layers, heads
@@ -115,18 +117,22 @@ def closing_apart() -> Iterator[None]:
     """Wait for the device before and after the end of a batch, so that it is timed apart from the slices."""
     from deepspeed.accelerator import get_accelerator
 
-    from terapipe_ds.runtime.engine.batches import BatchEnd
+    from terapipe_ds.runtime.engine.batches import CLOSING
+    from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 
-    real = BatchEnd.timed
+    real, actions = TeraPipeEngine._exec_action, TeraPipeEngine._ACTIONS
 
-    @contextlib.contextmanager
-    def timed(batch_end: BatchEnd) -> Iterator[None]:
-        get_accelerator().synchronize()
-        with real(batch_end):
-            yield
+    def apart(engine: TeraPipeEngine, action: Action) -> None:
+        if action.kind in CLOSING:
             get_accelerator().synchronize()
+        real(engine, action)
 
-    with mock.patch.object(BatchEnd, "timed", timed):
+    def waited(execute: Callable[[Any, Action], None], engine: TeraPipeEngine, action: Action) -> None:
+        execute(engine, action)
+        get_accelerator().synchronize()
+
+    closing = {kind: functools.partial(waited, actions[kind]) for kind in CLOSING}
+    with mock.patch.object(TeraPipeEngine, "_exec_action", apart), mock.patch.dict(actions, closing):
         yield
 
 

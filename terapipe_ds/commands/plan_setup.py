@@ -47,11 +47,12 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
             "take the key out to find others, or price it with `terapipe strategy --against`"
         )
-    unknown = configured.pop("unknown", None)
-    if unknown and profile is None:
-        raise CommandError(
-            f"{' and '.join(unknown)} in --config: only `terapipe strategy` counts that; take it out to plan without"
-        )
+    unknown = configured.pop("unknown", {})
+    if profile is not None:  # it knows the others if it was measured with them
+        unknown = {key: value for key, value in unknown.items() if key == "terapipe.offload_activations"}
+    if unknown:
+        told = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
+        raise CommandError(f"{told} in --config: only `terapipe strategy` counts that; take it out to plan without")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
@@ -152,7 +153,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "partition": section.partition,
         "wire_formats": (section.links.forward, section.links.backward),
         "strategy": section.strategy,
-        "unknown": [f"{key} = {show_value(value)}" for key, value in unknown.items() if value] or None,
+        "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}

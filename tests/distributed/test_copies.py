@@ -125,11 +125,20 @@ def job_left_gradients() -> tuple[tuple[str, str], dict[str, float]]:
         return error, engines.differences(engines.train(engine, data), engines.stock_run())
 
 
+def job_trained_in_part() -> list[float]:
+    """ZeRO leaves gradients of the norms' weights, which its optimizer does not have."""
+    model = engines.pipeline_module(engines.gpt_layers("float32"))
+    trained = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
+    with engines.started(model, BOTH_WAYS, {"model_parameters": trained}, **engines.ZERO1) as engine:
+        return engines.train(engine, engines.batches(3)).returned
+
+
 def test_gradients_that_each_copy_would_add_are_refused_before_the_batch() -> None:
     ranks = rank_pool(2).run(job_left_gradients)
     assert [error[0] for error, _ in ranks] == ["BatchError", "TeraPipeConfigError"]  # rank 0 names rank 1
     assert all("would count twice: call engine.zero_grad()" in error[1] for error, _ in ranks)
     assert not engines.violations([errors for _, errors in ranks])
+    assert [len(losses) for losses in rank_pool(2).run(job_trained_in_part)] == [3, 3]
 
 
 # -- added weights -------------------------------------------------------------------------------------------

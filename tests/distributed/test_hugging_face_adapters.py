@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as torch_dist
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import terapipe_ds
@@ -184,9 +184,12 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     write_model("qwen2", base)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
     if torch_dist.get_rank() == 0:
-        fields = LoraConfig(r=1 if case == "other rank" else 4, target_modules=["q_proj"])
+        bias: Any = "all" if case == "no biases" else "none"
+        fields = LoraConfig(r=1 if case == "other rank" else 4, target_modules=["q_proj"], bias=bias)
         wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), fields)
         wide.save_pretrained(adapters)
+        weights = Path(adapters, "adapter_model.safetensors")
+        save_file({key: each for key, each in load_file(weights).items() if not key.endswith("bias")}, weights)
         path = Path(adapters, "adapter_config.json")
         config = json.loads(path.read_text())
         config["base_model_name_or_path"] = "somebody/model"
@@ -206,6 +209,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         "two": {"folder": model, "adapter": adapters},
         "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
         "other rank": {"folder": base, "adapter": adapters},
+        "no biases": {"folder": base, "adapter": adapters},
         "merged": {"folder": model},
         "quantized": {"folder": model},
     }
@@ -298,6 +302,7 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("two", "leave out adapter="),
         ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),
         ("other rank", "do not agree on"),
+        ("no biases", "q_proj.base_layer.bias"),
         ("merged", "call model.unmerge_adapter()"),
         ("quantized", "its weights are quantized"),
     ],

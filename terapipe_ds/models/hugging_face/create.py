@@ -277,9 +277,10 @@ def _folders(
         isinstance(adapter, str | os.PathLike) and Path(adapter).resolve() == path.resolve()
     ):
         raise ModelRefusedError(f"{path} has adapters ({ADAPTER_CONFIG}), and others are given: leave out adapter=")
-    # adapters say which model they belong to, by a folder or a name on the hub, whose revision is not theirs
+    # adapters say which model they belong to, by a folder or a name on the hub; theirs there is no revision of it
     config = parse_json(read_bytes(path / ADAPTER_CONFIG))
-    base, of_hub = config.get("base_model_name_or_path"), {**of_hub, "revision": config.get("revision")}
+    of_user = of_hub.get("revision") if Path(folder).is_dir() else None
+    base, of_hub = config.get("base_model_name_or_path"), {**of_hub, "revision": of_user or config.get("revision")}
     if not isinstance(base, str):
         raise ModelRefusedError(
             f"{path} has adapters, and does not say for which model: give the folder of the model, and "

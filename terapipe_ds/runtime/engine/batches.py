@@ -16,6 +16,7 @@ from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger, show_value
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
@@ -95,8 +96,11 @@ class IncomingBatches:
         self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
         if is_new:
             # norms count parameters that a program has added like those that were there at the start
-            if self._layout.has_copies:
-                join_copies(self._engine.module, self._world)
+            try:
+                if self._layout.has_copies:
+                    join_copies(self._engine.module, self._world)
+            except TeraPipeConfigError as error:
+                raise RaisedEverywhere(error) from None
             count_every_stage_in_norm(self._engine.module, self._engine.grid)
             self._first_batch.renew()
             self._guard_again()

@@ -115,7 +115,7 @@ class ModelEndsEngine(PipelineEngine):
             elif trained and strict:
                 raise CheckpointError(
                     f"the checkpoint has no values of {', '.join(trained[:4])}, trained parameters of the loss module: "
-                    "DeepSpeed's own engine, its converter and older versions of this package save layers alone. Give "
+                    "DeepSpeed's own engine and older versions of this package save layers alone. Give "
                     "the module its values yourself and load with load_module_strict=False, which leaves them as they "
                     "are"
                 )

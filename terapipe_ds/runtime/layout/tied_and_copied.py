@@ -50,8 +50,8 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
 def join_copies(module: Any, world: Any = None) -> None:
     """Let one of the copies of each parameter count in norms and in numbers of parameters, and give all its values.
 
-    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks,
-    of which `world` is a group on the CPU.
+    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over
+    all ranks; `world` is their group on the CPU.
 
     Raises TeraPipeConfigError on every rank if the copies of a layer have different parameters.
     """
@@ -145,9 +145,14 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
 
 def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> str | None:
     """Return an error about gradients that a program left in copies before a batch, where each copy adds its own."""
-    gradients = Gradients(optimizer)
-    shared = weights_by_group(module) if layout.has_copies else ()
-    if not any(gradients.is_there(weight) for _, weights in shared for weight in weights):
+    if not layout.has_copies:
+        return None
+    # DeepSpeed's optimizers leave gradients that they do not step with
+    groups: Any = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
+    groups = groups or [group["params"] for group in getattr(optimizer, "param_groups", ())]
+    stepped = {id(weight) for group in groups for weight in group}
+    shared = [weight for _, weights in weights_by_group(module) for weight in weights if id(weight) in stepped]
+    if not any(map(Gradients(optimizer).is_there, shared)):
         return None
     return (
         "parameters at two places (chimera) have gradients before train_batch(), and these would count twice: call "

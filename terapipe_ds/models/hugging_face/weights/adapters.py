@@ -92,7 +92,8 @@ class Adapters:
         shapes = {key: value.shape for key, value in stored.items()}
         # peft also saves the weights below adapters of an embedding or output matrix: they are read, and saved again
         self._saved_as |= {key.removeprefix(IN_PEFT): key for key in stored.keys() & self._below.keys()}
-        differ = sorted({key for key, _ in (shapes.items() ^ self._shapes.items()) - self._below.items()})
+        below = self._below.items() - self._shapes.items()
+        differ = sorted({key for key, _ in (shapes.items() ^ self._shapes.items()) - below})
         if differ:
             raise ModelRefusedError(
                 f"the adapters and their config ({ADAPTER_CONFIG}) do not agree on {named(differ)}: give adapters that "

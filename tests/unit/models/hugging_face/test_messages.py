@@ -96,6 +96,8 @@ def test_adapters_on_the_hub_have_another_revision_than_their_model(
     of_hub = {"revision": "of adapters", "token": "t"}
     assert _folders("some/adapters", None, of_hub) == ("some/model", tmp_path, tmp_path)
     assert asked == [("some/adapters", "of adapters", "t"), ("some/model", "of model", "t")]
+    assert _folders(tmp_path, None, {"revision": "of user", "token": "t"}) == ("some/model", tmp_path, tmp_path)
+    assert asked[2:] == [("some/model", "of user", "t")]
 
 
 def test_a_name_that_is_nowhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

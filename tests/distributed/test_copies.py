@@ -128,8 +128,9 @@ def job_left_gradients() -> tuple[tuple[str, str], dict[str, float]]:
 def job_trained_in_part() -> list[float]:
     """ZeRO leaves gradients of the norms' weights, which its optimizer does not have."""
     model = engines.pipeline_module(engines.gpt_layers("float32"))
+    terapipe_ds.lay_out(model, engines.config(**engines.ZERO1) | {"terapipe": BOTH_WAYS})
     trained = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
-    with engines.started(model, BOTH_WAYS, {"model_parameters": trained}, **engines.ZERO1) as engine:
+    with engines.started(model, BOTH_WAYS, initialize={"model_parameters": trained}, **engines.ZERO1) as engine:
         return engines.train(engine, engines.batches(3)).returned
 
 

@@ -184,7 +184,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
     write_model("qwen2", base)
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base), LoraConfig(r=4, target_modules=["q_proj"]))
     if torch_dist.get_rank() == 0:
-        bias: Any = "all" if case == "no biases" else "none"
+        bias: Any = "lora_only" if case == "no biases" else "none"
         fields = LoraConfig(r=1 if case == "other rank" else 4, target_modules=["q_proj"], bias=bias)
         wide = get_peft_model(AutoModelForCausalLM.from_pretrained(base), fields)
         wide.save_pretrained(adapters)

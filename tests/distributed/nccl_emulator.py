@@ -38,6 +38,8 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from terapipe_ds.runtime.agreement import _on_the_host
+
 PATIENCE_S = 30.0
 _REAL = {name: getattr(torch_dist, name) for name in ("send", "recv", "isend", "irecv", "all_gather_object")}
 
@@ -278,5 +280,7 @@ def emulated_nccl(eager: bool, patience_s: float = PATIENCE_S) -> Iterator[Emula
             patches.enter_context(mock.patch.object(torch_dist, name, getattr(emulator, name)))
         for name in ("synchronize", "set_device"):
             patches.enter_context(mock.patch.object(get_accelerator(), name, getattr(emulator, name)))
+        _on_the_host.cache_clear()  # it knows the backend outside
+        patches.callback(_on_the_host.cache_clear)
         yield emulator
         emulator.close()

@@ -206,6 +206,9 @@ def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str]
     dataclasses.replace(one, layers=LayerProfiles((kind, other), (0, *[1] * 5, 0, 0), (0, 4, 8))).save(path)
     config.write_text(json.dumps({"terapipe": {"partition": [0, 3, 7], "schedule": "seq1f1b"}}))
     assert as_json(capsys, *options)["terapipe"]["partition"] == [0, 3, 8]
+    # a profile was measured with the stages that recompute, if the config has some, and never with copies to the host
+    config.write_text(json.dumps({"terapipe": {"recompute": [0], "offload_activations": True}}))
+    assert "error: terapipe.offload_activations = True in --config" in refused(capsys, *options)
     # the module's own method of partition may cut elsewhere, with as little on the fullest part
     config.write_text(json.dumps({"terapipe": {"schedule": "seq1f1b"}}))
     assert "partition" not in as_json(capsys, *options)["terapipe"]

@@ -126,7 +126,7 @@ MERGE = "attention.backends.blocks:merge"
 RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
-CLIP_NORM = "runtime.engine.build:count_every_stage_in_norm"
+CLIP_NORM = "runtime.engine.batches:count_every_stage_in_norm"
 LABELS_OF = "runtime.batch.cut_tensors:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class IncomingBatches:
         """Treat the next batch as the first one, because the model is another one on some rank."""
         self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
         if is_new:
-            # norms count parameters that a program has added like those that were there at the start
+            # norms count all parameters, also those that a program adds between batches
             try:
                 if self._layout.has_copies:
                     join_copies(self._engine.module, self._world)

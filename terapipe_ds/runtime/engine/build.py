@@ -19,7 +19,6 @@ from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, gather, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import (
-    count_every_stage_in_norm,
     count_nothing_as_zero,
     forget_marks,
     forget_replaced_parameters,
@@ -191,7 +190,6 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         finite = FiniteCheck(module, *where, not may_overflow(engine), is_collected, weights.sums)
     if config.compile:
         compile_layers(module)
-    count_every_stage_in_norm(module, engine.grid)
     setattr(module, _ENGINE, id(engine))
     warn_of_first_step(engine)
     count_nothing_as_zero(engine.optimizer)

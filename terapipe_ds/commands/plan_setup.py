@@ -51,8 +51,8 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     if profile is not None:  # it knows the others if it was measured with them
         unknown = {key: value for key, value in unknown.items() if key == "terapipe.offload_activations"}
     if unknown:
-        told = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
-        raise CommandError(f"{told} in --config: only `terapipe strategy` counts that; take it out to plan without")
+        shown = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
+        raise CommandError(f"{shown} in --config: only `terapipe strategy` counts that; take it out to plan without")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
@@ -131,12 +131,12 @@ def from_config(path: str | None) -> dict[str, Any]:
     section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
     keys = DeepSpeedJson(ds_config)
     checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
-    # the counted costs of this command are those of a step without these
-    unknown = {
+    ranks = keys.number("sequence_parallel_size")
+    unknown = {  # no counted costs of this command know them
         "terapipe.recompute": section.recompute not in ("full", "off", None) and given["recompute"],
         "terapipe.keep_attention": section.keep_attention,
         "terapipe.offload_activations": section.offload_activations,
-        "sequence_parallel_size": (size := keys.number("sequence_parallel_size") or 1) > 1 and size,
+        "sequence_parallel_size": ranks != 1 and ranks,
     }
     values = {
         "micro_batches": keys.number("gradient_accumulation_steps"),

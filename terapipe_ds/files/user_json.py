@@ -63,7 +63,7 @@ class DeepSpeedJson:
         """Return the sequences of a micro-batch; refuse a config that gives them by `train_batch_size` alone."""
         name = "train_micro_batch_size_per_gpu"
         if self._value(name) is None and self.number("train_batch_size") is not None:
-            why = "train_batch_size counts those of all replicas, whose number this command does not know"
+            why = "train_batch_size counts the sequences of all replicas, and this command does not know their number"
             raise CommandError(f"{name} is missing in --config: {why}; give both")
         return self.fixed_number(name)
 

@@ -100,7 +100,7 @@ class TensorParallelModule(PipelineModule):
     def complete_gradients(self, partial: Collection[str], optimizer: Any, group: Any, advice: str) -> None:
         """Sum `partial` gradients over tensor-parallel ranks; compare all others that each rank has, until it could.
 
-        Call it once per batch, after its last backward. `advice` and errors are those of `sum_gradients` and
+        Call it once per batch, after its last backward. For `advice` and errors see `sum_gradients` and
         `require_equal_gradients`.
         """
         trained = {name: parameter for name, parameter in self.named_parameters() if parameter.requires_grad}

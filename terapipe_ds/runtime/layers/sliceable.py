@@ -46,7 +46,7 @@ def problem_of_layers(
     if not names:
         return None
     return (
-        f"layers that mix the tokens of a sequence, and would see only those of a slice: {in_short(names)}. Only "
+        f"layers that mix the tokens of a sequence, and would see only the tokens of a slice: {in_short(names)}. Only "
         "sliced_attention may do so, or a layer that hands its state on by terapipe_ds.attention.carry "
         "(docs/carried_states.md); set terapipe.slices to 1 to train this model. A layer that is right on slices (it "
         "hands its state on, or mixes features and no tokens) declares this by the class attribute slice_safe = True, "

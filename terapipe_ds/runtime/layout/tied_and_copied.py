@@ -50,8 +50,8 @@ def copies_of(module: Any, layout: Layout, layers: Mapping[LayerName, Any]) -> d
 def join_copies(module: Any, world: Any = None) -> None:
     """Let one of the copies of each parameter count in norms and in numbers of parameters, and give all its values.
 
-    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over
-    all ranks; `world` is their group on the CPU.
+    Layers may have got parameters since they were laid out: adapters, parametrizations. A collective over all ranks;
+    `world` is their group on the CPU.
 
     Raises TeraPipeConfigError on every rank if the copies of a layer have different parameters.
     """

@@ -301,7 +301,7 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert tight.predicted_s > free.predicted_s
     again = price_strategy(tight, "gpt3-1b", cluster)
     assert again.predicted_s == pytest.approx(tight.predicted_s) and again.memory_bytes == tight.memory_bytes
-    # on other machines each figure is the one of these machines
+    # on other machines each figure is a new one
     other = price_strategy(tight, "gpt3-1b", Cluster("a100", 2, 2))
     assert other.devices_per_node == 2 and other.memory_by_kind.keys() == again.memory_by_kind.keys()
     assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes

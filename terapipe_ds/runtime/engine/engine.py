@@ -21,11 +21,12 @@ An error on which the ranks agree (`agreement`) is raised on all of them; traini
 any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
 (`failures.watchdog`).
 
-Seven more files show a batch from its data to the step and its loss.
+Eight more files show a batch from its data to the step and its loss.
 
 - `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
 - `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
 - `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
+- `runtime/batch/in_flight.py`: tensors of slices from their F to their B.
 - `runtime/links/stage_links.py`: messages between stages.
 - `runtime/batch/loss_weights.py`, `runtime/engine/batch_results.py`: weights and sums of the losses of slices.
 - `runtime/engine/model_ends.py`: the loss that `train_batch` returns.
@@ -33,8 +34,8 @@ Seven more files show a batch from its data to the step and its loss.
 Three show how slices become possible. You need the others for checks and options.
 
 - `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
-- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. The autograd
-  node of attention (`attention.sliced`) calls it.
+- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. `attention.call`
+  calls it, in the autograd node of `attention.sliced`.
 - `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
 """
 

@@ -371,6 +371,9 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         "ModelRefusedError", {"fields": {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 8}},
     ),
     "has attention_dropout = 0.1": ("ModelRefusedError", {"fields": {"attention_dropout": 0.1}}),
+    "(MixtralDecoderLayer) draws random numbers in training": (
+        "ModelRefusedError", {"family": "mixtral", "fields": {"router_jitter_noise": 0.1}},
+    ),
     "LoraConfig has lora_dropout or use_dora": ("ModelRefusedError", {"adapter": {"lora_dropout": 0.1}}),
     "mlp.down_proj: 'diagonal'": ("ModelRefusedError", {"plan": {"layers.*.mlp.down_proj": "diagonal"}}),
     "cannot be divided over 2 tensor-parallel ranks by its plan": (

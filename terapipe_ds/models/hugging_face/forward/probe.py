@@ -87,6 +87,19 @@ def difference(outline: Outline, index: int, layer: nn.Module, change: Callable[
     return "" if error <= _TOLERANCE else f"it does not compute what the whole layer does (relative error {error:.0e})"
 
 
+def draws(outline: Outline, index: int, layer: nn.Module, way: Way) -> bool:
+    """Return whether a decoder layer draws random numbers in training, as a router with noise does."""
+    inputs = _inputs(outline, index, layer)
+    device = inputs[0].device
+    state = torch.cuda.get_rng_state if inputs[0].is_cuda else lambda _: torch.get_rng_state()
+    with torch.random.fork_rng([device] if inputs[0].is_cuda else []), torch.enable_grad():
+        before = state(device)
+        _run_slices(outline, index, layer.train(), way.is_fast, (sum(_LENGTHS),), inputs)
+        layer.eval()
+        outline.cache.forget_written()
+        return not torch.equal(before, state(device))
+
+
 def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
     """Return why the layer cannot run in slices this way; empty if it can."""
     outline.cache.states_written.clear()

@@ -17,7 +17,7 @@ from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from torch import nn
 
 from terapipe_ds.models.hugging_face.forward.outline import Outline
-from terapipe_ds.models.hugging_face.forward.probe import Way, difference, trial_of
+from terapipe_ds.models.hugging_face.forward.probe import Way, difference, draws, trial_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, RowLinear, SharedHeads, VocabEmbedding
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
@@ -131,10 +131,15 @@ def check(outline: Outline, size: int, adapter: Any) -> None:
 def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ranks: TensorRanks) -> None:
     """Raise ModelRefusedError if the ranks do not compute together as the whole decoder layer does. A collective.
 
-    A layer may mix the heads of several ranks, or its plan may be wrong.
+    A layer may mix the heads of several ranks, its plan may be wrong, or its router may add noise.
     """
     trial, name = trial_of(outline, layer).to(ranks.device), outline.layer_name(index)
     try:
+        if draws(outline, index, trial, way):
+            raise ModelRefusedError(
+                f"decoder layer {index} ({type(layer).__name__}) draws random numbers in training, such as noise of a "
+                f"router: {ranks.size} tensor-parallel ranks would draw numbers of their own. Set the noise to 0"
+            )
         problem = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
     except ModelRefusedError:
         raise

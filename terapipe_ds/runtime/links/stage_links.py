@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from terapipe_ds.attention.backends import plans_kept
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.failures.report import Wait
@@ -24,17 +25,25 @@ from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
 BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, also for all sizes between
-theirs."""
+"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded."""
+
+MOST_NEW_SIZES = 20
+"""Batches of a kind that go by way of the host for sizes of their own between those that have run. Then all kernels for
+sizes between are loaded but those of cuDNN, which builds and loads some for each size: it does so in the first half."""
 
 _Channel = TypeVar("_Channel")
 
 
 class _KindRun:
-    """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices."""
+    """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices.
+
+    `num_new` of these batches had sizes that no batch before them had.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.num_new = 0
+        self._sizes: set[tuple[int, ...]] = set()  # of the first MOST_NEW_SIZES batches with new ones
+        self._planned: set[tuple[int, ...]] = set()  # those of these sizes for which cuDNN has plans
         self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 3  # of rows, sequences and slices
 
     def covers(self, sizes: Sequence[tuple[int, ...]]) -> bool:
@@ -42,8 +51,21 @@ class _KindRun:
         both = [(size, of) for each in sizes for size, of in zip(each, self._ranges, strict=True)]
         return all(least <= size <= largest for size, (least, largest) in both)
 
-    def add(self, sizes: Sequence[tuple[int, ...]]) -> None:
+    def has(self, sizes: Sequence[tuple[int, ...]]) -> bool:
+        """Return whether batches with these very sizes have run, or so many others that they need not."""
+        return self.num_new >= MOST_NEW_SIZES or self._sizes.issuperset(sizes)
+
+    def may_plan(self, sizes: Sequence[tuple[int, ...]], by_host: bool) -> bool:
+        """Return whether cuDNN has plans for these sizes, or may build them in a batch `by_host`."""
+        return self._planned.issuperset(sizes) or (by_host and self.num_new < MOST_NEW_SIZES // 2)
+
+    def add(self, sizes: Sequence[tuple[int, ...]], has_plans: bool) -> None:
+        """Count a batch; it `has_plans` if cuDNN might build some in it."""
         self.count += 1
+        if not self.has(sizes):
+            self._planned.update(sizes if has_plans else ())
+            self._sizes.update(sizes)
+            self.num_new += 1
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
@@ -69,9 +91,10 @@ class StageLinks:
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
     host. A batch with more or fewer rows, or with longer or shorter sequences or slices, than all before sends its
-    messages that way too: a window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its
-    first launch, and may then wait for all work on the device, even for receives that end only after the next work of
-    this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
+    messages that way too: a window limits longer sequences only, and has kernels of its own. So do some batches with
+    other sizes between these, for which libraries may choose other kernels. CUDA loads a kernel at its first launch,
+    and may then wait for all work on the device, even for receives that end only after the next work of this stage.
+    CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
@@ -88,6 +111,7 @@ class StageLinks:
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind
         self._num_batches = self._num_by_host = 0
+        self._plans = False, False
         self._batch: BatchInFlight | None = None
         # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
         # keep them by the identity of a schedule, as long as it lives
@@ -129,6 +153,9 @@ class StageLinks:
         self._handed.clear()
         # A kernel that CUDA loads now would wait for receives that end only after the next work of this stage
         by_host = self.goes_by_host(batch)
+        # a plan for whole sequences is torch's, by sizes; those for slices are here, by shapes
+        may_plan = all(run.may_plan(sizes, by_host) for run, sizes in self._runs_of(batch))
+        self._plans = by_host and may_plan, may_plan
         self._num_batches += 1
         self._num_by_host += by_host
         for channel in (*self._receiving, *self._sending):
@@ -151,9 +178,16 @@ class StageLinks:
     def goes_by_host(self, batch: BatchInFlight) -> bool:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
-        count, kinds = 1 if self._loads_at_start else BATCHES_BY_HOST, batch.kinds()
-        is_known = all(self._run[kind].count >= count and self._run[kind].covers(kinds[kind]) for kind in kinds)
+        count, runs = 1 if self._loads_at_start else BATCHES_BY_HOST, self._runs_of(batch)
+        is_known = all(run.count >= count and run.covers(sizes) and run.has(sizes) for run, sizes in runs)
         return self._post_on_device and not is_known
+
+    def _runs_of(self, batch: BatchInFlight) -> list[tuple[_KindRun, list[tuple[int, ...]]]]:
+        return [(self._run[kind], sizes) for kind, sizes in batch.kinds().items()]
+
+    def plans_kept(self) -> AbstractContextManager[None]:
+        """Return a context for the actions of the open batch, in which cuDNN loads no kernels behind receives."""
+        return plans_kept(*self._plans) if self._post_on_device else nullcontext()
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
@@ -165,8 +199,8 @@ class StageLinks:
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
-            for kind, sizes in self._batch.kinds().items():
-                self._run[kind].add(sizes)
+            for run, sizes in self._runs_of(self._batch):
+                run.add(sizes, has_plans=self._plans[1])
         self._batch = None
 
     def _open(self) -> BatchInFlight:

@@ -48,17 +48,20 @@ def plans_kept(here: bool = False, in_torch: bool = False) -> Iterator[None]:
     """Let cuDNN build no plans of kernels in the block, unless they are for calls from `here`, or from `in_torch`.
 
     A new plan loads kernels, and CUDA may then wait for all work of the device, whatever CUDA_MODULE_LOADING says. On a
-    Hopper torch's `scaled_dot_product_attention` prefers cuDNN, and takes another kernel in such a block.
+    Hopper torch's `scaled_dot_product_attention` prefers cuDNN, and takes another kernel in such a block, unless the
+    program admits no other.
     """
     global _builds_plans
-    before, of_torch = _builds_plans, torch.backends.cuda.cudnn_sdp_enabled()
+    switches = torch.backends.cuda
+    before, of_torch = _builds_plans, switches.cudnn_sdp_enabled()
+    has_others = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.math_sdp_enabled()
     _builds_plans = here
-    torch.backends.cuda.enable_cudnn_sdp(of_torch and in_torch)
+    switches.enable_cudnn_sdp(of_torch and (in_torch or not has_others))
     try:
         yield
     finally:
         _builds_plans = before
-        torch.backends.cuda.enable_cudnn_sdp(of_torch)
+        switches.enable_cudnn_sdp(of_torch)
 
 
 def builds_plans() -> bool:

@@ -18,6 +18,7 @@ from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_a
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds import compat
@@ -351,6 +352,15 @@ def test_cudnn_computes_shapes_with_plans_where_it_may_build_none(monkeypatch: p
         assert calls(6, "eval") == 2
         with first_use._as_outside(torch.device("cpu")):  # a kernel that is checked must run
             assert calls(4, "train") == 2
+
+
+@pytest.mark.parametrize("kernels", [[], ["FLASH_ATTENTION"], ["MATH"]])
+def test_torch_keeps_a_kernel_where_it_may_build_no_plans(kernels: list[str]) -> None:
+    """A program may admit cuDNN alone: without it torch would find no kernel at all."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *(getattr(SDPBackend, name) for name in kernels)]):
+        with first_use.plans_kept():
+            assert torch.backends.cuda.cudnn_sdp_enabled() is not bool(kernels)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

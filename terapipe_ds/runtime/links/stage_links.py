@@ -27,9 +27,8 @@ from terapipe_ds.schedule.proofs import budget_of_sends
 BATCHES_BY_HOST = 3
 """Batches of a kind whose messages go by way of the host: by then its kernels are loaded."""
 
-MOST_NEW_SIZES = 20
-"""Batches of a kind that go by way of the host for sizes of their own between those that have run. Then all kernels for
-sizes between are loaded but those of cuDNN, which builds and loads some for each size: it does so in the first half."""
+HOST_SHARE = 0.01
+"""Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
 
@@ -37,13 +36,13 @@ _Channel = TypeVar("_Channel")
 class _KindRun:
     """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices.
 
-    `num_new` of these batches had sizes that no batch before them had.
+    cuDNN loads kernels of its own for each size. It has those of the sizes in `_planned`.
     """
 
     def __init__(self) -> None:
-        self.count = self.num_new = 0
-        self._sizes: set[tuple[int, ...]] = set()  # of the first MOST_NEW_SIZES batches with new ones
-        self._planned: set[tuple[int, ...]] = set()  # those of these sizes for which cuDNN has plans
+        self.count = 0
+        self._planned: set[tuple[int, ...]] = set()
+        self._has_others = False  # the kernels that take the place of cuDNN's are loaded
         self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 3  # of rows, sequences and slices
 
     def covers(self, sizes: Sequence[tuple[int, ...]]) -> bool:
@@ -51,21 +50,18 @@ class _KindRun:
         both = [(size, of) for each in sizes for size, of in zip(each, self._ranges, strict=True)]
         return all(least <= size <= largest for size, (least, largest) in both)
 
-    def has(self, sizes: Sequence[tuple[int, ...]]) -> bool:
-        """Return whether batches with these very sizes have run, or so many others that they need not."""
-        return self.num_new >= MOST_NEW_SIZES or self._sizes.issuperset(sizes)
+    def plans(self, sizes: Sequence[tuple[int, ...]], by_host: bool = False) -> bool:
+        """Return whether cuDNN has plans for these sizes, or may build them in a batch `by_host`.
 
-    def may_plan(self, sizes: Sequence[tuple[int, ...]], by_host: bool) -> bool:
-        """Return whether cuDNN has plans for these sizes, or may build them in a batch `by_host`."""
-        return self._planned.issuperset(sizes) or (by_host and self.num_new < MOST_NEW_SIZES // 2)
+        The second sizes get none: the kernels that others will need load then.
+        """
+        return self._planned.issuperset(sizes) or (by_host and (self.count == 0 or self._has_others))
 
-    def add(self, sizes: Sequence[tuple[int, ...]], has_plans: bool) -> None:
-        """Count a batch; it `has_plans` if cuDNN might build some in it."""
+    def add(self, sizes: Sequence[tuple[int, ...]], plans: bool) -> None:
+        """Count a batch, in which cuDNN `plans`, or other kernels take its place."""
         self.count += 1
-        if not self.has(sizes):
-            self._planned.update(sizes if has_plans else ())
-            self._sizes.update(sizes)
-            self.num_new += 1
+        self._planned.update(sizes if plans else ())
+        self._has_others |= not plans
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
@@ -91,10 +87,12 @@ class StageLinks:
 
     If messages wait for their other end on the device, the messages of the first batches of each kind go by way of the
     host. A batch with more or fewer rows, or with longer or shorter sequences or slices, than all before sends its
-    messages that way too: a window limits longer sequences only, and has kernels of its own. So do some batches with
-    other sizes between these, for which libraries may choose other kernels. CUDA loads a kernel at its first launch,
-    and may then wait for all work on the device, even for receives that end only after the next work of this stage.
-    CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
+    messages that way too: a window limits longer sequences only, and has kernels of its own. CUDA loads a kernel at its
+    first launch, and may then wait for all work on the device, even for receives that end only after the next work of
+    this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
+
+    cuDNN builds kernels for each new size, in batches by way of the host alone. Batches with sizes between those that
+    have run go that way while they are at most `HOST_SHARE` of all. Until then other kernels compute their attention.
 
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
@@ -154,7 +152,7 @@ class StageLinks:
         # A kernel that CUDA loads now would wait for receives that end only after the next work of this stage
         by_host = self.goes_by_host(batch)
         # a plan for whole sequences is torch's, by sizes; those for slices are here, by shapes
-        may_plan = all(run.may_plan(sizes, by_host) for run, sizes in self._runs_of(batch))
+        may_plan = all(run.plans(sizes, by_host) for run, sizes in self._runs_of(batch))
         self._plans = by_host and may_plan, may_plan
         self._num_batches += 1
         self._num_by_host += by_host
@@ -179,8 +177,10 @@ class StageLinks:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
         count, runs = 1 if self._loads_at_start else BATCHES_BY_HOST, self._runs_of(batch)
-        is_known = all(run.count >= count and run.covers(sizes) and run.has(sizes) for run, sizes in runs)
-        return self._post_on_device and not is_known
+        is_known = all(run.count >= count and run.covers(sizes) for run, sizes in runs)
+        is_planned = all(run.plans(sizes) for run, sizes in runs)
+        has_room = self._num_by_host < HOST_SHARE * self._num_batches
+        return self._post_on_device and (not is_known or (has_room and not is_planned))
 
     def _runs_of(self, batch: BatchInFlight) -> list[tuple[_KindRun, list[tuple[int, ...]]]]:
         return [(self._run[kind], sizes) for kind, sizes in batch.kinds().items()]
@@ -200,7 +200,7 @@ class StageLinks:
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
             for run, sizes in self._runs_of(self._batch):
-                run.add(sizes, has_plans=self._plans[1])
+                run.add(sizes, plans=self._plans[1])
         self._batch = None
 
     def _open(self) -> BatchInFlight:

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
@@ -268,6 +270,29 @@ def test_loading_kernels_in_the_first_batch_does_not_hang(schedule: str) -> None
 def test_loading_kernels_of_other_batches_does_not_hang(later: dict[str, Any]) -> None:
     job = {"schedule": "seq1f1b", "stages": 2, "eager": True, **later, **LOADING}
     assert_right(rank_pool(2).run(train_with, fault=kernels_loaded_on_devices, **job))
+
+
+@contextlib.contextmanager
+def plans_built_for_each_length() -> Iterator[None]:
+    """torch's attention builds a plan of cuDNN for each length, unless cuDNN is off; lengths soon count as known."""
+    attention, built = F.scaled_dot_product_attention, set()
+
+    def build_and_attend(q: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        if torch.backends.cuda.cudnn_sdp_enabled() and (q.requires_grad, q.shape) not in built:
+            built.add((q.requires_grad, q.shape))
+            get_accelerator().synchronize()
+        return attention(q, *rest, **options)
+
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(mock.patch.object(F, "scaled_dot_product_attention", build_and_attend))
+        patches.enter_context(mock.patch.object(Wires, "post_on_device", True))
+        patches.enter_context(mock.patch.object(stage_links, "BATCHES_BY_HOST", 1))
+        yield
+
+
+def test_building_plans_for_new_lengths_does_not_hang() -> None:
+    job = {"schedule": "1f1b", "slices": 1, "stages": 2, "eager": True, "lengths": (24, 30, 27)}
+    assert_right(rank_pool(2).run(train_with, fault=plans_built_for_each_length, changes={"verify": "off"}, **job))
 
 
 @contextlib.contextmanager

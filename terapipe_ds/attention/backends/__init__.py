@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from terapipe_ds.attention.backends.base import Backend, Need
-from terapipe_ds.attention.backends.first_use import fastest
+from terapipe_ds.attention.backends.first_use import fastest, plans_kept
 from terapipe_ds.attention.backends.flash_attn import CudaFlash, FlashAttn, FlashAttn3, FlashAttn4
 from terapipe_ds.attention.backends.flex import Flex, is_below_autograd
 from terapipe_ds.attention.backends.fused import CpuFlash, Cudnn
@@ -24,7 +24,8 @@ from terapipe_ds.attention.backends.reference import Reference
 from terapipe_ds.messages import logger
 
 __all__ = [
-    "Backend", "available_backends", "backend_name", "backend_names", "choose_backend", "passed_over", "set_backend",
+    "Backend", "available_backends", "backend_name", "backend_names", "choose_backend", "passed_over", "plans_kept",
+    "set_backend",
 ]  # fmt: skip
 
 

@@ -40,6 +40,33 @@ _MOST_ERROR = 0.02  # for bf16, whose steps are 0.4 %
 _WINDOW, _SOFTCAP = 100, 5.0
 _TIMED_TOKENS, _MOST_TIMED_HEADS, _TIMED_RUNS = 2048, 16, 7
 _TIMED_PREFIX = 7 * _TIMED_TOKENS  # long enough that the device computes while the host calls
+_builds_plans = True
+
+
+@contextmanager
+def plans_kept(here: bool = False, in_torch: bool = False) -> Iterator[None]:
+    """Let cuDNN build no plans of kernels in the block, unless they are for calls from `here`, or from `in_torch`.
+
+    A new plan loads kernels, and CUDA may then wait for all work of the device, whatever CUDA_MODULE_LOADING says. On a
+    Hopper torch's `scaled_dot_product_attention` prefers cuDNN, and takes another kernel in such a block, unless the
+    program admits no other.
+    """
+    global _builds_plans
+    switches = torch.backends.cuda
+    before, of_torch = _builds_plans, switches.cudnn_sdp_enabled()
+    has_others = switches.flash_sdp_enabled() or switches.mem_efficient_sdp_enabled() or switches.math_sdp_enabled()
+    _builds_plans = here
+    switches.enable_cudnn_sdp(of_torch and (in_torch or not has_others))
+    try:
+        yield
+    finally:
+        _builds_plans = before
+        switches.enable_cudnn_sdp(of_torch)
+
+
+def builds_plans() -> bool:
+    """Return whether cuDNN may build plans for calls of this package now."""
+    return _builds_plans
 
 
 def wrong_kernel(kernel: Backend, q: Tensor, need: Need) -> str | None:
@@ -86,9 +113,12 @@ def wrong_result(
 
 @contextmanager
 def _as_outside(device: torch.device) -> Iterator[None]:
-    """Keep the state of random numbers, and suspend modes: the check of the first batch would replace the numbers."""
+    """Keep the state of random numbers, and suspend modes: the check of the first batch would replace the numbers.
+
+    A kernel that is to be checked or timed must run.
+    """
     devices = [device] if device.type == "cuda" else []
-    with without_modes(), torch.random.fork_rng(devices), torch.no_grad():
+    with plans_kept(here=True), without_modes(), torch.random.fork_rng(devices), torch.no_grad():
         yield
 
 

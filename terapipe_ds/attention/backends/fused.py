@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from terapipe_ds.attention.active_slice import active_slice
 from terapipe_ds.attention.backends.base import (
     AddGrads,
     Attended,
@@ -18,7 +19,7 @@ from terapipe_ds.attention.backends.base import (
     unfold_groups,
 )
 from terapipe_ds.attention.backends.blocks import Block, BlockKernel
-from terapipe_ds.attention.backends.first_use import wrong_kernel
+from terapipe_ds.attention.backends.first_use import builds_plans, wrong_kernel
 from terapipe_ds.attention.backends.flash_attn import (
     NO_DROPOUT,
     NO_SOFTCAP,
@@ -128,7 +129,8 @@ class Cudnn(BlockKernel):
     Its causal mask is aligned top-left, so that one call cannot do a slice: a dense call for the prefix and a causal
     one for the slice's tokens are merged. Both together take about 0.6 of the time of torch's FlashAttention kernel on
     an H100 (docs/gpu.md). A slice of one token goes to that kernel: cuDNN refuses one query with one key. So do shapes
-    that come after many others: cuDNN builds a plan for each, which takes some tenths of a second and stays in memory.
+    that come after many others, or in `plans_kept`: cuDNN builds a plan for each, which takes some tenths of a second
+    and stays in memory.
     """
 
     name = "cudnn"
@@ -158,8 +160,11 @@ class Cudnn(BlockKernel):
 
     def forward(self, queries: Queries) -> Attended:
         """Attend in two calls, to the prefix and to the slice's own tokens."""
-        shape = queries.q.shape, queries.start, queries.keys.stride()
-        if queries.q.shape[2] > 1 and (shape in self._shapes or len(self._shapes) < _MOST_SHAPES):
+        active = active_slice()
+        has_backward = active is not None and active.mode != "eval"  # which has a plan of its own
+        shape = queries.q.shape, queries.start, queries.keys.stride(), has_backward
+        has_room = builds_plans() and len(self._shapes) < _MOST_SHAPES
+        if queries.q.shape[2] > 1 and (shape in self._shapes or has_room):
             if shape not in self._shapes and len(self._shapes) == _MOST_SHAPES - 1:
                 logger.info("sliced attention: cudnn has plans for %d shapes; others take cuda_flash", _MOST_SHAPES)
             self._shapes.add(shape)

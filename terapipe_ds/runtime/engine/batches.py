@@ -283,7 +283,7 @@ class OpenBatch:
         is_first = self.is_first_of_its_mode
         captured, plain = (GuardCapturedNames(), layers_as_they_are()) if is_first else (nullcontext(), nullcontext())
         watching = finite.watching() if finite is not None and training else nullcontext()
-        with guard_plain_attention(self._intercept), captured, plain, watching:
+        with guard_plain_attention(self._intercept), captured, plain, watching, self._stage.links.plans_kept():
             yield
         self._modes_run.add(training)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from terapipe_ds.attention.backends import plans_kept
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
 from terapipe_ds.runtime.failures.report import Wait
@@ -24,17 +25,24 @@ from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
 BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded, also for all sizes between
-theirs."""
+"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded."""
+
+HOST_SHARE = 0.01
+"""Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
 
 
 class _KindRun:
-    """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices."""
+    """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices.
+
+    cuDNN loads kernels of its own for each size. It has those of the sizes in `_planned`.
+    """
 
     def __init__(self) -> None:
         self.count = 0
+        self._planned: set[tuple[int, ...]] = set()
+        self._has_others = False  # the kernels that take the place of cuDNN's are loaded
         self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 3  # of rows, sequences and slices
 
     def covers(self, sizes: Sequence[tuple[int, ...]]) -> bool:
@@ -42,8 +50,18 @@ class _KindRun:
         both = [(size, of) for each in sizes for size, of in zip(each, self._ranges, strict=True)]
         return all(least <= size <= largest for size, (least, largest) in both)
 
-    def add(self, sizes: Sequence[tuple[int, ...]]) -> None:
+    def plans(self, sizes: Sequence[tuple[int, ...]], by_host: bool = False) -> bool:
+        """Return whether cuDNN has plans for these sizes, or may build them in a batch `by_host`.
+
+        The second sizes get none: the kernels that others will need load then.
+        """
+        return self._planned.issuperset(sizes) or (by_host and (self.count == 0 or self._has_others))
+
+    def add(self, sizes: Sequence[tuple[int, ...]], plans: bool) -> None:
+        """Count a batch, in which cuDNN `plans`, or other kernels take its place."""
         self.count += 1
+        self._planned.update(sizes if plans else ())
+        self._has_others |= not plans
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
@@ -73,6 +91,9 @@ class StageLinks:
     first launch, and may then wait for all work on the device, even for receives that end only after the next work of
     this stage. CUDA_MODULE_LOADING=EAGER on all ranks loads most at the start, but none that is compiled later.
 
+    cuDNN builds kernels for each new size, in batches by way of the host alone. Batches with sizes between those that
+    have run go that way while they are at most `HOST_SHARE` of all. Until then other kernels compute their attention.
+
     With `announce_each` shapes may differ from one message to the next, and each is announced. Otherwise only the first
     of a signature is announced, and the next ones are received as soon as they arrive.
     """
@@ -88,6 +109,7 @@ class StageLinks:
         self._queues = QueueCheck(wires.num_queues, warns=stage_id == 0)
         self._run: defaultdict[Hashable, _KindRun] = defaultdict(_KindRun)  # by kind
         self._num_batches = self._num_by_host = 0
+        self._plans = False, False
         self._batch: BatchInFlight | None = None
         # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
         # keep them by the identity of a schedule, as long as it lives
@@ -129,6 +151,9 @@ class StageLinks:
         self._handed.clear()
         # A kernel that CUDA loads now would wait for receives that end only after the next work of this stage
         by_host = self.goes_by_host(batch)
+        # a plan for whole sequences is torch's, by sizes; those for slices are here, by shapes
+        may_plan = all(run.plans(sizes, by_host) for run, sizes in self._runs_of(batch))
+        self._plans = by_host and may_plan, may_plan
         self._num_batches += 1
         self._num_by_host += by_host
         for channel in (*self._receiving, *self._sending):
@@ -151,9 +176,18 @@ class StageLinks:
     def goes_by_host(self, batch: BatchInFlight) -> bool:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
-        count, kinds = 1 if self._loads_at_start else BATCHES_BY_HOST, batch.kinds()
-        is_known = all(self._run[kind].count >= count and self._run[kind].covers(kinds[kind]) for kind in kinds)
-        return self._post_on_device and not is_known
+        count, runs = 1 if self._loads_at_start else BATCHES_BY_HOST, self._runs_of(batch)
+        is_known = all(run.count >= count and run.covers(sizes) for run, sizes in runs)
+        is_planned = all(run.plans(sizes) for run, sizes in runs)
+        has_room = self._num_by_host < HOST_SHARE * self._num_batches
+        return self._post_on_device and (not is_known or (has_room and not is_planned))
+
+    def _runs_of(self, batch: BatchInFlight) -> list[tuple[_KindRun, list[tuple[int, ...]]]]:
+        return [(self._run[kind], sizes) for kind, sizes in batch.kinds().items()]
+
+    def plans_kept(self) -> AbstractContextManager[None]:
+        """Return a context for the actions of the open batch, in which cuDNN loads no kernels behind receives."""
+        return plans_kept(*self._plans) if self._post_on_device else nullcontext()
 
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
@@ -165,8 +199,8 @@ class StageLinks:
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
         if self._batch is not None:
-            for kind, sizes in self._batch.kinds().items():
-                self._run[kind].add(sizes)
+            for run, sizes in self._runs_of(self._batch):
+                run.add(sizes, plans=self._plans[1])
         self._batch = None
 
     def _open(self) -> BatchInFlight:

@@ -18,10 +18,11 @@ from device_ops import FlashAttnPackage, TorchOps, flash_attn_installed, flash_a
 from hypothesis import given, settings
 from reach_cases import Case, cases, error, run_formula, run_in_slices, visible
 from torch._subclasses import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from terapipe_ds import compat
-from terapipe_ds.attention import GuardCapturedNames, backends
+from terapipe_ds.attention import ActiveSlice, GuardCapturedNames, backends, push_slice
 from terapipe_ds.attention.backends import choose_backend, first_use, flash_attn, flex, fused
 from terapipe_ds.attention.backends.base import Need, Queries
 from terapipe_ds.attention.backends.first_use import CHECKED, wrong_kernel
@@ -328,6 +329,38 @@ def test_cudnn_leaves_shapes_after_many_others_to_another_kernel(
         assert first_use._error(kernel.forward, kernel.backward, *inputs) < 1e-5
         assert bool(ops.calls) is is_known
     assert caplog.text.count("cudnn has plans for 2 shapes; others take cuda_flash") == 1
+
+
+def test_cudnn_computes_shapes_with_plans_where_it_may_build_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan loads kernels. The plan of a backward is another one: evaluations have none."""
+    kernel, ops = Cudnn(), TorchOps()
+    monkeypatch.setattr(kernel, "_flash", Reference())
+    monkeypatch.setattr(fused, "_aten", ops)
+
+    def calls(tokens: int, mode: str) -> int:
+        ops.calls.clear()
+        _, queries = first_use.random_queries((2, 4, 2, tokens, 3), 8, torch.device("cpu"), torch.float64)
+        with push_slice(ActiveSlice(3, 3 + tokens, 20, mode=mode)):
+            kernel.forward(queries)
+        return len(ops.calls)
+
+    assert calls(5, "train") == calls(6, "eval") == 2
+    with first_use.plans_kept():
+        assert [calls(*each) for each in ((5, "train"), (5, "recompute"), (5, "eval"), (6, "train"), (4, "train"))] == [
+            2, 2, 0, 0, 0,
+        ]  # fmt: skip
+        assert calls(6, "eval") == 2
+        with first_use._as_outside(torch.device("cpu")):  # a kernel that is checked must run
+            assert calls(4, "train") == 2
+
+
+@pytest.mark.parametrize("kernels", [[], ["FLASH_ATTENTION"], ["MATH"]])
+def test_torch_keeps_a_kernel_where_it_may_build_no_plans(kernels: list[str]) -> None:
+    """A program may admit cuDNN alone: without it torch would find no kernel at all."""
+    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, *(getattr(SDPBackend, name) for name in kernels)]):
+        with first_use.plans_kept():
+            assert torch.backends.cuda.cudnn_sdp_enabled() is not bool(kernels)
+        assert torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def test_a_wrong_cudnn_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:

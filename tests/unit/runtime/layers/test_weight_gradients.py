@@ -577,6 +577,25 @@ def test_a_gpu_adds_a_product_of_half_precision_in_one_pass(monkeypatch: pytest.
     assert len(passes) == 2 and off[0] < 1e-5 < 1e-4 < off[1]
 
 
+def test_a_gpu_that_accumulates_in_fp16_rounds_a_product_before_it_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses fp32 results there (`gemm_internal<at::Half, float>` in its CUDABlas.cpp)."""
+
+    def refused(*factors: Tensor, **options: object) -> None:
+        raise RuntimeError("gemm input type at::Half and output type float is not supported")
+
+    monkeypatch.setattr(torch, "addmm", refused)
+    layer = nn.Linear(64, 8, bias=False, dtype=torch.float16)
+    sums, rows, inputs = OwnSums(layer), torch.randn(512, 8).half(), torch.randn(512, 64).half()
+    torch.backends.cuda.matmul.allow_fp16_accumulation = True
+    try:
+        for _ in range(2):
+            sums.add(layer.weight, rows.as_subclass(_OnCuda), inputs)
+    finally:
+        torch.backends.cuda.matmul.allow_fp16_accumulation = False
+    found, exact = sums.so_far(layer.weight), 2 * rows.double().t() @ inputs.double()
+    assert found is not None and float((found.double() - exact).norm() / exact.norm()) < 1e-3
+
+
 class Mixed(nn.Module):
     """Layers that share weights and biases as `ties` says; one weight is [in, out]."""
 

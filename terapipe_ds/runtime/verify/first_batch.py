@@ -204,7 +204,7 @@ class FirstBatchCheck:
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
-        if self._probe is None:
+        if self._probe is None or self._probe.loss_fn is not self._module.loss_fn:  # a new one is tried with its batch
             return
         try:
             problem = self._probe.look(labels, is_later=True)

@@ -96,6 +96,26 @@ def test_one_number_among_many_is_found(value: float, words: str, dtype: torch.d
         assert "layer 2 (Linear), micro-batch 3, slice 2 (tokens [4, 6) of 8), forward: its output" in text
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1.0])
+@pytest.mark.parametrize("collected", [False, True])
+def test_sparse_gradients_are_looked_at(value: float, collected: bool) -> None:
+    def spoils_gradients(x: Tensor) -> Tensor:
+        x.register_hook(lambda gradient: gradient * value)  # after the one that looks at the input
+        return x * 1
+
+    stage = Stage(nn.Embedding(5, 2, sparse=True), spoils_gradients)
+    text = run(stage, check_of(stage, collected=collected), torch.tensor([3, 1, 3]))
+    assert ("layer 0 (Embedding)" in text and "the gradient of its parameter weight" in text) == (value != 1.0)
+
+
+@pytest.mark.parametrize("number", [complex(math.nan, 1), complex(1, math.inf), complex(1, 1)])
+def test_complex_numbers_are_looked_at(number: complex) -> None:
+    factor = torch.tensor(number)
+    stage = Stage(nn.Linear(3, 3), lambda x: (x * factor).conj(), lambda x: (x.conj() * factor).abs())
+    text = run(stage, check_of(stage), torch.ones(2, 3))
+    assert ("layer 1 (<lambda>)" in text and "forward: its output" in text) == (number != complex(1, 1))
+
+
 def run(stage: Stage, check: FiniteCheck, inputs: Tensor) -> str:
     with check.watching():
         with on_slice():

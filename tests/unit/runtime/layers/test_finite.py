@@ -166,10 +166,11 @@ class OverflowingState(nn.Module):
         return carry.write(7, "recurrent", x[:, -1:] * 1, x)
 
 
-def test_the_gradient_of_a_carried_state_is_a_place() -> None:
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_gradient_of_a_carried_state_is_a_place(gradients: bool) -> None:
     """It is the slice that gave it that is named, and not the one before, which takes it."""
     store, stage = SliceStore(), Stage(OverflowingState())
-    check = check_of(stage, store=store)
+    check = check_of(stage, gradients, store=store)
     slices = [ActiveSlice(2 * i, 2 * i + 2, 4, slice_id=i, store=store) for i in range(2)]
     leaves = [torch.ones(1, 2, requires_grad=True) for _ in slices]
     with check.watching():
@@ -181,5 +182,6 @@ def test_the_gradient_of_a_carried_state_is_a_place() -> None:
             with push_slice(active.replace(mode="recompute")):
                 out.sum().backward()
         text = said(check)
-    assert "layer 7" in text and "slice 1" in text and "the gradient of the state 'recurrent' at token 2 is" in text
+    words = "layer 7", "slice 1", "the gradient of the state 'recurrent' at token 2 is"
+    assert all(each in text for each in words) if gradients else text == ""  # a dynamic loss scale lets it overflow
     assert store.carried.on_gradient is None

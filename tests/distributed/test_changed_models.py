@@ -151,6 +151,8 @@ def trained(name: str) -> tuple[float, int]:
         return check(*args)
 
     def change_before_the_end(engine: Any, step: int) -> None:
+        if step:
+            engine.eval_batch(iter(data[0]))  # of a model that is checked already
         case.change(engine, step)
         assert (
             engines.step_error(engine, data[0][:1])[0] == "StopIteration"
@@ -178,6 +180,33 @@ def refused(name: str, evaluates: bool) -> tuple[str, str, bool]:
         for hook in hooks:
             hook.remove()
         return *error, all(map(torch.equal, before, engine.module.parameters()))
+
+
+def refused_after_evaluations() -> tuple[str, str]:
+    """Return the error of the first training step whose model evaluations have seen before, between other steps."""
+    data, hooks = engines.batches(1)[0], list[Any]()
+    with engines.engine_of(LAYERS, engines.section(), loss_fn=cross_entropy) as engine:
+        for _ in range(2):
+            engine.train_batch(iter(data))
+            hooks = [HOOKS["input gradient"](layer) for layer in layers_of(engine, Mlp)]
+            engine.eval_batch(iter(data))
+            for hook in hooks:
+                hook.remove()
+        engine.train_batch(iter(data))
+        hooks = [HOOKS["input gradient"](layer) for layer in layers_of(engine, Mlp)]
+        return engines.step_error(engine, data)
+
+
+def clamped(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0))
+
+
+def errors_of_another_loss() -> list[tuple[str, str]]:
+    """Return the errors of a step whose loss trains on every label, and of one with a new loss and ignored labels."""
+    with engines.engine_of(LAYERS, engines.section(), loss_fn=clamped) as engine:
+        first = engines.step_error(engine, engines.batches(1, masked=False)[0])
+        engine.module.loss_fn = cross_entropy
+        return [first, engines.step_error(engine)]
 
 
 def listed_while_frozen() -> bool:
@@ -212,6 +241,13 @@ class TestTwoRanks:
         kinds, texts, stays = zip(*rank_pool(2).run(refused, name=name, evaluates=evaluates), strict=True)
         assert set(kinds) == {"VerifyError"} and all(stays)
         assert name in texts[0] and "the error of rank 0 names the layers" in texts[1]
+
+    def test_an_evaluation_does_not_stand_for_the_check_of_a_training_batch(self) -> None:
+        kinds, texts = zip(*rank_pool(2).run(refused_after_evaluations), strict=True)
+        assert set(kinds) == {"VerifyError"} and "input gradient" in texts[0]
+
+    def test_labels_that_come_with_a_new_loss_are_not_tried_on_the_one_before(self) -> None:
+        assert rank_pool(2).run(errors_of_another_loss) == [[("", "")] * 2] * 2
 
     def test_an_optimizer_has_parameters_that_are_frozen_at_first(self) -> None:
         assert rank_pool(2).run(listed_while_frozen) == [True, True]

@@ -3,6 +3,7 @@ default it compares layers and losses that are not the package's own, on a cut o
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -55,15 +56,30 @@ def scaled_from_thirty_tokens(x: Tensor) -> Tensor:
     return x * max(1.0, x.shape[1] / 30)
 
 
-def errors_of_lengths(lengths: list[list[int]]) -> tuple[list[str], list[str], int]:
-    """Train on micro-batches of these lengths, in turns; return texts of errors, the log of checks, and the steps."""
-    layers = [*stack(LayerSpec(Sliced, 0))[:-1], LayerSpec(Calls, scaled_from_thirty_tokens), LayerSpec(Head)]
+def mixed_in_blocks(x: Tensor) -> Tensor:
+    """Mix the tokens of blocks of eight."""
+    return torch.cat([block + block.mean(1, keepdim=True) for block in x.split(8, 1)], 1)
+
+
+def errors_of_lengths(
+    lengths: list[list[int]],
+    layer: Callable[[Tensor], Tensor] = scaled_from_thirty_tokens,
+    by_hand: tuple[int, ...] = (),
+) -> tuple[list[str], list[str], int]:
+    """Train on micro-batches of these lengths, in turns; return texts of errors, the log of checks, and the steps.
+
+    The slices `by_hand` hold from the second batch on.
+    """
+    layers = [*stack(LayerSpec(Sliced, 0))[:-1], LayerSpec(Calls, layer), LayerSpec(Head)]
     with (
         engines.logged() as said,
         engines.engine_of([spec_of(each) for each in layers], engines.section(), loss_fn=cross_entropy) as engine,
     ):
         steps = ([engines.micro_batch(length, length=length) for length in each] for each in lengths)
-        told = [engines.step_error(engine, batch) for batch in steps]
+        told = [engines.step_error(engine, next(steps))]
+        if by_hand:
+            engine.use_slice_plan(SlicePlan(by_hand))
+        told += [engines.step_error(engine, batch) for batch in steps]
         return [text for _, text in told if text], [text for text in said if "agree on" in text], engine.global_steps
 
 
@@ -113,6 +129,21 @@ class TestTwoRanks:
             [error] = errors
             assert "of a sequence of 40 tokens" in error or error.endswith("the error of rank 0 names the layers")
             assert steps == 2 and all("of a sequence of 16 tokens" in text for text in said) and len(said) <= 1
+
+    @pytest.mark.parametrize(
+        ("lengths", "by_hand", "errs"),
+        [([24, 30], (), True), ([24, 24], (5, 9, 10), True), ([24, 24], (16, 8), False), ([48, 24], (), False)],
+    )
+    def test_layers_are_compared_again_if_slices_part_blocks(
+        self, lengths: list[int], by_hand: tuple[int, ...], errs: bool
+    ) -> None:
+        options = {"lengths": [[each] * 2 for each in lengths], "layer": mixed_in_blocks, "by_hand": by_hand}
+        for errors, _, steps in rank_pool(2).run(errors_of_lengths, **options):
+            assert (len(errors), steps) == ((1, 1) if errs else (0, 2))
+
+    def test_other_lengths_of_a_batch_are_compared_if_their_slices_part_blocks(self) -> None:
+        [errors, _, steps], _ = rank_pool(2).run(errors_of_lengths, lengths=[[24, 20]], layer=mixed_in_blocks)
+        assert "(7 + 7 + 6) of a sequence of 20 tokens" in errors[0] and steps == 0
 
     def test_layers_are_not_compared_again_for_a_few_more_tokens(self) -> None:
         first, _ = rank_pool(2).run(errors_of_lengths, lengths=[[16, 16], [23, 16], [24, 16], [29, 16]])

@@ -153,8 +153,10 @@ class FiniteCheck:
             active, inputs, results = active_slice(), _tensors(args), _tensors((outputs,))
             for index, (which, tensor) in enumerate(results.items()):
                 # tensors that are handed on are not computed here; later ones without a gradient may be masks
-                is_own = tensor.is_floating_point() and not any(tensor is other for other in inputs.values())
-                if active is not None and active.mode == "train" and is_own and (index == 0 or tensor.requires_grad):
+                is_own = not any(tensor is other for other in inputs.values())
+                has_numbers = tensor.is_floating_point() or tensor.is_complex()
+                is_looked_at = is_own and has_numbers and (index == 0 or tensor.requires_grad)
+                if active is not None and active.mode == "train" and is_looked_at:
                     self.look(name, f"its output{which}", tensor)
             if is_last:
                 look_at_gradients(results, "that comes to its output")
@@ -168,9 +170,13 @@ class FiniteCheck:
 
     def look(self, layer: str, what: str, tensor: Tensor, is_backward: bool = False) -> None:
         """Keep the extremes of `tensor`, a result of the running slice."""
-        active = active_slice()
-        if active is not None and tensor.numel() and tensor.layout is torch.strided:
-            self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(tensor.detach())))
+        active, numbers = active_slice(), tensor.detach()
+        if numbers.is_sparse:  # the gradient of an embedding
+            numbers = numbers._values()  # noqa: SLF001  # `values` refuses rows that come more than once
+        if numbers.is_complex():
+            numbers = torch.view_as_real(numbers.resolve_conj())
+        if active is not None and numbers.numel() and numbers.layout is torch.strided:
+            self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(numbers)))
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Check the weighted loss of the running slice on the last stage."""

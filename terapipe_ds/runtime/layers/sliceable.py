@@ -189,17 +189,22 @@ class ModelChanges:
         self._module = module
         self._now: tuple[Any, ...] = ()
         self._last: tuple[Any, ...] = ()
-        self._seen: set[tuple[Any, ...]] = set()
+        self._trained_in: dict[tuple[Any, ...], bool] = {}  # False: seen by evaluations alone
 
     def since_the_last_batch(self) -> int:
-        """Return 0 if nothing has changed since the last batch that came, 1 if all is as in an earlier one, else 2."""
+        """Return 0 if nothing has changed since the last batch that came, 1 if all is as in an earlier one, else 2.
+
+        An evaluation runs no backward: for training only a training batch counts as an earlier one.
+        """
         self._now = tuple(self._all())
-        return 0 if self._now == self._last else 1 + (self._now not in self._seen)
+        if not (self._trained_in.get(self._now) if self._module.training else self._now in self._trained_in):
+            return 2
+        return int(self._now != self._last)
 
     def batch_came(self) -> None:
         """Compare with this batch from now on: its data came, and its checks agreed."""
         self._last = self._now
-        self._seen.add(self._now)
+        self._trained_in[self._now] = self._module.training or self._trained_in.get(self._now, False)
 
     @property
     def num_trained(self) -> int:

@@ -127,7 +127,7 @@ class Wire:
         # a copy: the allocator must not wait for the message when the layer's output goes
         if self.streamed and buffers is not None:
             tensor = buffers.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        tensor = tensor.contiguous()
+        tensor = tensor.resolve_conj().contiguous()  # torch shows no conjugate view as bytes
         tensor = tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
         return to_host(tensor) if self.staged else tensor
 

@@ -81,6 +81,11 @@ def num_rows(batch: SliceableTensors) -> int:
     return batch.deciding.size(row_dim(batch)) if batch.deciding.dim() > 1 else 1
 
 
+def unit_of(plan: SlicePlan) -> int:
+    """Return the largest number that divides the starts of all slices."""
+    return math.gcd(*plan.starts)
+
+
 def window_plan(
     plan: SlicePlan, granularity: int, multiple: int, rows: int, micro_batches: int, stages: int, cut_rows: int
 ) -> SlicePlan:
@@ -94,7 +99,7 @@ def window_plan(
     tokens = length * rows // cut_rows
     allowed = min(max(min(tokens // _SHARE, tokens * micro_batches // (4 * stages)), LEAST_TOKENS), most)
     # a layer may rely on slices of whole blocks, as the plan has them
-    common = math.gcd(*(plan.span(i)[0] for i in range(1, plan.num_slices)))
+    common = unit_of(plan)
     divisors = [n for n in range(multiple, allowed // _MOST_SLICES + 1, multiple) if common % n == 0]
     unit = max(divisors, key=lambda n: (n % granularity == 0, n), default=multiple)
     units, last = max(allowed // unit, _MOST_SLICES if _MOST_SLICES * unit <= most else 2), 0
@@ -104,5 +109,6 @@ def window_plan(
             return plan
         units, last = divmod(length, unit)  # ends with the sequence
     first, second = max(2, 3 * units // 10), max(1, units // 5)
+    second = next(count for count in range(second, units) if math.gcd(first, count) == 1)  # starts share the unit alone
     parts = [1] * units if units <= _MOST_SLICES else [first, second, units - first - second]
     return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,6 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
@@ -34,7 +36,7 @@ from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
-from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, window_plan
+from terapipe_ds.runtime.verify.cut import MOST_ROWS, Cut, cuttable, num_rows, unit_of, window_plan
 from terapipe_ds.runtime.verify.documents import DocumentCheck, window_of_documents
 from terapipe_ds.runtime.verify.labels import LabelProbe
 from terapipe_ds.runtime.verify.layer import LayerCheck
@@ -62,8 +64,8 @@ class FirstBatchCheck:
 
     It compares layers if the config says so, and always the loss; if the loss has no value on the first batch, it uses
     a later batch. The check runs again when sequences have become half as long again, when micro-batches with
-    several rows follow those with one, and after `renew`, when the model has changed. It does not change parameters,
-    gradients, buffers, random numbers and the data.
+    several rows follow those with one, when slices begin within blocks of tokens that were whole before, and after
+    `renew`, when the model has changed. It does not change parameters, gradients, buffers, random numbers and the data.
     """
 
     def __init__(self, stage: StageToPlan, note: Callable[[str], None]) -> None:
@@ -88,6 +90,7 @@ class FirstBatchCheck:
         self._is_evaluated = False  # the loss agreed in an evaluation, before the first training batch
         self._are_documents_apart = self._config.documents == "off" or self._config.verify == "off"
         self._longest = 0  # tokens of the longest sequence whose layers agreed
+        self._unit = 0  # layers agreed on slices that begin at multiples of this; 0: they were not compared
         self._loss_waits = False  # layers agree, and the loss is compared on the next batch with a value
 
     def run(self, batch: BatchInFlight, needs_loss: bool, ends: bool) -> None:
@@ -126,7 +129,10 @@ class FirstBatchCheck:
         if not training:
             self._is_evaluated = not result.loss_waits
             return
-        self._longest = max(self._longest, longest) if with_layers else self._longest
+        if with_layers:
+            self._longest = max(self._longest, longest)
+            plans = [one.plan for one in one_per_plan(sliced)] + ([] if result.cut is None else [result.cut.plan])
+            self._unit = math.gcd(self._unit, *map(unit_of, plans))
         self._had_one_row = bool(sliced) and sliced[0].shape.rows == 1
         self._is_done |= not result.loss_waits
         self._loss_waits = not self._is_done
@@ -142,7 +148,8 @@ class FirstBatchCheck:
         sliced = [one for one in micro_batches if one.plan.num_slices > 1]
         sliced.sort(key=lambda one: (-one.plan.sequence_length, one.shape.rows == 1))
         if self._is_done and not (sliced and 0 < _GROWTH * self._longest <= sliced[0].plan.sequence_length):
-            return [one for one in sliced if self._had_one_row and one.shape.rows > 1]
+            has_rows = [self._had_one_row and one.shape.rows > 1 for one in sliced]
+            return [one for one, rows in zip(sliced, has_rows, strict=True) if rows or _parts(self._unit, one.plan)]
         return sliced
 
     def _check_documents(self, micro_batches: Sequence[MicroBatchInFlight]) -> None:
@@ -204,7 +211,7 @@ class FirstBatchCheck:
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
-        if self._probe is None:
+        if self._probe is None or self._probe.loss_fn is not self._module.loss_fn:  # a new one is tried with its batch
             return
         try:
             problem = self._probe.look(labels, is_later=True)
@@ -390,10 +397,17 @@ def one_per_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatch
     """Return the first micro-batch of each list of slices, of those with sequences as long as the first one's.
 
     Layers may support the slices of one list but not of another. Sequences of other lengths have dozens of plans, all
-    of the same kind.
+    of the same kind, unless their slices part blocks that those before leave whole.
     """
     by_plan: dict[tuple[int, ...], MicroBatchInFlight] = {}
+    unit = 0
     for one in micro_batches:
-        if one.plan.sequence_length == micro_batches[0].plan.sequence_length:
+        if one.plan.sequence_length == micro_batches[0].plan.sequence_length or _parts(unit, one.plan):
             by_plan.setdefault(one.plan.lengths, one)
+            unit = math.gcd(unit, unit_of(one.plan))
     return list(by_plan.values())
+
+
+def _parts(unit: int, plan: SlicePlan) -> bool:
+    """Return whether slices part blocks of `unit` tokens: layers that work on such blocks see only a part then."""
+    return unit > 0 and unit_of(plan) % unit > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,10 @@ class LabelProbe:
         self._regular: SliceableTensors | None = None  # one token that has a gradient and a weight
         pairs = zip(check.slicing.weights, check.slicing.plan.shares, strict=True)
         self._is_even = all(abs(weight - share) <= _EVEN for weight, share in pairs)  # all means agreed until now
+
+    @property
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
+        return self._check.loss_fn
 
     @classmethod
     def of(cls, check: LossCheck) -> LabelProbe | None:

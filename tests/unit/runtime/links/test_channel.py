@@ -117,7 +117,7 @@ class TestMessages:
     @pytest.mark.parametrize("dtype", _DTYPES)
     def test_all_kinds_of_tensors_arrive(self, post: Post, dtype: torch.dtype, streamed: bool) -> None:
         sender, receiver = ends(streamed)
-        tensors = [torch.ones(shape).to(dtype) for shape in ((), (0, 3), (2, 5))]
+        tensors = [torch.ones(shape).to(dtype).conj() for shape in ((), (0, 3), (2, 5))]
         tensors += [torch.arange(6).reshape(2, 3).T.to(dtype), torch.randn(2, 3, requires_grad=True) * 1]
         send(sender, (0, 0), *tensors)
         receiver.post((0, 0))

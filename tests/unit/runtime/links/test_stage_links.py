@@ -14,6 +14,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import Wires
+from terapipe_ds.runtime.links.queues import loads_kernels_at_start
 from terapipe_ds.runtime.links.stage_links import BATCHES_BY_HOST, StageLinks
 from terapipe_ds.schedule import build, placement_for
 
@@ -135,7 +136,7 @@ def test_one_of_a_kind_does_where_all_ranks_have_loaded_kernels_at_the_start(mon
     assert by_host(compiled, *[batch([16])] * 4) == [True] * BATCHES_BY_HOST + [False]
     links = links_on_device()
     monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")  # of this rank alone
-    assert by_host(links, *[batch([16])] * 2) == [True, True]
+    assert by_host(links, *[batch([16])] * 2) == [True, True] and loads_kernels_at_start()
 
 
 def test_without_a_device_there_is_no_share() -> None:

@@ -18,7 +18,7 @@ from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.verify.compare import Tolerance, compare
-from terapipe_ds.runtime.verify.cut import Cut, cuttable, window_plan
+from terapipe_ds.runtime.verify.cut import Cut, cuttable, unit_of, window_plan
 from terapipe_ds.runtime.verify.named_layer import all_own
 from terapipe_ds.runtime.verify.tokens import Slicing, TokenDim
 
@@ -51,6 +51,12 @@ def test_a_window_is_short_and_its_slices_unequal(length: int, cut_rows: int, gr
 def test_what_the_slices_of_a_window_are_multiples_of(plan: Any, granularity: int, multiple: int, unit: int) -> None:
     found = window_plan(SlicePlan(plan), granularity, multiple, 8, 8, 4, 2)
     assert math.gcd(*found.lengths) % unit == 0 and found.num_slices == (2 if unit == 2000 else 3)
+
+
+@pytest.mark.parametrize("rows", range(2, 16))
+def test_the_slices_of_a_window_part_the_blocks_that_the_plan_parts(rows: int) -> None:
+    found = window_plan(SlicePlan((16 * 7, 16 * 9, 10000)), 16, 1, rows, 8, 4, rows)  # begin at odd multiples of 16
+    assert unit_of(found) == 16
 
 
 def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTensors:

@@ -330,6 +330,14 @@ def test_a_loss_is_measured_by_its_own_size_unless_its_terms_cancel_out(size: fl
     assert bool(look((numbers(),), loss_fn).findings) == differs
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_loss_in_half_precision_may_differ_by_rounding_alone(dtype: torch.dtype) -> None:
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return outputs.square().mean() + 0.05 * (outputs.shape[1] < LENGTH)
+
+    assert look((numbers(dtype),), loss_fn).findings
+
+
 def problem_of_report(
     get: Callable[[], dict[str, Tensor]], at_start: dict[str, float] | None, loss_fn: Any = lambda out, _: out.mean()
 ) -> str | None:

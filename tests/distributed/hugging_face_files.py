@@ -22,6 +22,8 @@ from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_a
 from tests.hugging_face_families import config_of
 from tests.unit.models.hugging_face.sliced_model import loss_of
 
+TOKENIZER = ("tokenizer.json", "emoji.json", "tekken.json", "additional_chat_templates/tools.jinja")
+
 
 def keys_in(folder: str) -> list[str]:
     """Return all keys of the safetensors of a folder, sorted; a key in two files comes twice."""
@@ -33,14 +35,16 @@ def keys_in(folder: str) -> list[str]:
 
 
 def write_model(family: str, folder: str, num_layers: int | None = None, **options: Any) -> None:
-    """Let transformers write a random model and rank 0 a file of a tokenizer."""
+    """Let transformers write a random model and rank 0 files of a tokenizer."""
     torch.manual_seed(3)
     config = config_of(family, num_layers)
     if torch_dist.get_rank() == 0:
         model = AutoModelForCausalLM.from_config(config)
         model.generation_config.max_new_tokens = 17
         model.save_pretrained(folder, **options)
-        Path(folder, "tokenizer.json").write_text("{}")
+        for name in TOKENIZER:
+            Path(folder, name).parent.mkdir(exist_ok=True)
+            Path(folder, name).write_text("{}")
     torch_dist.barrier()
 
 
@@ -51,12 +55,14 @@ def round_trip(
     num_layers: int | None = None,
     terapipe: dict[str, Any] | None = None,
     changes: dict[str, Any] | None = None,
+    by_skeleton: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
     """Read, write, train, write again; return the findings on this rank."""
     first, same, trained = (f"{folder}/{name}" for name in ("first", "same", "trained"))
     write_model(family, first, num_layers, max_shard_size="50KB")
-    module = terapipe_ds.from_pretrained(first, num_stages=stages, **options)
+    source = terapipe_ds.skeleton(first) if by_skeleton else first
+    module = terapipe_ds.from_pretrained(source, num_stages=stages, **options)
     module.config._experts_implementation = "eager"
     theirs = AutoModelForCausalLM.from_pretrained(first).state_dict()
     read = weights_of_all_stages(module)
@@ -79,7 +85,7 @@ def round_trip(
         terapipe_ds.save_pretrained(engine, trained)
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
     found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
-    found["files"] = sorted(path.name for path in Path(trained).iterdir())
+    found["files"] = sorted(str(path.relative_to(trained)) for path in Path(trained).rglob("*") if path.is_file())
     model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager", dtype="auto").eval()
     state = model.state_dict()
     found["saved"] = all(torch.equal(value, state[name]) for name, value in own.items())

@@ -5,11 +5,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 import terapipe_ds
+from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
 from tests.distributed.cases import relative_error, worst_error
@@ -108,6 +111,24 @@ def differences(
         "gradient": max(error_of(a, b) for a, b in zip(run.gradients, gradients, strict=True)),
         "parameter": error_of(run.parameters, parameters),
     }
+
+
+def dtypes_of_buffers(family: str) -> tuple[dict[str, torch.dtype], dict[str, torch.dtype]]:
+    """Return the dtypes of saved buffers of layers in an engine, and in DeepSpeed's own with the model of transformers.
+
+    The user asks for bf16 in both.
+    """
+    changes: dict[str, Any] = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+    config = config_of(family)
+    with engine_of(terapipe_ds.from_config(config, num_stages=1), engines.unchecked(), **changes) as engine:
+        pieces = [piece.runs for piece in engine.module.modules() if isinstance(piece, Piece)]
+        held = {name: module for runs in pieces for name, module in runs.items()}
+        ours = {f"{name}.{key}": each.dtype for name, module in held.items() for key, each in module.named_buffers()}
+    given = {"train_micro_batch_size_per_gpu": 1, "optimizer": ADAM, **changes}
+    engine, *_ = deepspeed.initialize(model=AutoModelForCausalLM.from_config(config), config=given)
+    theirs = {name: each.dtype for name, each in engine.module.named_buffers() if name in ours}
+    engine.destroy()
+    return ours, theirs
 
 
 def refusal_of(family: str, **fields: Any) -> tuple[str, str]:

@@ -5,12 +5,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.hugging_face_jobs import bounds_of, refusal_of, train_family
+from tests.distributed.hugging_face_jobs import bounds_of, dtypes_of_buffers, refusal_of, train_family
 from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES, known
 
 
@@ -123,3 +124,9 @@ def test_an_argument_and_a_section_that_contradict_each_other() -> None:
     given: dict[str, Any] = {"terapipe": engines.section(partition=[0, 2, 5]), "partition": [0, 3, 5]}
     for _, text in rank_pool(2).run(engines.raised_by, act=functools.partial(train_family, "llama", **given)):
         assert re.search(r"terapipe.partition = \[0, 2, 5\].*partition=\[0, 3, 5\]", text)
+
+
+def test_buffers_that_a_family_keeps_in_fp32_stay_so() -> None:
+    """As in DeepSpeed's own engine, whatever `buffer_dtype` says: routers add them to scores."""
+    ((ours, theirs),) = rank_pool(1).run(dtypes_of_buffers, family="deepseek_v3")
+    assert ours == theirs and torch.float32 in ours.values()

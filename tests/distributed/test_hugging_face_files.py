@@ -29,6 +29,7 @@ from tests.distributed import engines
 from tests.distributed.failing_calls import Killed, failing_at
 from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_files import (
+    TOKENIZER,
     change_and_move,
     memory_of_reading,
     more_than_the_model,
@@ -145,7 +146,7 @@ def _judged(path: Path, where: str, fault: str, is_reported: bool, said: str) ->
 
 
 SAMPLE = ("gpt2", "mixtral", "gpt_oss", "sarvam_moe")  # whose files join experts or projections
-COMMON = {"config.json", "generation_config.json", "tokenizer.json"}
+COMMON = {"config.json", "generation_config.json", *TOKENIZER}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +170,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
         ("gpt2", {"terapipe": {"schedule": "interleaved", "chunks_per_stage": 2}}),
         ("llama", {"changes": {"bf16": {"enabled": True}, **engines.ZERO1}, "stages": 1}),  # and two replicas
         ("gpt2", {"partition": [0, 2, 8]}),
+        ("llama", {"by_skeleton": True, "stages": 1}),
         # whose code asks the output matrix for its dtype
         pytest.param(
             "mamba2", {"changes": {"bf16": {"enabled": True}}, "num_layers": 2}, marks=known("mamba2")[0].marks
@@ -177,7 +179,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     ids=lambda each: str(each),
 )
 def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Several parts on a stage, two replicas, bf16 with ZeRO-1, a partition by hand."""
+    """Several parts on a stage, two replicas, bf16 with ZeRO-1, a partition by hand, a model without weights."""
     is_bf16 = "bf16" in options.get("changes", {})
     for found in rank_pool(2).run(round_trip, family=family, folder=str(tmp_path), **{"num_layers": 4, **options}):
         assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]

@@ -202,7 +202,9 @@ def _from_model(
     if base.is_gradient_checkpointing:
         options = {"activation_checkpoint_interval": 1} | options
     with _family_named(base.config):
-        return HuggingFaceModule(blueprint, **options)
+        module = HuggingFaceModule(blueprint, **options)
+    module.source = source
+    return module
 
 
 def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:

@@ -34,6 +34,7 @@ _ADVICE = (
     "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
     "different samples: seed and divide the sampler by the data-parallel rank"
 )
+_IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # whatever dtype the rest has
 Loss = Callable[[Tensor, Any], Tensor]
 TupleBatch = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
 
@@ -116,6 +117,8 @@ class HuggingFaceModule(TensorParallelModule):
             **{"partition_method": "type:^DecoderLayer$", "checkpointable_layers": ["DecoderLayer"], **options},
         )
         self._is_built = True
+        for name in _IN_FP32:  # the names of buffers: DeepSpeed looks for them in the modules of an engine
+            setattr(self, name, getattr(blueprint.outline.model, name, None))
         self._try_layers()
 
     def laid_out(self) -> None:

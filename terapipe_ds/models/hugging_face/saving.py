@@ -38,7 +38,10 @@ _WHOLE = (INDEX, SINGLE)  # a folder with one of them has a whole model
 _HEADS = (*_WHOLE, ADAPTER_CONFIG)  # they complete the set of files: the first to go and the last to come
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 _ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors")  # transformers would put them onto the model
-_TOKENIZER = re.compile(r"tokenizer.*|.*token.*\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*")
+_TEMPLATES = "additional_chat_templates"  # a folder beside the tokenizer's files
+_TOKENIZER = re.compile(
+    r"tokenizer.*|.*token.*\.json|(emoji|tekken)\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*"
+)
 
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
@@ -56,7 +59,7 @@ def finish_saving(folder: Path) -> None:
 
 def _publish(saving: Path) -> None:
     """Put the files of `saving` in the places of the old ones, once the disk has them."""
-    for path in (*saving.iterdir(), saving):
+    for path in (*saving.rglob("*"), saving):
         sync(path)
     publishing = saving.rename(saving.with_suffix(".publishing"))
     for _ in range(_TRIES):  # a reader may move some of the files meanwhile, or have moved all
@@ -239,6 +242,8 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
         for file in module.source.iterdir():
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
+        if (module.source / _TEMPLATES).is_dir():
+            shutil.copytree(module.source / _TEMPLATES, folder / _TEMPLATES)
 
 
 def _write_index(folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:

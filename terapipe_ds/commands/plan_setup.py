@@ -42,6 +42,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
+    section = configured.pop("section", {})
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -64,7 +65,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
-    return setup
+    return dataclasses.replace(setup, section=section)
 
 
 def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:
@@ -154,6 +155,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         # the planner has one price for all links: that of the widest
         "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
+        "section": given,
         "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
@@ -201,6 +203,7 @@ class PlanSetup:
     notes: str = ""
     size: ModelSize | None = None  # of a counted model
     bounds_of: Callable[[int], Sequence[int] | None] = lambda num_parts: None  # where the engine has to be told
+    section: dict[str, Any] = dataclasses.field(default_factory=dict)  # `terapipe` of --config
 
     @property
     def title(self) -> str:

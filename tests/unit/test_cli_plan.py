@@ -89,7 +89,9 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"
-    assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
+    by_options = as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
+    assert found.pop("terapipe") == {**by_options.pop("terapipe"), "planner": {"memory_limit_gb": 14.0}}
+    assert found == by_options
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
     # DeepSpeed counts the third number of a batch, and the engine's own recompute goes before DeepSpeed's
@@ -99,12 +101,21 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
         path.write_text(
             json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
         )
-        assert as_json(capsys, *options, "--config", str(path)) == found
+        again = as_json(capsys, *options, "--config", str(path))
+        assert again.pop("terapipe")["recompute"] == "off" and again == found
     path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
     full = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
     path.write_text(json.dumps(config))
     again = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--activation-checkpointing")
+    assert full["terapipe"].pop("recompute") == "full"
     assert full == again
+    # the section to paste keeps what no plan decides; an option goes before the config
+    kept = {"recompute": "off", "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
+    path.write_text(json.dumps({**config, "terapipe": {**kept, "enabled": False, "slices": 9, "partition": None}}))
+    for more, recompute in (((), "off"), (("--activation-checkpointing",), "full")):
+        section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]
+        assert section["enabled"] and {name: section[name] for name in kept} == {**kept, "recompute": recompute}
+        assert section["slices"] != 9 and TeraPipeConfig.from_deepspeed({"terapipe": section}).schedule == "1f1b"
     # ranks that divide layers, and messages in fewer bits, as `simulate` prices them
     path.write_text(json.dumps({**config, "tensor_parallel": {"autotp_size": 2}}))
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
@@ -124,6 +135,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
         simulated = json.loads(shown(capsys, "simulate", *words.split(), *more))
         assert packed["predicted_s"] == pytest.approx(simulated["makespan_s"])
         predicted.append(packed["predicted_s"])
+        assert packed["terapipe"]["links"] == links
     assert len(set(predicted)) == 4
     path.write_text('{"sequence_parallel_size": 2, "terapipe": {"recompute": [0, 1], "keep_attention": true}}')
     told = refused(capsys, *options, "--config", str(path))

@@ -178,6 +178,14 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert found["setup"].startswith("my model in bf16 on a device, costs measured\n3 stages, ")
     assert (sum(found["plan"]), found["num_stages"], found["peak_bytes"]) == (1024, 3, None)
     assert "fewer than" not in found["setup"]
+    # `simulate` gives the last part the link of another one, too: its gradients are no messages without time
+    links = tuple(LinkSample(tokens, 1e-3 * tokens, part_id) for tokens in (64, 1024) for part_id in (0, 1))
+    dataclasses.replace(profile_of(3), links=links).save(path)
+    words = f"--profile {path} --stages 3 --micro-batches 1 --schedule 1f1b --sequence-length 1024".split()
+    whole = json.loads(shown(capsys, "simulate", *words, "--slices", "1", "--json"))["makespan_s"]
+    assert whole == pytest.approx(as_json(capsys, *words, "--max-slices", "1")["predicted_s"])
+    assert whole == pytest.approx(3 * 3 * (1e-3 + 1e-5 * 1024) + 4 * 1.024)
+    profile_of(3).save(path)
     finer = as_json(capsys, "--profile", str(path), "--granularity", "32")
     assert "slices of fewer than 64 tokens were not measured" in finer["setup"]
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")

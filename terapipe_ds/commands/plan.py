@@ -33,6 +33,9 @@ EXAMPLES = """\
   # batch, dtype and limits of a DeepSpeed JSON
   terapipe plan --model llama-3-8b --device a100 --stages 8 --config ds.json --json
 """
+_PLANNED = {"chunks_per_stage", "slices", "granularity_tokens", "partition", "schedule_options"}
+"""Keys of the section that follow from the plan, beside `enabled` and `schedule`."""
+
 _ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
@@ -82,11 +85,13 @@ def run(options: PlanOptions) -> None:
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """Return the section of the DeepSpeed JSON that trains with this plan; equal slices are one number.
 
-    The order is the one in the file of `--order`; without it, the name of a file stands for an order of "search".
+    It keeps the settings of `--config` that no plan decides. The order is the one in the file of `--order`; without it,
+    the name of a file stands for an order of "search".
     """
     options, plan, granularity = setup.options, result.plan, setup.options.granule
     order = options.order or (result.schedule if result.order is None else _ORDER)
-    section: dict[str, Any] = {"enabled": True, "schedule": order}
+    section: dict[str, Any] = {key: value for key, value in setup.section.items() if key not in _PLANNED}
+    section |= {"enabled": True, "schedule": order}
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
     if plan is None:
@@ -96,7 +101,10 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     else:
         section["slices"] = list(plan.lengths)
     if result.recompute is not None:
-        section |= {"recompute": "auto", "planner": {"memory_limit_gb": options.memory_limit_gb}}
+        limit = {"memory_limit_gb": options.memory_limit_gb}
+        section |= {"recompute": "auto", "planner": setup.section.get("planner", {}) | limit}
+    elif section.get("recompute") == "off" and options.activation_checkpointing:  # an option goes before the config
+        section["recompute"] = "full"
     num_parts = count_parts(result.schedule, result.num_stages, result.chunks_per_stage)
     if (bounds := setup.bounds_of(num_parts)) is not None:
         section["partition"] = list(bounds)

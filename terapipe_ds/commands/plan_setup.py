@@ -41,7 +41,8 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return the setup that the options describe; raise CommandError where one is missing, or two do not agree."""
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config)
-    bounds, wire_format = configured.pop("partition", None), configured.pop("wire_format", None)
+    bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
+    section = configured.pop("section", {})
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -60,11 +61,11 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + ("--choose-recompute" if options.recompute else "counted costs of a named model")
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
-    setup = _counted(options, wire_format) if profile is None else _measured(options, profile, bounds)
+    setup = _counted(options, wire_formats) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
-    return setup
+    return dataclasses.replace(setup, section=section)
 
 
 def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:
@@ -151,9 +152,10 @@ def from_config(path: str | None) -> dict[str, Any]:
         "dtype": keys.precision,
         "activation_checkpointing": {"full": True, "off": False}.get(str(section.recompute), checkpoints),
         "partition": section.partition,
-        # the planner has one price for messages both ways and on all links: that of the widest
-        "wire_format": "bf16" if links.forward and links.backward and not links.exact_until_part else None,
+        # the planner has one price for all links: that of the widest
+        "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
+        "section": given,
         "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
@@ -201,6 +203,7 @@ class PlanSetup:
     notes: str = ""
     size: ModelSize | None = None  # of a counted model
     bounds_of: Callable[[int], Sequence[int] | None] = lambda num_parts: None  # where the engine has to be told
+    section: dict[str, Any] = dataclasses.field(default_factory=dict)  # `terapipe` of --config
 
     @property
     def title(self) -> str:
@@ -235,14 +238,14 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
-def _counted(options: PlanOptions, wire_format: str | None) -> PlanSetup:
+def _counted(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
     size, card = size_of(options.model), device_card(options.device)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
         raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
-    shape: dict[str, Any] = {"devices": devices, "wire_formats": (wire_format, wire_format), **options.shape}
+    shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
     count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **shape)
 
     @functools.cache

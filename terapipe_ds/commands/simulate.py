@@ -292,8 +292,12 @@ def _costs(
     if options.profile is not None:
         from terapipe_ds.costs.fitted import CostModel
         from terapipe_ds.costs.profile import Profile
+        from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 
-        return CostModel.from_profile(Profile.load(options.profile)), None
+        profile = Profile.load(options.profile)
+        if len(profile.parts) != num_parts:  # the replay refuses them
+            return CostModel.from_profile(profile), None
+        return MeasuredParts.of_profile(profile).cut(num_parts), None
     if options.model is None:
         from terapipe_ds.simulator import UnitCosts
 

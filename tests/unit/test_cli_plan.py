@@ -89,7 +89,9 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"
-    assert found == as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
+    by_options = as_json(capsys, *options, *same.split(), "--memory-limit-gb", "14")
+    assert found.pop("terapipe") == {**by_options.pop("terapipe"), "planner": {"memory_limit_gb": 14.0}}
+    assert found == by_options
     assert (found["schedule"], found["num_micro_batches"], found["memory_limit_bytes"]) == ("1f1b", 3, 14e9)
     assert as_json(capsys, *options, "--config", str(path), "--schedule", "gpipe")["schedule"] == "gpipe"
     # DeepSpeed counts the third number of a batch, and the engine's own recompute goes before DeepSpeed's
@@ -99,29 +101,42 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
         path.write_text(
             json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
         )
-        assert as_json(capsys, *options, "--config", str(path)) == found
+        again = as_json(capsys, *options, "--config", str(path))
+        assert again.pop("terapipe")["recompute"] == "off" and again == found
     path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
     full = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
     path.write_text(json.dumps(config))
     again = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--activation-checkpointing")
+    assert full["terapipe"].pop("recompute") == "full"
     assert full == again
-    # ranks that divide layers, and messages in fewer bits both ways, as `simulate` prices them
+    # the section to paste keeps what no plan decides; an option goes before the config
+    kept = {"recompute": "off", "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
+    path.write_text(json.dumps({**config, "terapipe": {**kept, "enabled": False, "slices": 9, "partition": None}}))
+    for more, recompute in (((), "off"), (("--activation-checkpointing",), "full")):
+        section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]
+        assert section["enabled"] and {name: section[name] for name in kept} == {**kept, "recompute": recompute}
+        assert section["slices"] != 9 and TeraPipeConfig.from_deepspeed({"terapipe": section}).schedule == "1f1b"
+    # ranks that divide layers, and messages in fewer bits, as `simulate` prices them
     path.write_text(json.dumps({**config, "tensor_parallel": {"autotp_size": 2}}))
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
     path.write_text(json.dumps(config))
     assert cut == as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--tensor-parallel", "2")
     words = "--model gpt3-1b --device v100-32gb --schedule 1f1b --stages 4 --micro-batches 3 --micro-batch-size 2"
     words = f"{words} --dtype fp32 --slices 1 --sequence-length 2048 --json"
-    simulated = [
-        json.loads(shown(capsys, "simulate", *words.split(), *more))["makespan_s"]
-        for more in (("--links", "bf16,bf16"), ())
-    ]
-    assert simulated[0] < simulated[1]
-    both = {"forward": "fp8", "backward": "bf16"}
-    for links, expected in ((both, 0), ({"forward": "bf16"}, 1), ({**both, "exact_until_part": 1}, 1)):
+    both, predicted = {"forward": "fp8", "backward": "bf16"}, []
+    for links, more in (
+        (both, ["--links=fp8,bf16"]),
+        ({"forward": "bf16"}, ["--links=bf16"]),
+        ({"backward": "bf16"}, ["--links=,bf16"]),
+        ({**both, "exact_until_part": 1}, []),
+    ):
         path.write_text(json.dumps({**config, "terapipe": {"schedule": "1f1b", "links": links}}))
         packed = as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--dtype", "fp32")
-        assert packed["predicted_s"] == pytest.approx(simulated[expected])
+        simulated = json.loads(shown(capsys, "simulate", *words.split(), *more))
+        assert packed["predicted_s"] == pytest.approx(simulated["makespan_s"])
+        predicted.append(packed["predicted_s"])
+        assert packed["terapipe"]["links"] == links
+    assert len(set(predicted)) == 4
     path.write_text('{"sequence_parallel_size": 2, "terapipe": {"recompute": [0, 1], "keep_attention": true}}')
     told = refused(capsys, *options, "--config", str(path))
     assert "terapipe.recompute = [0, 1] and terapipe.keep_attention = True and sequence_parallel_size = 2 in" in told
@@ -163,6 +178,14 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert found["setup"].startswith("my model in bf16 on a device, costs measured\n3 stages, ")
     assert (sum(found["plan"]), found["num_stages"], found["peak_bytes"]) == (1024, 3, None)
     assert "fewer than" not in found["setup"]
+    # `simulate` gives the last part the link of another one, too: its gradients are no messages without time
+    links = tuple(LinkSample(tokens, 1e-3 * tokens, part_id) for tokens in (64, 1024) for part_id in (0, 1))
+    dataclasses.replace(profile_of(3), links=links).save(path)
+    words = f"--profile {path} --stages 3 --micro-batches 1 --schedule 1f1b --sequence-length 1024".split()
+    whole = json.loads(shown(capsys, "simulate", *words, "--slices", "1", "--json"))["makespan_s"]
+    assert whole == pytest.approx(as_json(capsys, *words, "--max-slices", "1")["predicted_s"])
+    assert whole == pytest.approx(3 * 3 * (1e-3 + 1e-5 * 1024) + 4 * 1.024)
+    profile_of(3).save(path)
     finer = as_json(capsys, "--profile", str(path), "--granularity", "32")
     assert "slices of fewer than 64 tokens were not measured" in finer["setup"]
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")

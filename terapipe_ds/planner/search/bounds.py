@@ -82,15 +82,16 @@ def _band(parts: Sequence[CachedCosts], first: int, last: int, num_micro_batches
         for part, count in Counter(parts[first : last + 1]).items():
             through += count * _table(part, name, valid)
         senders = parts[first:last] if name == "forward_s" else parts[first + 1 : last + 1]
+        sent = "send_s" if name == "forward_s" else "send_gradient_s"
         for part, count in Counter(senders).items():
-            through += count * _table(part, "send_s", valid)
+            through += count * _table(part, sent, valid)
         spare.append(np.maximum(through - least, 0.0))
         total += least
         before = parts[: first + 1]
         for part in before[:-1]:
             total[0] += _table(part, name, valid)[0]
         for part in before[:-1] if name == "forward_s" else before[1:]:
-            total[0] += _table(part, "send_s", valid)[0]
+            total[0] += _table(part, sent, valid)[0]
     return Band(total, spare[0], spare[1])
 
 

@@ -103,14 +103,14 @@ class Judge:
             return self.seconds(lengths)
         if lengths not in self._bounds:
             self.spent += self._flow_shop_cost(0)
-            forward, backward, send = self.pipeline.times(lengths)
+            forward, backward, send, gradient = self.pipeline.times(lengths)
             work_s = (forward + backward).sum(axis=1)
             if self.has_chunks:
                 all_s = self.pipeline.num_micro_batches * work_s
                 self._bounds[lengths] = most_work_s(all_s, self.placement, self.pipeline.num_stages)
             else:
                 between = (self.pipeline.num_micro_batches - 1) * work_s
-                end = backward.sum(axis=1) if self.splits_backward else ends_s(backward, send[1:])
+                end = backward.sum(axis=1) if self.splits_backward else ends_s(backward, gradient[1:])
                 self._bounds[lengths] = float((ends_s(forward, send[:-1]) + between + end).max())
         return self._bounds[lengths]
 
@@ -258,18 +258,20 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
 # --- unequal stages: the exact recursion of a permutation flow shop, with links as machines
 
 
-def fill_drain_s(forward_s: Floats, backward_s: Floats, send_s: Floats, num_micro_batches: int) -> float:
+def fill_drain_s(
+    forward_s: Floats, backward_s: Floats, send_s: Floats, send_gradient_s: Floats, num_micro_batches: int
+) -> float:
     """Return the seconds from the first forward on the first stage to the last backward on it, exactly.
 
-    All arrays [K, s]: stage and slice; `send_s[k]` is a transfer out of stage k, in either direction. Every stage runs
-    all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
+    All arrays [K, s]: stage and slice; `send_s[k]` and `send_gradient_s[k]` are transfers out of stage k. Every stage
+    runs all forwards, then all backwards in the reverse order (the schedule "terapipe"). No stage starts its backwards
     before the last one has run all forwards, so the time is the sum of two flow shops, one after the other.
     """
 
     def makespan(times_s: Floats, links_s: Floats) -> float:
         return float(ends_s(np.tile(times_s, num_micro_batches), np.tile(links_s, num_micro_batches))[-1])
 
-    return makespan(forward_s, send_s[:-1]) + makespan(backward_s[::-1, ::-1], send_s[:0:-1, ::-1])
+    return makespan(forward_s, send_s[:-1]) + makespan(backward_s[::-1, ::-1], send_gradient_s[:0:-1, ::-1])
 
 
 def ends_s(times_s: Floats, links_s: Floats) -> Floats:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, tabulate
 from terapipe_ds.planner.slice_program.dynamic_programs import Floats
 
-MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward and links
+MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward, links each way
 
 Lengths = tuple[int, ...]
 """Slices in granules."""
@@ -34,13 +35,11 @@ class CachedCosts:
         self._costs = costs
         self._granule = granularity_tokens
         self.table: CostTable | None = tabulate(costs, sequence_length, granularity_tokens) if with_table else None
-        sends = {} if self.table is None else self.table.sends
-        self._kept: dict[tuple[object, ...], float] = {("send_s", tokens): send_s for tokens, send_s in sends.items()}
+        self._kept: dict[tuple[object, ...], float] = {} if self.table is None else {**self.table.sends}
         # a part without links, or whose W was not measured, must lack the method
-        if method_of(costs, "send_s"):
-            self.send_s = self._send_s
-        if method_of(costs, "weight_s"):
-            self.weight_s = self._weight_s
+        for name in ("send_s", "send_gradient_s", "weight_s"):
+            if method_of(costs, name):
+                setattr(self, name, functools.partial(self._asked, name))
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         return self._of_slices("forward_s", tokens, prefix)
@@ -48,9 +47,11 @@ class CachedCosts:
     def backward_s(self, tokens: Any, prefix: Any) -> Any:
         return self._of_slices("backward_s", tokens, prefix)
 
-    def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats]:
-        sends = self._send_s(tokens) if hasattr(self, "send_s") else np.zeros(len(tokens))
-        return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends
+    def times(self, tokens: Any, prefix: Any) -> tuple[Floats, Floats, Floats, Floats]:
+        names = [name for name in ("send_gradient_s", "send_s") if hasattr(self, name)]
+        sends = self._asked("send_s", tokens) if "send_s" in names else np.zeros(len(tokens))
+        gradients = self._asked(names[0], tokens) if names else sends
+        return self.forward_s(tokens, prefix), self.backward_s(tokens, prefix), sends, gradients
 
     def whole_s(self, sequence_length: int) -> float:
         return float(self.forward_s(sequence_length, 0) + self.backward_s(sequence_length, 0))
@@ -62,12 +63,6 @@ class CachedCosts:
         row, granules = np.asarray(prefix) // self._granule, -(-np.asarray(tokens) // self._granule)
         seconds = getattr(self.table, name)[row, granules - 1]
         return float(seconds) if np.ndim(seconds) == 0 else seconds
-
-    def _weight_s(self, tokens: Any, prefix: Any) -> Any:  # no table has it
-        return self._asked("weight_s", tokens, prefix)
-
-    def _send_s(self, tokens: Any) -> Any:
-        return self._asked("send_s", tokens)
 
     def _asked(self, name: str, *arguments: Any) -> Any:
         """Return kept answers; ask for all new ones at once."""
@@ -122,15 +117,15 @@ class Pipeline:
         """Return lengths in granules as a plan in tokens."""
         return SlicePlan.of_granules(lengths, self.sequence_length, self.granularity_tokens)
 
-    def times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats]:
-        """Return forward, backward and send seconds of every part and slice, [parts, s]."""
+    def times(self, lengths: Lengths) -> tuple[Floats, Floats, Floats, Floats]:
+        """Return seconds of forward, backward, and messages onwards and back, of every part and slice, [parts, s]."""
         plan = self.plan(lengths)
         tokens, prefixes = np.array(plan.lengths), np.array(plan.starts)
         times = {part: part.times(tokens, prefixes) for part in set(self.parts)}
-        forward, backward, send = (np.array([times[part][i] for part in self.parts]) for i in range(3))
-        return forward, backward, send
+        forward, backward, send, gradient = (np.array([times[part][i] for part in self.parts]) for i in range(4))
+        return forward, backward, send, gradient
 
     def work_s(self, lengths: Lengths) -> float:
         """Return the seconds of all computations of all stages."""
-        forward, backward, _ = self.times(lengths)
+        forward, backward, *_ = self.times(lengths)
         return self.num_micro_batches * float(forward.sum() + backward.sum())

@@ -32,7 +32,8 @@ class CostTable:
     forward_s: Floats
     backward_s: Floats
     send_s: Floats | None = None  # None without links
-    sends: dict[int, float] = dataclasses.field(default_factory=dict)  # tokens -> seconds of a transfer
+    send_gradient_s: Floats | None = None  # of the message back to the part before
+    sends: dict[tuple[object, ...], float] = dataclasses.field(default_factory=dict)  # (method, tokens) -> seconds
 
     @property
     def num_granules(self) -> int:
@@ -46,8 +47,8 @@ class CostTable:
     @functools.cached_property
     def band(self) -> Band:
         """Return all slices for the program of equal stages; its limits are on times with the transfer."""
-        send_s = 0.0 if self.send_s is None else self.send_s
-        return Band(self.total_s, self.forward_s + send_s, self.backward_s + send_s)
+        send_s, gradient_s = (0.0 if sent is None else sent for sent in (self.send_s, self.send_gradient_s))
+        return Band(self.total_s, self.forward_s + send_s, self.backward_s + gradient_s)
 
 
 def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> CostTable:
@@ -73,15 +74,25 @@ def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> Cos
     forward_s[valid] = _ask_all(costs, "forward_s", starts, sequence_length)
     backward_s[valid] = _ask_all(costs, "backward_s", starts, sequence_length)
     # links depend on tokens alone: one time per size, not per pair
-    if method_of(costs, "send_s") is None:
-        return CostTable(sequence_length, granularity_tokens, forward_s, backward_s)
     whole = [*starts[1:].tolist(), sequence_length]  # tokens of a slice of whole granules, by its column
     last = (sequence_length - starts).tolist()  # of a slice that ends with the sequence, by its row
     sizes = sorted({*whole, *last})
-    sends = dict(zip(sizes, ask(costs, "send_s", sizes, None, PlannerError).tolist(), strict=True))
-    send_s = np.where(valid, [sends[tokens] for tokens in whole], np.inf)
-    send_s[row, row[::-1]] = [sends[tokens] for tokens in last]
-    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, send_s, sends)
+
+    @functools.cache  # messages that take the same both ways share a table
+    def table_of(seconds: tuple[float, ...]) -> Floats:
+        of_size = dict(zip(sizes, seconds, strict=True))
+        table = np.where(valid, [of_size[tokens] for tokens in whole], np.inf)
+        table[row, row[::-1]] = [of_size[tokens] for tokens in last]
+        return table
+
+    names = [name for name in ("send_s", "send_gradient_s") if method_of(costs, name)]
+    asked = {name: tuple(ask(costs, name, sizes, None, PlannerError).tolist()) for name in names}
+    tables = {name: table_of(seconds) for name, seconds in asked.items()}
+    sends: dict[tuple[object, ...], float] = {
+        (name, size): sent_s for name in names for size, sent_s in zip(sizes, asked[name], strict=True)
+    }
+    both_ways = tables.get("send_s"), tables.get("send_gradient_s", tables.get("send_s"))
+    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, *both_ways, sends)
 
 
 def _ask_all(costs: Costs, name: str, starts: Ints, length: int) -> Floats:

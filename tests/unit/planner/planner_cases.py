@@ -33,13 +33,25 @@ class TableCosts:
 
 
 class LinkCosts(TableCosts):
-    """The same with links."""
+    """The same with links; messages back may take other times."""
 
     send: Callable[[int], float]
+    back: Callable[[int], float] | None = None
 
     def send_s(self, tokens: int) -> float:
         self.asked.append(("send", tokens, -1))
         return self.send(tokens)
+
+    def send_gradient_s(self, tokens: int) -> float:
+        self.asked.append(("back", tokens, -1))
+        return (self.back or self.send)(tokens)
+
+
+def messages_s(costs: TableCosts, slices: Slices) -> tuple[list[float], list[float]]:
+    """Seconds of the messages of slices, onwards and back."""
+    if not isinstance(costs, LinkCosts):
+        return [0.0] * len(slices), [0.0] * len(slices)
+    return [costs.send(x[0]) for x in slices], [(costs.back or costs.send)(x[0]) for x in slices]
 
 
 KINDS = ("random", "zeros_and_ties", "proportional", "small_noise", "measured", "opposed", "floor")
@@ -73,6 +85,7 @@ def random_costs(rng: np.random.Generator, length: int, granularity: int, kind: 
     if isinstance(costs, LinkCosts):
         slope = float(rng.uniform(0, 2)) * max(forward.values()) / length
         costs.send = lambda tokens: slope * tokens + 1e-4
+        costs.back = lambda tokens: (0.4, 1.0, 1.7)[granularity % 3] * slope * tokens
     return costs
 
 
@@ -89,9 +102,9 @@ def fill_drain_time(costs: TableCosts, slices: Slices, num_stages: int, num_micr
     """The formula of equal stages, word by word."""
     forward = [costs.forward(*x) for x in slices]
     backward = [costs.backward(*x) for x in slices]
-    send = [costs.send(x[0]) if isinstance(costs, LinkCosts) else 0.0 for x in slices]
+    send, back = messages_s(costs, slices)
     slowest = max(f + s for f, s in zip(forward, send, strict=True))
-    slowest += max(b + s for b, s in zip(backward, send, strict=True))
+    slowest += max(b + s for b, s in zip(backward, back, strict=True))
     return num_micro_batches * (sum(forward) + sum(backward)) + (num_stages - 1) * slowest
 
 
@@ -105,7 +118,7 @@ def unequal_time(stages: list[TableCosts], slices: Slices, num_micro_batches: in
         for i, costs in enumerate(order):
             rows.append([(costs.forward if forward else costs.backward)(*job) for job in jobs])
             if i < len(order) - 1:
-                rows.append([costs.send(job[0]) if isinstance(costs, LinkCosts) else 0.0 for job in jobs])
+                rows.append(messages_s(costs, jobs)[not forward])
         total += makespan_by_grid(rows)
     return total
 
@@ -124,6 +137,7 @@ class Costs:
     """A launch floor, growth with tokens and prefix, and noise that is the same whenever a pair is asked."""
 
     def __init__(self, seed: int, scale: float = 1.0, send_s: float | None = None, noise: float = 0.1) -> None:
+        """A third of the costs with links has another time for messages back."""
         draw = random.Random(seed)
         self.seed, self.scale, self.noise = seed, scale, noise
         self.floor, self.per_pair = draw.uniform(0.2, 3.0), draw.uniform(0.0, 0.3)
@@ -131,6 +145,8 @@ class Costs:
         self.asked: Counter[tuple[str, int, int]] = Counter()
         if send_s is not None:
             self.send_s = lambda tokens: 0.1 + send_s * tokens
+            if seed % 3 == 2:
+                self.send_gradient_s = lambda tokens: 0.7 * tokens
 
     def forward_s(self, tokens: int, prefix: int) -> float:
         return self._seconds("forward", tokens, prefix)

@@ -215,6 +215,33 @@ def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loade
         assert distance == 0.0
 
 
+def job_another_optimizer(precision: str, types: tuple[str, str], folder: str) -> list[tuple[str, str]]:
+    """Return the errors of a load into an optimizer of the second type, and of the step after it."""
+    saved, loaded = ({"type": kind, "params": {"lr": 1e-3, **OPTIMIZERS[kind]}} for kind in types)
+    with Chain((), precision).engine("seq1f1b", optimizer=saved, **ANY) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with Chain((), precision).engine("seq1f1b", optimizer=loaded, **ANY) as engine:
+        return [engines.raised_by(lambda: engine.load_checkpoint(folder)), engines.step_error(engine)]
+
+
+ANY = {"zero_allow_untested_optimizer": True}
+OPTIMIZERS = {"SGD": {"momentum": 0.9}, "Adam": {"torch_adam": True}}
+
+
+@pytest.mark.parametrize(("precision", "types", "lost"), [
+    ("fp32", ("Adam", "SGD"), "momentum"), ("fp32", ("SGD", "Adam"), "betas"),
+    ("bf16_zero1", ("Adam", "SGD"), "momentum"),
+])  # fmt: skip
+def test_states_of_another_optimizer_are_refused(
+    precision: str, types: tuple[str, str], lost: str, tmp_path: Path
+) -> None:
+    """The stock engine fails with a KeyError, often in its next step only."""
+    for load, step in rank_pool(2).run(job_another_optimizer, precision=precision, types=types, folder=str(tmp_path)):
+        assert load[0] == "TeraPipeConfigError" and step[0] == "CheckpointError"
+        assert re.search(rf"another optimizer than {types[1]}.*lack .*{lost}.*load_module_only=True", load[1])
+
+
 def job_without_room(folder: str) -> tuple[str, str]:
     """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
     with Chain((), "fp32").engine("seq1f1b") as engine:

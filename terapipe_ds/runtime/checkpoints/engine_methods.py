@@ -7,8 +7,8 @@ this module checks a checkpoint before DeepSpeed reads it, and every rank refuse
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,8 +122,13 @@ class SafeCheckpoints:
                     stack.enter_context(states.loaded_in_order_of(path))
             # After an error the parameters may be of two checkpoints, until a load of the same contents succeeds
             scaler = getattr(engine.optimizer, "loss_scaler", None)
+
+            @refusing_other_optimizer(engine.basic_optimizer)
+            def load_all() -> Any:
+                return stock_load(load_dir, chosen.read_as, *options)
+
             try:
-                loaded = load_everywhere(engine, self._world, lambda: stock_load(load_dir, chosen.read_as, *options))
+                loaded = load_everywhere(engine, self._world, load_all)
             except Exception as error:
                 why = f"the load of {chosen.tag} failed ({describe(error)})"
                 self._half_loaded |= dict.fromkeys(options.loaded(), why)
@@ -234,6 +239,25 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
             'parameters can be resumed. Set "zero_optimization": {"stage": 1} and "data_types": {"grad_accum_dtype": '
             '"fp32"}'
         )
+
+
+@contextmanager
+def refusing_other_optimizer(optimizer: Any) -> Iterator[None]:
+    """Raise TeraPipeConfigError if groups that are loaded lack settings of the optimizer, whose step would fail."""
+    missing, first = (), None
+    try:
+        yield
+    except KeyError as error:  # some optimizers read their settings as they load
+        missing, first = error.args, error
+    wanted, groups = set(getattr(optimizer, "defaults", ())), getattr(optimizer, "param_groups", ())
+    if lost := sorted(name for name in wanted if name in missing or any(name not in group for group in groups)):
+        name = type(optimizer).__name__
+        raise TeraPipeConfigError(
+            f"the checkpoint was saved by another optimizer than {name}: its groups lack {', '.join(lost)}. Train on "
+            f"with the optimizer that was saved, or begin {name}'s states anew. {PARAMETERS_ALONE}"
+        ) from first
+    if first is not None:
+        raise first
 
 
 def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> str | None:

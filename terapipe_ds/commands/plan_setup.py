@@ -152,7 +152,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "dtype": keys.precision,
         "activation_checkpointing": {"full": True, "off": False}.get(str(section.recompute), checkpoints),
         "partition": section.partition,
-        # the planner has one price for all links: that of the widest
+        # the planner has one price for all links: the widest one's
         "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
         "section": given,

@@ -36,7 +36,7 @@ _Channel = TypeVar("_Channel")
 class _KindRun:
     """Hold how many batches of a kind have run, and their fewest and most rows, and tokens of sequences and slices.
 
-    cuDNN loads kernels of its own for each size. It has those of the sizes in `_planned`.
+    cuDNN loads kernels for each size. For the sizes in `_planned` they are loaded.
     """
 
     def __init__(self) -> None:

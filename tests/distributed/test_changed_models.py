@@ -201,6 +201,14 @@ def clamped(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten().clamp(min=0))
 
 
+def errors_of_a_loss_made_anew() -> tuple[str, str]:
+    """Return the error of ignored labels that come after a new object of the same loss, which trains on them."""
+    with engines.engine_of(LAYERS, engines.section(), loss_fn=partial(clamped)) as engine:
+        assert engines.step_error(engine, engines.batches(1, masked=False)[0])[0] == ""
+        engine.module.loss_fn = partial(clamped)
+        return engines.step_error(engine)
+
+
 def errors_of_another_loss() -> list[tuple[str, str]]:
     """Return the errors of a step whose loss trains on every label, and of one with a new loss and ignored labels."""
     with engines.engine_of(LAYERS, engines.section(), loss_fn=clamped) as engine:
@@ -248,6 +256,10 @@ class TestTwoRanks:
 
     def test_labels_that_come_with_a_new_loss_are_not_tried_on_the_one_before(self) -> None:
         assert rank_pool(2).run(errors_of_another_loss) == [[("", "")] * 2] * 2
+
+    def test_labels_that_come_with_a_new_object_of_a_loss_are_tried(self) -> None:
+        kinds, texts = zip(*rank_pool(2).run(errors_of_a_loss_made_anew), strict=True)
+        assert kinds[1] == "VerifyError" and all("ignored for the first" in text for text in texts)
 
     def test_an_optimizer_has_parameters_that_are_frozen_at_first(self) -> None:
         assert rank_pool(2).run(listed_while_frozen) == [True, True]

@@ -234,9 +234,12 @@ class ModelChanges:
                     for hooks in (parameter._backward_hooks, parameter._post_accumulate_grad_hooks):
                         yield from map(_code_of, hooks.values() if hooks else ())
         yield from map(_code_of, functions_of(self._module))
-        loss_fn = getattr(self._module, "loss_fn", None)
-        yield _code_of(loss_fn)
-        yield from _settings_of(loss_fn)
+        yield from kind_of_loss(getattr(self._module, "loss_fn", None))
+
+
+def kind_of_loss(loss_fn: Any) -> list[Any]:
+    """Return values that are equal for loss functions that `ModelChanges` takes for one."""
+    return [_code_of(loss_fn), *_settings_of(loss_fn)]
 
 
 def _code_of(function: Any) -> Any:

@@ -42,7 +42,7 @@ class _KindRun:
     def __init__(self) -> None:
         self.count = 0
         self._planned: set[tuple[int, ...]] = set()
-        self._has_others = False  # the kernels that take the place of cuDNN's are loaded
+        self.has_others = False  # the kernels that take the place of cuDNN's are loaded
         self._ranges: list[tuple[float, float]] = [(math.inf, 0.0)] * 3  # of rows, sequences and slices
 
     def covers(self, sizes: Sequence[tuple[int, ...]]) -> bool:
@@ -55,13 +55,13 @@ class _KindRun:
 
         The second sizes get none: the kernels that others will need load then.
         """
-        return self._planned.issuperset(sizes) or (by_host and (self.count == 0 or self._has_others))
+        return self._planned.issuperset(sizes) or (by_host and (self.count == 0 or self.has_others))
 
     def add(self, sizes: Sequence[tuple[int, ...]], plans: bool) -> None:
         """Count a batch, in which cuDNN `plans`, or other kernels take its place."""
         self.count += 1
+        self.has_others |= not (plans or self.plans(sizes))
         self._planned.update(sizes if plans else ())
-        self._has_others |= not plans
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
 
@@ -178,6 +178,8 @@ class StageLinks:
         # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
         count, runs = 1 if self._loads_at_start else BATCHES_BY_HOST, self._runs_of(batch)
         is_known = all(run.count >= count and run.covers(sizes) for run, sizes in runs)
+        # other kernels load where the first batch had the least and the largest sizes already
+        is_known &= all(run.has_others or run.plans(sizes) for run, sizes in runs)
         is_planned = all(run.plans(sizes) for run, sizes in runs)
         has_room = self._num_by_host < HOST_SHARE * self._num_batches
         return self._post_on_device and (not is_known or (has_room and not is_planned))

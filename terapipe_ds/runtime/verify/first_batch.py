@@ -31,7 +31,7 @@ from terapipe_ds.runtime.failures.trials import Trials
 from terapipe_ds.runtime.layers.activation_checkpointing import keeps_attention
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
-from terapipe_ds.runtime.layers.sliceable import problem_of_gradient_hooks
+from terapipe_ds.runtime.layers.sliceable import kind_of_loss, problem_of_gradient_hooks
 from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.layout.parted_module import activate
@@ -211,7 +211,8 @@ class FirstBatchCheck:
 
     def look_at_labels(self, labels: SliceableTensors) -> None:
         """Raise VerifyError if new kinds of labels appear, and slices do not treat them like the whole."""
-        if self._probe is None or self._probe.loss_fn is not self._module.loss_fn:  # a new one is tried with its batch
+        # a new kind of loss is tried with its batch
+        if self._probe is None or kind_of_loss(self._probe.loss_fn) != kind_of_loss(self._module.loss_fn):
             return
         try:
             problem = self._probe.look(labels, is_later=True)

@@ -86,6 +86,21 @@ def test_cudnn_builds_no_plan_behind_receives(links: StageLinks) -> None:
     assert kept(links, batch([101])) == ["here torch"]
 
 
+def test_the_kernels_that_take_the_place_of_cudnn_load_in_a_batch_by_host(links: StageLinks) -> None:
+    """The first batches may have the least and the largest sizes already: no later one is beyond them."""
+    widest, between = batch([8, 32]), batch([16, 16])
+    assert by_host(links, *[widest] * 3, between, batch([20, 20])) == [True] * 4 + [False]
+    assert kept(links, between) == [""]
+
+
+def test_sizes_with_plans_load_no_other_kernels_beside_sizes_without(links: StageLinks) -> None:
+    """Slices of a shape that has a plan keep to cuDNN."""
+    by_host(links, *[batch([8, 32])] * 3, *[batch([63], slices=1)] * 3)
+    both = batch([8, 32, 32])
+    both.micro_batches[0] = batch([65], slices=1).micro_batches[0]
+    assert by_host(links, both, batch([16, 16])) == [True, True]
+
+
 def test_a_batch_of_two_kinds_has_plans_for_both_or_none(links: StageLinks) -> None:
     kept(links, batch([64]), batch([640]), batch([63], slices=1))
     both = batch([64, 640])

@@ -65,10 +65,11 @@ def errors_of_lengths(
     lengths: list[list[int]],
     layer: Callable[[Tensor], Tensor] = scaled_from_thirty_tokens,
     by_hand: tuple[int, ...] = (),
+    loss_waits: bool = False,
 ) -> tuple[list[str], list[str], int]:
     """Train on micro-batches of these lengths, in turns; return texts of errors, the log of checks, and the steps.
 
-    The slices `by_hand` hold from the second batch on.
+    The slices `by_hand` hold from the second batch on. With `loss_waits` the first batch has no labels.
     """
     layers = [*stack(LayerSpec(Sliced, 0))[:-1], LayerSpec(Calls, layer), LayerSpec(Head)]
     with (
@@ -76,7 +77,10 @@ def errors_of_lengths(
         engines.engine_of([spec_of(each) for each in layers], engines.section(), loss_fn=cross_entropy) as engine,
     ):
         steps = ([engines.micro_batch(length, length=length) for length in each] for each in lengths)
-        told = [engines.step_error(engine, next(steps))]
+        first = next(steps)
+        if loss_waits:
+            first = [(inputs, torch.full_like(labels, engines.IGNORE_INDEX)) for inputs, labels in first]
+        told = [engines.step_error(engine, first)]
         if by_hand:
             engine.use_slice_plan(SlicePlan(by_hand))
         told += [engines.step_error(engine, batch) for batch in steps]
@@ -140,6 +144,19 @@ class TestTwoRanks:
         options = {"lengths": [[each] * 2 for each in lengths], "layer": mixed_in_blocks, "by_hand": by_hand}
         for errors, _, steps in rank_pool(2).run(errors_of_lengths, **options):
             assert (len(errors), steps) == ((1, 1) if errs else (0, 2))
+
+    @pytest.mark.parametrize(
+        ("lengths", "options"),
+        [
+            ([[24] * 2, [24] * 2], {"by_hand": (5, 9, 10), "layer": mixed_in_blocks}),
+            ([[16] * 2, [40] * 2], {"layer": scaled_from_thirty_tokens}),
+        ],
+    )
+    def test_they_are_also_while_the_loss_waits_for_labels(
+        self, lengths: list[list[int]], options: dict[str, Any]
+    ) -> None:
+        for errors, _, steps in rank_pool(2).run(errors_of_lengths, lengths=lengths, loss_waits=True, **options):
+            assert (len(errors), steps) == (1, 1)
 
     def test_other_lengths_of_a_batch_are_compared_if_their_slices_part_blocks(self) -> None:
         [errors, _, steps], _ = rank_pool(2).run(errors_of_lengths, lengths=[[24, 20]], layer=mixed_in_blocks)

@@ -111,11 +111,12 @@ class FirstBatchCheck:
         if self._is_done and not sliced:
             return
         longest = max((one.plan.sequence_length for one in sliced), default=0)
-        has_slices, has_foreign_layers = (True, self._longest > 0) if self._is_done else self._agree(sliced)
+        has_slices, has_foreign_layers, is_more = self._agree(sliced)
         if not (has_slices or (ends and training)):
             return
         # layers that agreed on an earlier batch are not compared again, if only the loss waits
-        setting, again, ends = self._config.verify, self._loss_waits or not training, ends and training
+        setting, ends = self._config.verify, ends and training
+        again = not training or (self._loss_waits and not is_more)
         with_layers = (ends or setting == "first_batch" or (setting is None and has_foreign_layers)) and not again
         weights = self._engine.weight_gradients
         checkpoints = self._module.activation_checkpoint_interval > 0
@@ -147,7 +148,7 @@ class FirstBatchCheck:
             micro_batches = [replace(one, plan=one.plan.divided(self._shares)) for one in micro_batches]
         sliced = [one for one in micro_batches if one.plan.num_slices > 1]
         sliced.sort(key=lambda one: (-one.plan.sequence_length, one.shape.rows == 1))
-        if self._is_done and not (sliced and 0 < _GROWTH * self._longest <= sliced[0].plan.sequence_length):
+        if self._is_done and not (sliced and self._is_long(sliced[0])):
             has_rows = [self._had_one_row and one.shape.rows > 1 for one in sliced]
             return [one for one, rows in zip(sliced, has_rows, strict=True) if rows or _parts(self._unit, one.plan)]
         return sliced
@@ -225,19 +226,27 @@ class FirstBatchCheck:
                 "first time, and the losses of slices differ from loss_fn on the whole sequence: " + problem
             )
 
-    def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool]:
-        """Return whether any pipeline has slices, and whether any stage has layers by other authors."""
+    def _agree(self, sliced: Sequence[MicroBatchInFlight]) -> tuple[bool, bool, bool]:
+        """Return whether any pipeline has slices, whether any stage has layers by other authors, and whether slices
+        show more of layers than those on which they agreed."""
+        if self._is_done:  # each pipeline for itself
+            return True, self._longest > 0, True
         if not sliced and self._groups.everyone is None:  # all stages of the only pipeline have the same plans
-            return False, True
+            return False, True, False
         labels = sliced[0].labels if sliced else None
         is_weighted = "loss_reduction" in self._config.model_fields_set or self._slice_weight is not None
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
-        flags = torch.tensor([bool(sliced), not all_own(self._module), is_unweighted], dtype=torch.int64, device="cpu")
+        is_more = any(_parts(self._unit, one.plan) or self._is_long(one) for one in sliced)
+        given = [bool(sliced), not all_own(self._module), is_more, is_unweighted]
+        flags = torch.tensor(given, dtype=torch.int64, device="cpu")
         if self._groups.world is not None:
             torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
-        if flags[2]:
+        if flags[3]:
             raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
-        return bool(flags[0]), bool(flags[1])
+        return bool(flags[0]), bool(flags[1]), bool(flags[2])
+
+    def _is_long(self, one: MicroBatchInFlight) -> bool:
+        return 0 < _GROWTH * self._longest <= one.plan.sequence_length
 
     def _check(
         self,

@@ -138,7 +138,8 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
         if draws(outline, index, trial, way):
             raise ModelRefusedError(
                 f"decoder layer {index} ({type(layer).__name__}) draws random numbers in training, such as noise of a "
-                f"router: {ranks.size} tensor-parallel ranks would draw numbers of their own. Set the noise to 0"
+                f"router: {ranks.size} tensor-parallel ranks would draw numbers of their own. Set its noise to 0, or "
+                "leave out the axis 'model'"
             )
         problem = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
     except ModelRefusedError:

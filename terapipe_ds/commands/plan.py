@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
+from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, count_parts, to_csv
 from terapipe_ds.timeline.picture import draw_timelines
@@ -57,6 +59,10 @@ def run(options: PlanOptions) -> None:
     if options.picture:
         _draw(result, setup, options.picture)
     section = _section(result, setup)
+    try:
+        TeraPipeConfig.from_deepspeed({"terapipe": {} if section["schedule"] == _ORDER else section})
+    except TeraPipeConfigError as error:
+        raise CommandError(f"settings of --config do not go with this plan: {error}") from None
     rates = setup.utilisation(result.predicted_s)
 
     def as_json() -> str:
@@ -90,8 +96,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     """
     options, plan, granularity = setup.options, result.plan, setup.options.granule
     order = options.order or (result.schedule if result.order is None else _ORDER)
-    section: dict[str, Any] = {key: value for key, value in setup.section.items() if key not in _PLANNED}
-    section |= {"enabled": True, "schedule": order}
+    section = _kept(setup, has_limit=result.recompute is not None) | {"enabled": True, "schedule": order}
     if result.chunks_per_stage > 1:
         section["chunks_per_stage"] = result.chunks_per_stage
     if plan is None:
@@ -101,8 +106,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     else:
         section["slices"] = list(plan.lengths)
     if result.recompute is not None:
-        limit = {"memory_limit_gb": options.memory_limit_gb}
-        section |= {"recompute": "auto", "planner": setup.section.get("planner", {}) | limit}
+        section["recompute"] = "auto"
     elif section.get("recompute") == "off" and options.activation_checkpointing:  # an option goes before the config
         section["recompute"] = "full"
     num_parts = count_parts(result.schedule, result.num_stages, result.chunks_per_stage)
@@ -110,6 +114,14 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
         section["partition"] = list(bounds)
     if options.schedule_options and not options.order:
         section["schedule_options"] = options.schedule_options
+    return section
+
+
+def _kept(setup: PlanSetup, has_limit: bool) -> dict[str, Any]:
+    """Return the settings of `--config` that no plan decides, with the limit of the memory that the plan keeps to."""
+    section = {key: value for key, value in setup.section.items() if key not in _PLANNED}
+    if has_limit or (setup.options.memory_limit_gb is not None and "planner" in section):
+        section["planner"] = section.get("planner", {}) | {"memory_limit_gb": setup.options.memory_limit_gb}
     return section
 
 

@@ -45,6 +45,7 @@ def write_model(family: str, folder: str, num_layers: int | None = None, **optio
         for name in TOKENIZER:
             Path(folder, name).parent.mkdir(exist_ok=True)
             Path(folder, name).write_text("{}")
+        Path(folder, TOKENIZER[-1]).parent.chmod(0o555)  # as in a folder that a user may only read
     torch_dist.barrier()
 
 
@@ -85,7 +86,8 @@ def round_trip(
         terapipe_ds.save_pretrained(engine, trained)
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
     found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens
-    found["files"] = sorted(str(path.relative_to(trained)) for path in Path(trained).rglob("*") if path.is_file())
+    written = [path for path in Path(trained).rglob("*") if path.is_file() and path.parent.stat().st_mode & 0o200]
+    found["files"] = sorted(str(path.relative_to(trained)) for path in written)
     model = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager", dtype="auto").eval()
     state = model.state_dict()
     found["saved"] = all(torch.equal(value, state[name]) for name, value in own.items())

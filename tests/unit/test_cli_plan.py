@@ -116,6 +116,11 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
         section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]
         assert section["enabled"] and {name: section[name] for name in kept} == {**kept, "recompute": recompute}
         assert section["slices"] != 9 and TeraPipeConfig.from_deepspeed({"terapipe": section}).schedule == "1f1b"
+    limited = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", "--memory-limit-gb", "20")
+    assert limited["terapipe"]["planner"] == {"memory_limit_gb": 20.0}
+    path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "schedule": "1f1b", "compile": True}}))
+    told = refused(capsys, *options, "--config", str(path), "--schedule", "zb-h1")
+    assert "settings of --config do not go with this plan: terapipe.compile = True" in told
     # ranks that divide layers, and messages in fewer bits, as `simulate` prices them
     path.write_text(json.dumps({**config, "tensor_parallel": {"autotp_size": 2}}))
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")

@@ -243,7 +243,9 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
         if (module.source / _TEMPLATES).is_dir():
-            shutil.copytree(module.source / _TEMPLATES, folder / _TEMPLATES)
+            (folder / _TEMPLATES).mkdir()  # not copytree: it would copy that a folder is read-only
+            for file in (module.source / _TEMPLATES).iterdir():
+                shutil.copyfile(file, folder / _TEMPLATES / file.name)
 
 
 def _write_index(folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:

@@ -243,14 +243,22 @@ def warn_of_checkpoints(engine: PipelineEngine) -> None:
 
 @contextmanager
 def refusing_other_optimizer(optimizer: Any) -> Iterator[None]:
-    """Raise TeraPipeConfigError if groups that are loaded lack settings of the optimizer, whose step would fail."""
-    missing, first = (), None
+    """Raise TeraPipeConfigError if a load takes settings from the optimizer's groups, and brings others in their place.
+
+    The next step would fail. A newer class of the same optimizer may have a setting more, and fills it by itself.
+    """
+
+    def groups() -> list[set[str]]:
+        return [set(group) for group in getattr(optimizer, "param_groups", ())]
+
+    before, first = set[str]().union(*groups()), None
     try:
         yield
     except KeyError as error:  # some optimizers read their settings as they load
-        missing, first = error.args, error
-    wanted, groups = set(getattr(optimizer, "defaults", ())), getattr(optimizer, "param_groups", ())
-    if lost := sorted(name for name in wanted if name in missing or any(name not in group for group in groups)):
+        first = error
+    wanted, found = before.intersection(getattr(optimizer, "defaults", ())), groups()
+    lost = sorted(name for name in wanted if any(name not in group for group in found))
+    if lost and set[str]().union(*found) - before:
         name = type(optimizer).__name__
         raise TeraPipeConfigError(
             f"the checkpoint was saved by another optimizer than {name}: its groups lack {', '.join(lost)}. Train on "

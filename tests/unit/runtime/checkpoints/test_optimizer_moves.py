@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from terapipe_ds.runtime.checkpoints.engine_methods import refusing_other_optimizer
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateError, StateForm
 from terapipe_ds.runtime.checkpoints.other_layouts import Holder, Orders, routes_between, shards_of
 
@@ -196,3 +197,25 @@ def test_copies_are_saved_as_their_owner_has_them() -> None:
     assert moves({}) == {(0, 0, "1"), (1, 1, "2")}
     assert moves({"1": 1, "2": 0}) == {(1, 0, "1"), (0, 1, "2")}
     assert moves({"1": 0}) == {(0, 0, "1"), (1, 1, "2")}
+
+
+class _Newer(torch.optim.SGD):
+    """Have a setting that groups lack, and one that states of an older version lack."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.defaults["note"] = "own"
+        for group in self.param_groups:
+            group["newer"] = self.defaults["newer"] = 1
+
+
+def test_a_load_of_the_same_optimizer_is_not_taken_for_another_one() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(2))]
+    saved, newer = torch.optim.SGD(parameters, lr=0.2), _Newer(parameters)
+    with refusing_other_optimizer(newer):
+        newer.load_state_dict(saved.state_dict())
+    assert newer.param_groups[0]["lr"] == 0.2
+    with refusing_other_optimizer(None):
+        pass
+    with pytest.raises(KeyError, match="lr"), refusing_other_optimizer(saved):  # of a scheduler, for example
+        raise KeyError("lr")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Progress, write_json
 from terapipe_ds.commands.plan_options import PlanOptions
-from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
@@ -44,6 +43,7 @@ _ORDER = "order.csv"  # in the printed section, where --order names no file
 def run(options: PlanOptions) -> None:
     """Plan, and print the result for a person or a program."""
     from terapipe_ds.commands.plan_setup import plan_setup, search_plan
+    from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.planner import describe, describe_ranking
 

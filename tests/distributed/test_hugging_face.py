@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs the extra hf: pip install tera
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
 from tests.distributed.hugging_face_jobs import bounds_of, dtypes_of_buffers, refusal_of, train_family
-from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, WITH_STATES, known
+from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, IS_4, WITH_STATES, known
 
 
 def both_ways(ways: list[list[str]]) -> set[str]:
@@ -129,4 +129,4 @@ def test_an_argument_and_a_section_that_contradict_each_other() -> None:
 def test_buffers_that_a_family_keeps_in_fp32_stay_so() -> None:
     """As in DeepSpeed's own engine, whatever `buffer_dtype` says: routers add them to scores."""
     ((ours, theirs),) = rank_pool(1).run(dtypes_of_buffers, family="deepseek_v3")
-    assert ours == theirs and torch.float32 in ours.values()
+    assert ours == theirs and (torch.float32 in ours.values()) == (not IS_4)  # 4.57 keeps none

@@ -242,10 +242,9 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
         for file in module.source.iterdir():
             if file.is_file() and _TOKENIZER.fullmatch(file.name):
                 shutil.copyfile(file, folder / file.name)
-        if (module.source / _TEMPLATES).is_dir():
-            (folder / _TEMPLATES).mkdir()  # not copytree: it would copy that a folder is read-only
-            for file in (module.source / _TEMPLATES).iterdir():
-                shutil.copyfile(file, folder / _TEMPLATES / file.name)
+        for file in (module.source / _TEMPLATES).glob("*.jinja"):
+            (folder / _TEMPLATES).mkdir(exist_ok=True)  # not copytree: it would copy that a folder is read-only
+            shutil.copyfile(file, folder / _TEMPLATES / file.name)
 
 
 def _write_index(folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:

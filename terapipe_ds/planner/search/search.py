@@ -42,7 +42,7 @@ def plan_slices(
     Args:
         costs: `forward_s(tokens, prefix)`, `backward_s(tokens, prefix)` and, where links cost something,
             `send_s(tokens)`, and `send_gradient_s(tokens)` where messages back take another time; one object for all
-            parts or a list with one per part. Each pair is asked at most once.
+            parts or a list with one per part. The search asks for each pair at most once.
         sequence_length: tokens of a sequence.
         num_stages, num_micro_batches: K and m, for one step of one pipeline.
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).

@@ -177,9 +177,9 @@ class StageLinks:
         """Return whether the messages of `batch` go by way of the host; the result is the same on all stages."""
         # one does in any case: kernels that are compiled as the job runs are loaded by then, and buffers made
         count, runs = 1 if self._loads_at_start else BATCHES_BY_HOST, self._runs_of(batch)
-        is_known = all(run.count >= count and run.covers(sizes) for run, sizes in runs)
         # other kernels load where the first batch had the least and the largest sizes already
-        is_known &= all(run.has_others or run.plans(sizes) for run, sizes in runs)
+        is_loaded = all(run.has_others or run.plans(sizes) for run, sizes in runs)
+        is_known = is_loaded and all(run.count >= count and run.covers(sizes) for run, sizes in runs)
         is_planned = all(run.plans(sizes) for run, sizes in runs)
         has_room = self._num_by_host < HOST_SHARE * self._num_batches
         return self._post_on_device and (not is_known or (has_room and not is_planned))

@@ -149,8 +149,8 @@ class FirstBatchCheck:
         sliced = [one for one in micro_batches if one.plan.num_slices > 1]
         sliced.sort(key=lambda one: (-one.plan.sequence_length, one.shape.rows == 1))
         if self._is_done and not (sliced and self._is_long(sliced[0])):
-            has_rows = [self._had_one_row and one.shape.rows > 1 for one in sliced]
-            return [one for one, rows in zip(sliced, has_rows, strict=True) if rows or _parts(self._unit, one.plan)]
+            rows_are_new = self._had_one_row
+            return [one for one in sliced if (rows_are_new and one.shape.rows > 1) or _parts(self._unit, one.plan)]
         return sliced
 
     def _check_documents(self, micro_batches: Sequence[MicroBatchInFlight]) -> None:

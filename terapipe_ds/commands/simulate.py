@@ -290,14 +290,15 @@ def _costs(
 ) -> tuple[Any, MemoryModel | None]:
     """Return the costs; with `--model` also bytes, counted for Adam without ZeRO or checkpointed activations."""
     if options.profile is not None:
-        from terapipe_ds.costs.fitted import CostModel
         from terapipe_ds.costs.profile import Profile
         from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 
         profile = Profile.load(options.profile)
-        if len(profile.parts) != num_parts:  # the replay refuses them
-            return CostModel.from_profile(profile), None
-        return MeasuredParts.of_profile(profile).cut(num_parts), None
+        measured = MeasuredParts.of_profile(profile).cut(num_parts)
+        if measured is None:
+            has = f"--profile {options.profile} has {len(profile.parts)} parts"
+            raise CommandError(f"{has}, and this schedule needs {num_parts}: give other --stages, or another profile")
+        return measured, None
     if options.model is None:
         from terapipe_ds.simulator import UnitCosts
 

@@ -121,6 +121,12 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "schedule": "1f1b", "compile": True}}))
     told = refused(capsys, *options, "--config", str(path), "--schedule", "zb-h1")
     assert "settings of --config do not go with this plan: terapipe.compile = True" in told
+    of_another = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2, "granularity_tokens": 256}
+    path.write_text(json.dumps({**config, "terapipe": of_another}))
+    section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", "--chunks-per-stage", "1")[
+        "terapipe"
+    ]
+    assert "chunks_per_stage" not in section
     # ranks that divide layers, and messages in fewer bits, as `simulate` prices them
     path.write_text(json.dumps({**config, "tensor_parallel": {"autotp_size": 2}}))
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
@@ -209,7 +215,7 @@ def test_simulate_takes_measured_and_counted_costs(capsys: pytest.CaptureFixture
         found = json.loads(shown(capsys, "simulate", *f"{schedule} {words} --json".split()))["makespan_s"]
         assert found == simulate(build("seq1f1b", 2, 1, 2), SlicePlan((512, 512)), costs).makespan_s
     three = refused_command(capsys, "simulate", *f"{schedule} --stages 3 --profile {path}".split())
-    assert "2 costs for 3 parts" in three
+    assert "has 2 parts, and this schedule needs 3: give other --stages" in three
 
 
 def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

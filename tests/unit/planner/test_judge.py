@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from planner_cases import split_parts
+from planner_cases import LinkCosts, split_parts
 from test_search import SCHEDULES, SPLIT
 
 from terapipe_ds.plan import SlicePlan
@@ -30,6 +30,15 @@ def test_seconds_and_bounds(schedule: str, seed: int, stages: int, micro_batches
     if schedule in SCHEDULES:  # that of all plans holds where backwards are whole
         assert searches(judge.pipeline.parts, micro_batches, None)[1] <= seconds * (1 + 1e-9)
     assert plan.lengths == tuple(lengths)
+
+
+def test_a_bound_counts_messages_back_by_their_own_time() -> None:
+    """Those onwards are slow and overlap with work of later stages; those back take no time."""
+    costs = LinkCosts(lambda tokens, _: 1.0 * tokens, lambda tokens, _: 2.0 * tokens)
+    costs.send, costs.back = lambda tokens: 9.0 * tokens, lambda _: 0.0
+    judge = Judge(Pipeline(cache_parts(costs, 3, 8, 1), 8, 1, 2, 3), "seq1f1b")
+    seconds = Replay(build("seq1f1b", 3, 2, 2)).makespan(SlicePlan((4, 4)), costs)
+    assert judge.seconds((4, 4)) == pytest.approx(seconds) and judge.bound_s((4, 4)) <= seconds * (1 + 1e-9)
 
 
 @given(NAMES, st.integers(2, 4), st.integers(1, 4), st.lists(LENGTHS, min_size=2, max_size=5), st.data())

@@ -16,6 +16,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.models.apertus.modeling_apertus import ApertusMLP
 
 import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
@@ -240,6 +241,13 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
 
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
     """Return the error of a model whose config and plan have other entries: None takes one out."""
+    apart, is_used_twice = changes.pop("apart", False), changes.pop("is_used_twice", False)
+    forward = ApertusMLP.forward
+
+    def use_twice(self: Any, hidden: Tensor) -> Tensor:
+        """Use a parameter on the rank's share, and on what is whole."""
+        return forward(self, hidden) + hidden * self.act_fn.alpha_p
+
     config = changed_config(family, fields)
     named = {**config.base_model_tp_plan, **plan} if plan else config.base_model_tp_plan
     if named is not None:
@@ -248,9 +256,13 @@ def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any
     terapipe = changes.pop("terapipe", SECTION)
 
     def act() -> None:
-        module = terapipe_ds.from_config(config, topology=topology(grid), adapter=adapter, dtype=torch.float32)
+        with mock.patch.object(ApertusMLP, "forward", use_twice if is_used_twice else forward):
+            module = terapipe_ds.from_config(config, topology=topology(grid), adapter=adapter, dtype=torch.float32)
         with engine_of(module, terapipe, **changes) as engine:
             if step:
+                if apart:  # as a layer that computes otherwise in training
+                    weight = next(p for name, p in engine.module.named_parameters() if "layernorm" in name)
+                    weight.register_hook(lambda gradient: gradient * (1 + torch_dist.get_rank()))
                 engines.train(engine, tuples(module, batches(VOCAB_SIZE)))
 
     return engines.raised_by(act)
@@ -278,6 +290,14 @@ CASES: dict[str, dict[str, Any]] = {
     # biases beside divided weights, which count once in the norm; DeepSpeed's norm is fp32
     "biases, clipping": {"family": "phi", "grid": BOTH, "clipping": 0.01},
     "zero bubble": {"family": "gpt_neox", "grid": BOTH, "schedule": "seq1f1b-zb"},
+    # parameters on shares of a layer that no plan names: a scalar of the activation, norms of heads
+    "unnamed scalar": {"family": "apertus", "grid": BOTH},
+    "unnamed norms": {"family": "phi", "grid": BOTH, "fields": {"qk_layernorm": True}},
+    # without rotation the bias of keys has no gradient, but for rounding
+    "shared heads, biases": {
+        "family": "smollm3", "grid": BOTH,
+        "fields": {"num_key_value_heads": 1, "attention_bias": True, "no_rope_layers": [0] * 8},
+    },
     **{family: {"family": family, "grid": BOTH, **VERIFIED} for family in FAMILIES},
     **{f"{family} in bf16": {"family": family, "grid": BOTH, "is_bf16": True, **VERIFIED} for family in FAMILIES},
     "one shared head": {"family": "gemma", "grid": BOTH, "fields": {"num_key_value_heads": 1}},
@@ -290,8 +310,8 @@ CASES: dict[str, dict[str, Any]] = {
     "copies": {"family": "qwen3", "grid": BOTH, "schedule": "chimera-seq"},
     "measured": {"family": "llama", "grid": BOTH, "slices": "auto"},
     "finite": {"family": "llama", "grid": BOTH, "check_finite": "every_step"},
-}
-BY_DEFAULT = ("shared heads", "odd vocabulary, clipping", "qwen3 in bf16")
+}  # fmt: skip
+BY_DEFAULT = ("shared heads", "odd vocabulary, clipping", "unnamed scalar", "qwen3 in bf16")
 
 
 @pytest.mark.parametrize("case", [pytest.param(k, marks=() if k in BY_DEFAULT else pytest.mark.full) for k in CASES])
@@ -379,9 +399,10 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     "cannot be divided over 2 tensor-parallel ranks by its plan": (
         "ModelRefusedError", {"plan": {f"{PLAN}q_norm": None, f"{PLAN}k_norm": None, f"{PLAN}o_proj": None}},
     ),
-    "different gradients for 2 of 9 parameters": (
-        "ReplicatedGradientError", {"plan": {f"{PLAN}q_norm": "replicated"}, "step": True},
+    "gradients of mlp.act_fn.alpha_p are not whole, and their sum is neither": (
+        "ModelRefusedError", {"family": "apertus", "is_used_twice": True},
     ),
+    "different gradients for 1 of 9 parameters": ("ReplicatedGradientError", {"step": True, "apart": True}),
     "the layers of the module are divided over 2 ranks": (
         "TeraPipeConfigError", {"tensor_parallel": {"autotp_size": 4}},
     ),

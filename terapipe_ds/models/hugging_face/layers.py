@@ -61,7 +61,7 @@ class Blueprint:
                 layer = self.filled(name, is_whole=True)
             self._ways[kind] = find_way(self.outline, index, layer)
             if self.ranks is not None:
-                check_division(self.outline, index, layer, self._ways[kind], self.ranks)
+                self._ways[kind] = check_division(self.outline, index, layer, self._ways[kind], self.ranks)
         return self._ways[kind]
 
     def filled(self, name: str, is_whole: bool = False) -> nn.Module:

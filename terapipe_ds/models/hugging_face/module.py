@@ -23,7 +23,7 @@ from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import partial_in, universal_checkpoint_info
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
 from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
@@ -31,8 +31,8 @@ from terapipe_ds.models.positions import longest_run
 from terapipe_ds.models.rank_gradients import TensorParallelModule
 
 _ADVICE = (
-    "The plan of the family (base_model_tp_plan) does not say that the ranks sum them, or the ranks were given "
-    "different samples: seed and divide the sampler by the data-parallel rank"
+    "The ranks were given different samples: seed and divide the sampler by the data-parallel rank. Or the layer "
+    "computes otherwise in training: then leave out the axis 'model'"
 )
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # whatever dtype the rest has
 Loss = Callable[[Tensor, Any], Tensor]
@@ -198,7 +198,9 @@ class HuggingFaceModule(TensorParallelModule):
         After the first batch whose gradients are finite, compare those that must be equal on all of these ranks.
         """
         if self.blueprint.ranks is not None:
-            self.complete_gradients(partial_in(self), engine.optimizer, self.blueprint.ranks.group, _ADVICE)
+            layers = {name: each for name, each in self.named_modules() if isinstance(each, DecoderLayer)}
+            partial = [f"{name}.held.0.{key}" for name, layer in layers.items() for key in layer.find_way().partial]
+            self.complete_gradients(partial, engine.optimizer, self.blueprint.ranks.group, _ADVICE)
 
     to_tuple = staticmethod(to_tuple)
 

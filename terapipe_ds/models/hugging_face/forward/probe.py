@@ -6,10 +6,13 @@ layer can be trained in this way. The trial knows nothing of families: only the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
@@ -18,16 +21,21 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 Tensors = tuple[Tensor, Tensor]
+Sketches = dict[str, Tensor]
 _LENGTHS = (4, 3)
 _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 
 
 class Way(NamedTuple):
-    """Hold a layer's way through slices: `sliced_attention` (`is_fast`) or a cache, and whether it has states."""
+    """Hold a layer's way through slices: `sliced_attention` (`is_fast`) or a cache, and whether it has states.
+
+    `partial` names the parameters whose gradient is the sum over tensor-parallel ranks.
+    """
 
     is_fast: bool
     has_states: bool
+    partial: tuple[str, ...] = ()
 
     @property
     def mixing(self) -> str:
@@ -75,16 +83,46 @@ def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
     return trial
 
 
-def difference(outline: Outline, index: int, layer: nn.Module, change: Callable[[], nn.Module], way: Way) -> str:
-    """Return how a decoder layer and the layer that `change` makes of it differ on a sequence; empty if not."""
+def difference(
+    outline: Outline, index: int, layer: nn.Module, change: Callable[[], nn.Module], way: Way
+) -> tuple[str, Sketches, Sketches]:
+    """Return how a decoder layer and the layer that `change` makes of it differ on a sequence; empty if not.
+
+    Also return a sketch of the gradient of each parameter, of both.
+    """
     inputs = _inputs(outline, index, layer)
     with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []), torch.enable_grad():
         # one after the other: both need not be in memory
-        wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
-        ours = _run_slices(outline, index, change(), way.is_fast, (sum(_LENGTHS),), inputs)
+        with _sketches(layer) as of_whole:
+            wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
+        with _sketches(change()) as of_changed:
+            ours = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
     outline.cache.forget_written()
     error = _error(ours, wanted, inputs)
-    return "" if error <= _TOLERANCE else f"it does not compute what the whole layer does (relative error {error:.0e})"
+    problem = f"it does not compute what the whole layer does (relative error {error:.0e})"
+    return "" if error <= _TOLERANCE else problem, of_whole, of_changed
+
+
+@contextlib.contextmanager
+def _sketches(layer: nn.Module) -> Iterator[Sketches]:
+    """Sketch the gradients of the parameters by linear functions of them, [64]; the gradients are not kept.
+
+    The sketch of a sum is the sum of the sketches, and gradients that differ have other sketches.
+    """
+    sketches: Sketches = {}
+    with contextlib.ExitStack() as hooks:
+        for name, parameter in layer.named_parameters():
+            if parameter.is_floating_point():
+                sketches[name] = torch.zeros(64, device=parameter.device)
+                note = functools.partial(_note, sketches[name])
+                hooks.enter_context(parameter.requires_grad_().register_post_accumulate_grad_hook(note))
+        yield sketches
+
+
+def _note(sketch: Tensor, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    flat, parameter.grad = parameter.grad.float().flatten(), None
+    sketch += F.pad(flat, (0, -len(flat) % len(sketch))).view(-1, len(sketch)).sum(0)
 
 
 def draws(outline: Outline, index: int, layer: nn.Module, way: Way) -> bool:

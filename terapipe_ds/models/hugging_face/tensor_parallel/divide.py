@@ -12,20 +12,24 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as torch_dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
 from torch import nn
 
+from terapipe_ds.messages import in_short
 from terapipe_ds.models.hugging_face.forward.outline import Outline
-from terapipe_ds.models.hugging_face.forward.probe import Way, difference, draws, trial_of
+from terapipe_ds.models.hugging_face.forward.probe import Sketches, Way, difference, draws, trial_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, RowLinear, SharedHeads, VocabEmbedding
+from terapipe_ds.models.rank_gradients import is_split
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
-_COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_COLUMNS, _ROWS = "colwise", "rowwise"
 _ALONE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input")  # their inputs and outputs are whole
 _OF_ADAPTERS = re.compile(r"\.(base_layer|lora_A\.\w+|lora_B\.\w+)$")
 _OF_HEADS = ("k_proj", "v_proj")
+_DIFFERENCE = 1e-2  # relative, of gradients; whole ones and parts of sums differ by about 1
 
 
 class TensorRanks(VocabularyRanks):
@@ -59,9 +63,6 @@ class TensorRanks(VocabularyRanks):
     def _divide_layer(self, module: nn.Module, inner: str, style: str) -> None:
         path, part = _split(inner)
         layer, owner = module.get_submodule(inner), module.get_submodule(path.rpartition(".")[0])
-        if style == _SUMMED:
-            layer.is_partial = True  # type: ignore[assignment]
-            return
         if not isinstance(layer, nn.Linear):
             return
         new: nn.Module = layer
@@ -128,12 +129,16 @@ def check(outline: Outline, size: int, adapter: Any) -> None:
         )
 
 
-def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ranks: TensorRanks) -> None:
-    """Raise ModelRefusedError if the ranks do not compute together as the whole decoder layer does. A collective.
+def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ranks: TensorRanks) -> Way:
+    """Return the way with the parameters whose gradients the ranks must sum. A collective.
 
-    A layer may mix the heads of several ranks, its plan may be wrong, or its router may add noise.
+    The plan names some of them, and norms or scales on shares of a layer have such gradients without it.
+
+    Raises:
+        ModelRefusedError: the ranks do not compute together as the whole decoder layer does: a layer may mix the heads
+            of several ranks, its plan may be wrong, or its router may add noise.
     """
-    trial, name = trial_of(outline, layer).to(ranks.device), outline.layer_name(index)
+    trial, name, partial = trial_of(outline, layer).to(ranks.device), outline.layer_name(index), list[str]()
     try:
         if draws(outline, index, trial, way):
             raise ModelRefusedError(
@@ -141,7 +146,10 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
                 f"router: {ranks.size} tensor-parallel ranks would draw numbers of their own. Set its noise to 0, or "
                 "leave out the axis 'model'"
             )
-        problem = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
+        problem, whole, here = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
+        copies = [key for key, parameter in trial.named_parameters() if key in here and not is_split(parameter)]
+        if copies and not problem:
+            partial, problem = _sums(copies, whole, here, ranks)
     except ModelRefusedError:
         raise
     except Exception as error:  # of the model's own code, which expects all heads
@@ -151,6 +159,24 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
             f"decoder layer {index} ({type(layer).__name__}) cannot be divided over {ranks.size} tensor-parallel ranks "
             f"by its plan: {problem}"
         )
+    return way._replace(partial=tuple(partial))
+
+
+def _sums(copies: list[str], whole: Sketches, here: Sketches, ranks: TensorRanks) -> tuple[list[str], str]:
+    """Return the parameters whose gradient is the sum over the ranks, and which have another one than this or all."""
+    wanted, ours = (torch.stack([sketches[key] for key in copies]) for sketches in (whole, here))
+    everyone = [torch.empty_like(ours) for _ in range(ranks.size)]
+    torch_dist.all_gather(everyone, ours, group=ranks.group)
+    size, apart = wanted.norm(dim=1).clamp_min(1e-30), torch.stack(everyone) - wanted
+    is_partial = apart.norm(dim=2).amax(0) / size > _DIFFERENCE
+    # a gradient that is zero but for rounding, such as of biases of keys, may be summed
+    of_sum = (torch.stack(everyone).sum(0) - wanted).norm(dim=1) / size.clamp_min(1e-4 * float(size.max()))
+    partial, wrong = (
+        [key for key, is_one in zip(copies, chosen.tolist(), strict=True) if is_one]
+        for chosen in (is_partial, is_partial & (of_sum > _DIFFERENCE))
+    )
+    problem = f"the ranks' gradients of {in_short(wrong)} are not whole, and their sum is neither"
+    return partial, problem if wrong else ""
 
 
 def _dropout_in(module: nn.Module) -> Iterator[str]:
@@ -171,11 +197,7 @@ def _styles(outline: Outline, name: str, module: nn.Module) -> Iterator[tuple[st
         return plan.get(".".join("*" if word.isdigit() else word for word in words))
 
     for inner, _ in list(module.named_modules()):
-        path = _split(inner)[0]
-        style = style_of(path)
-        # plans of transformers 4.57 do not name the norms of heads, which the ranks divide with their projection
-        if style is None and path.endswith(("q_norm", "k_norm")) and style_of(f"{path[:-4]}proj") == _COLUMNS:
-            style = _SUMMED
+        style = style_of(_split(inner)[0])
         if style is not None:
             yield inner, style
 

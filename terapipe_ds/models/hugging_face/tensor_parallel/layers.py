@@ -96,10 +96,8 @@ class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
 class SharedHeads(nn.Linear):
     """Compute one head of several; every rank has all weights, for there are fewer heads than ranks.
 
-    The gradient of the weights is partial: `is_partial`.
+    The gradient of the weights is partial.
     """
-
-    is_partial = True
 
     def __init__(self, linear: nn.Linear, group: Any, heads: int) -> None:
         nn.Module.__init__(self)
@@ -118,16 +116,6 @@ def share_of(parameter: Tensor, whole: Tensor) -> Tensor:
     """Return the share of `whole` that `parameter` holds: all of it if no layer here has it."""
     layer = getattr(getattr(parameter, "gather_params", None), "__self__", None)
     return layer.share(whole) if isinstance(layer, _Share) else whole
-
-
-def partial_in(module: nn.Module) -> list[str]:
-    """Name the parameters whose gradient is the sum over the ranks: each rank's counts its own heads."""
-    return [
-        f"{name}.{key}"
-        for name, layer in module.named_modules()
-        if getattr(layer, "is_partial", False)
-        for key, _ in layer.named_parameters()
-    ]
 
 
 def gathered_copy(module: nn.Module) -> nn.Module:

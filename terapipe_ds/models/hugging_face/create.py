@@ -22,7 +22,8 @@ from terapipe_ds import compat
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
-from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer
+from terapipe_ds.models.hugging_face.forward.probe import find_way
+from terapipe_ds.models.hugging_face.layers import Blueprint
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule, Loss
 from terapipe_ds.models.hugging_face.refusals import (
     OF_HUB,
@@ -331,7 +332,7 @@ def _problem_of_version() -> str:
     try:
         llama = transformers.LlamaConfig(**sizes, vocab_size=8)
         outline = Outline(model_without_weights(llama, torch.get_default_dtype()))
-        DecoderLayer(Blueprint(outline, DrawnWeights(outline, 0)), 0).find_way()
+        find_way(outline, 0, Blueprint(outline, DrawnWeights(outline, 0)).filled(outline.layer_name(0)))
     except Exception as error:
         return str(error) if isinstance(error, ModelRefusedError) else f"{type(error).__name__}: {error}"
     return ""

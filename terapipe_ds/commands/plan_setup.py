@@ -129,7 +129,8 @@ def from_config(path: str | None) -> dict[str, Any]:
     given = ds_config.get("terapipe", {})
     if not isinstance(given, dict):
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
-    section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    # an enabled section must go with its own schedule, and a disabled one has no documents
+    section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False, "documents": "off"}})
     keys = DeepSpeedJson(ds_config)
     checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
     ranks, links = keys.number("sequence_parallel_size"), section.links

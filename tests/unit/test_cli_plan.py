@@ -110,7 +110,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert full["terapipe"].pop("recompute") == "full"
     assert full == again
     # the section to paste keeps what no plan decides; an option goes before the config
-    kept = {"recompute": "off", "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
+    kept = {"recompute": "off", "documents": 2, "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
     path.write_text(json.dumps({**config, "terapipe": {**kept, "enabled": False, "slices": 9, "partition": None}}))
     for more, recompute in (((), "off"), (("--activation-checkpointing",), "full")):
         section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]

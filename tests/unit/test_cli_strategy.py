@@ -126,6 +126,7 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
     of_file = as_json(capsys, *cluster, *FEW[len(SMALL) :], "--config", str(path))
     assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "1.9")
     assert as_json(capsys, *FEW, "--config", str(path))["deepspeed"]["train_batch_size"] == 4
+    assert "(1.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting, Span
-from terapipe_ds.planner.strategy import Cluster, rank_strategies
+from terapipe_ds.planner.strategy import Cluster, price_strategy, rank_strategies
 
 LENGTH = 256
 FORWARD = ((0.1, 0.5, 0.4), (0.25, 0.35, 0.4))  # shares of the layers of two parts
@@ -180,6 +180,13 @@ def test_what_was_not_measured_is_refused_with_what_was() -> None:
         rank_strategies(profile(), CLUSTER, **question, tensor_parallel=2)
     with pytest.raises(PlannerError, match=r"micro-batches of 1 were not measured .*, but 4.*global_batch_size = 4"):
         rank_strategies(profile(micro_batch=4), CLUSTER, **question | {"global_batch_size": 5})
+    # a strategy that another profile priced, and more devices that would do: they have the measured micro-batches too
+    strategy = rank_strategies(profile(), CLUSTER, **question, data_parallel=2)[0]
+    for changes in ({"micro_batch_size": 2}, {"dims": [1, 1, 2]}):
+        with pytest.raises(PlannerError, match=r"no price for the strategy \(.* not measured.*, but 1.*: give another"):
+            price_strategy(strategy.model_copy(update=changes), profile(), CLUSTER)
+    with pytest.raises(PlannerError, match=r"or more devices; from about \d+ of these devices on it can fit"):
+        rank_strategies(profile(micro_batch=3), CLUSTER, **question | {"global_batch_size": 6}, memory_limit_gb=1e-5)
     with pytest.raises(PlannerError, match="sequence_length = 512: the profile is of 256 tokens"):
         rank_strategies(profile(), CLUSTER, **question | {"sequence_length": 512})
     with pytest.raises(PlannerError, match="dtype = 'bf16': the profile is of float32"):

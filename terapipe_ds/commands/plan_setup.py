@@ -27,9 +27,9 @@ from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
-from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
+from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
-from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
+from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, count_parts
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
@@ -224,6 +224,20 @@ class PlanSetup:
         devices = options.stages * options.tensor_parallel
         return Utilisation.of(self.size, device_card(options.device), options.dtype, step, seconds, devices)
 
+    @functools.cached_property
+    def recomputable(self) -> list[PartLayers]:
+        """Return the parts of a measured model, of which any layers may recompute; each has its process's bytes."""
+        options = self.options
+        parts = MeasuredParts.of_profile(Profile.load(str(options.profile))).for_stages(options.stages)
+        parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
+        return recomputable_parts(parts, parts.bounds(options.stages) or ())
+
+    def costs_of_result(self, result: PlanResult) -> list[Any] | None:
+        """Return the costs of the parts of a plan, with the layers that it recomputes."""
+        if result.recompute is not None:
+            return costs_of(self.recomputable, result.recompute)
+        return self.costs_of(count_parts(result.schedule, result.num_stages, result.chunks_per_stage))
+
     @property
     def limit_bytes(self) -> float | None:
         """Return a device's memory by the options or its card; None where it is unknown."""
@@ -239,11 +253,16 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
+def check_positions(size: ModelSize, sequence_length: int) -> None:
+    """Refuse sequences that are longer than a model's learned positions."""
+    if size.positions == "learned" and sequence_length > size.max_sequence_length:
+        problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
+        raise CommandError(f"--sequence-length {sequence_length}: {problem}; give at most that many")
+
+
 def _counted(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
     size, card = size_of(options.model), device_card(options.device)
-    if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
-        problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
-        raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
+    check_positions(size, options.sequence_length)
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
     shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
@@ -284,9 +303,7 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
-    stages, parts = options.stages, MeasuredParts.of_profile(profile)
-    if len(models) == 1:  # the stages are copies of it
-        parts = parts.copies(stages)
+    stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
     if (wanted := bounds) is not None and profile.layers is not None and len(models) > 1:
         bounds = bounds_among(profile.layers.kind_of, wanted)  # as the engine reads a partition for a model's size
     if wanted and (len(models) == 1 or not parts.has_layers or not bounds):
@@ -325,9 +342,14 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     )
 
 
+def _process_bytes(options: PlanOptions) -> int:
+    """Return the bytes of a process outside of torch's allocator; 0 where nobody names the device."""
+    grid = Grid(options.stages, options.data_parallel, options.tensor_parallel)
+    return Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
+
+
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
-    size, grid = size_of(options.model), Grid(options.stages, options.data_parallel, options.tensor_parallel)
-    process_bytes = Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
+    size, process_bytes = size_of(options.model), _process_bytes(options)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -350,7 +372,7 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
     """Return the best plan, and with "auto" the ranking of all schedules."""
     options = setup.options
     if options.recompute:
-        return _search_recompute(options), None
+        return _search_recompute(setup), None
     limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
     limits["progress"] = progress
     if options.schedule != "auto":
@@ -370,17 +392,17 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
     return ranking.best, ranking
 
 
-def _search_recompute(options: PlanOptions) -> PlanResult:
+def _search_recompute(setup: PlanSetup) -> PlanResult:
     """Return the best plan with the layers of a measured model that recompute."""
+    options = setup.options
     if options.profile is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
     if options.chunks_per_stage not in (None, 1):
         raise CommandError(
             f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
         )
-    parts = MeasuredParts.of_profile(Profile.load(options.profile))
     return plan_with_recompute(
-        recomputable_parts(parts, parts.bounds(options.stages) or ()),
+        setup.recomputable,
         options.sequence_length,
         options.micro_batches,
         options.granule,

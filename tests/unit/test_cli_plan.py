@@ -24,6 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.strategy import Cluster, check_limit
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
+from terapipe_ds.strategy import Grid
 from tests.processes import run_python
 from tests.unit.planner.layers.test_measured import profile as measured_profile
 from tests.unit.test_cli import refused as refused_command
@@ -202,7 +203,9 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
     assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
     profile_of(1).save(path)
-    assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
+    five = as_json(capsys, *words, "--stages", "5", "--max-slices", "1")  # one stage stands for all
+    same = json.loads(shown(capsys, "simulate", *words, "--stages", "5", "--slices", "1", "--json"))
+    assert same["makespan_s"] == five["predicted_s"] == pytest.approx(5 * 3 * (1e-3 + 1e-5 * 1024))
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
 
 
@@ -216,6 +219,8 @@ def test_simulate_takes_measured_and_counted_costs(capsys: pytest.CaptureFixture
         assert found == simulate(build("seq1f1b", 2, 1, 2), SlicePlan((512, 512)), costs).makespan_s
     three = refused_command(capsys, "simulate", *f"{schedule} --stages 3 --profile {path}".split())
     assert "has 2 parts, and this schedule needs 3: give other --stages" in three
+    longer = ("--slices", "2048,1", "--model", "gpt3-1b", "--device", "v100")
+    assert "learned positions for 2048" in refused_command(capsys, "simulate", *schedule.split()[:4], *longer)
 
 
 def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -481,7 +486,9 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
 
 
-def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_plan_says_which_layers_recompute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, options = tmp_path / "layers.json", ("--choose-recompute", "--granularity", "64", "--micro-batches", "4")
     measured_profile().save(path)
     given = "--profile", str(path), "--schedule", "seq1f1b", *options
@@ -491,8 +498,15 @@ def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pyt
     one = (*given, "--micro-batches", "1", "--memory-limit-gb", "1")
     assert [len(as_json(capsys, *one, "--max-slices", n)["plan"]) for n in ("2", "1")] == [2, 1]
     limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
-    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
+    drawn: list[Any] = []
+    monkeypatch.setattr("terapipe_ds.commands.plan.draw_timelines", lambda titled, path: drawn.extend(titled))
+    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}", "--picture", str(tmp_path / "step.svg"))
     assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0
+    assert drawn[-1][1].makespan_s == pytest.approx(tight["predicted_s"])
+    # a process has CUDA's context and NCCL's buffers as well
+    more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
+    context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}
+    assert context == {Cluster("v100", 1, 1).process_bytes(Grid(2, 1, 1))}
     assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
     assert "one part per stage" in refused(capsys, *given, "--memory-limit-gb", "1", "--chunks-per-stage", "2")
     assert "give --profile" in refused(capsys, *options, "--model", "gpt3-1b", "--device", "v100", "--stages", "2")

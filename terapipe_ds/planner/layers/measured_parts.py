@@ -117,11 +117,14 @@ class MeasuredParts:
         steps = [step_s for step_s in map(_step_s, parts) if step_s is not None]
         return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
 
-    def copies(self, times: int) -> MeasuredParts:
-        """Return the measurements of one part as `times` equal parts."""
-        last = self.bounds_measured[-1]
-        bounds = [0, *(last * copy + stop for copy in range(times) for stop in self.bounds_measured[1:])]
-        return dataclasses.replace(self, layers=[*self.layers] * times, bounds_measured=tuple(bounds), _made={})
+    def for_stages(self, num_stages: int) -> MeasuredParts:
+        """Return the measurements for so many stages, which are copies of the part where only one was measured."""
+        if len(self.bounds_measured) > 2:
+            return self
+        last, copies = self.bounds_measured[-1], range(num_stages)
+        layers = [dataclasses.replace(one, layer_id=last * k + i) for k in copies for i, one in enumerate(self.layers)]
+        bounds = tuple(range(0, last * num_stages + 1, last))
+        return dataclasses.replace(self, layers=layers, bounds_measured=bounds, _made={})
 
     def between(self, bounds: Sequence[int]) -> list[Sequence[Layer]]:
         """Return the layers of every part between `bounds`. Raises PlannerError for bounds that are no cut."""

@@ -93,8 +93,9 @@ def test_equal_parts_are_one_object() -> None:
     parts = MeasuredParts.of_profile(Profile(key, (PartProfile(0, samples(8, 8)),), (), None, one))
     quarters = parts.cut(4)
     assert quarters is not None and all(part is quarters[0] for part in quarters)
-    copies = parts.copies(3)
-    assert copies.bounds_measured == (0, 8, 16, 24) and len(copies.layers) == 24
+    copies = parts.for_stages(3)
+    assert copies.bounds_measured == (0, 8, 16, 24) and [one.layer_id for one in copies.layers] == list(range(24))
+    assert copies.for_stages(2) is copies  # of several parts none stands for the others
 
 
 def test_what_was_not_measured_is_not_there() -> None:

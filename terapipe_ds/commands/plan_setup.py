@@ -26,6 +26,7 @@ from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+from terapipe_ds.planner.layers.parts import bytes_summed
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
@@ -291,11 +292,13 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
         if (parts := costs_of(num_parts)) is None:
             return None
         bandwidth = parts[0].link.bandwidth_bytes_per_s
-        itemsize = gradient_itemsize(DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype))
-        sizes = [itemsize * part.num_parameters() / options.tensor_parallel for part in parts]
-        reduce_s = [2 * (replicas - 1) / replicas * size / bandwidth for size in sizes]
-        adam_s = [part.step_s() / (replicas if options.zero_stage == 1 else 1) for part in parts]
-        return both_ways_s(sizes, bandwidth, [a + r for a, r in zip(adam_s, reduce_s, strict=True)])
+        dtype = DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype)
+        counts = [part.num_parameters() / options.tensor_parallel for part in parts]
+        ring_s = 2 * (replicas - 1) / replicas * bytes_summed(dtype, options.zero_stage) / bandwidth  # per parameter
+        # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
+        divided = replicas if options.zero_stage == 1 or dtype == "bfloat16" else 1
+        steps = [part.step_s() / divided + ring_s * count for part, count in zip(parts, counts, strict=True)]
+        return both_ways_s([gradient_itemsize(dtype) * count for count in counts], bandwidth, steps)
 
     return both_ways_s_of
 

@@ -484,6 +484,15 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
+    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; its sums are fp32
+    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "0", 4, 5)):
+        card = device_card(device)
+        link_s = [count / card.node_link.bandwidth_bytes_per_s for count in counts]
+        adam_s = [part.step_s() / 2 for part in analytic_costs("gpt3-1b", card, num_stages=4)]
+        ends_s = [summed * one + adam for one, adam in zip(link_s, adam_s, strict=True)]
+        pair_s = max(gradient * (link_s[k] + link_s[3 - k]) + ends_s[k] + ends_s[3 - k] for k in range(4))
+        words = (*options, "--device", device, "--zero-stage", zero_stage, "--schedule", "chimera")
+        assert as_json(capsys, *words)["extra_s"] == pytest.approx(pair_s - max(ends_s), rel=1e-9)
 
 
 def test_a_measured_plan_says_which_layers_recompute(

@@ -189,3 +189,9 @@ def test_a_plan_in_words() -> None:
     lines = planner.describe(planner.best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
     assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
     assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either
+    given = planner.best_schedule(UnitCosts(64), [SlicePlan((48, 16)), SlicePlan((64,))], 4, 2)
+    equal_s = simulate(given.build(), [SlicePlan((32, 32)), SlicePlan((64,))], UnitCosts(64)).makespan_s
+    assert equal_s < given.predicted_s
+    assert f"          {equal_s:.3f} s with as many equal slices, 2 ({equal_s / given.predicted_s:.3f}x)" in (
+        planner.describe(given)
+    )

@@ -157,8 +157,17 @@ class Priced(Estimated):
         shape = ScheduleShape(schedule, self.num_stages, score.plan.num_slices, chunks)
         whole = self.memory(score.bounds, score.recompute, owners)
         kinds = {kind: whole.only(kind) for kind in MEMORY_KINDS}
-        replay = replay_of(shape, min(self.num_micro_batches, max(shape.filling, shape.most_live[0])))
-        found = replay.peak_by_kind(score.plan, [whole, *kinds.values()])
+        number, memories = self.num_micro_batches, [whole, *kinds.values()]
+        few = min(number, max(shape.filling, shape.most_live[0]))
+        if score.shape.fills_and_drains:  # every micro-batch adds bytes
+            few = number if whole.offloads else min(number, 3)
+        found = replay_of(shape, few).peak_by_kind(score.plan, memories)
+        if few < number and score.shape.fills_and_drains:  # as many as the one before it, as in `replay_few`
+            fewer = replay_of(shape, few - 1).peak_by_kind(score.plan, memories)
+            found = [
+                tuple(b + (number - few) * (b - a) for a, b in zip(*of_stage, strict=True))
+                for of_stage in zip(fewer, found, strict=True)
+            ]
         by_kind = {kind: [of[index] for of in found] for index, kind in enumerate(kinds, 1)}
         # all else that the peak has belongs to the computation that runs
         rest = (peak - sum(of[1:]) for peak, of in zip(score.peak_bytes, found, strict=True))

@@ -110,6 +110,10 @@ def test_what_was_not_measured_is_not_there() -> None:
     assert [part.send_s(64) for part in one_link.cut(2) or []] == [6.0, 6.0]  # of any link that was measured
 
 
+def test_layers_that_train_nothing_are_cut_evenly() -> None:
+    assert MeasuredParts.of_profile(profile([kind(trained=0)] * 6, (0, 6))).bounds(3) == [0, 2, 4, 6]
+
+
 def test_gradients_go_back_over_the_link_before_their_part() -> None:
     links = tuple(LinkSample(64, seconds, part_id) for part_id, seconds in enumerate((6.0, 2.0)))
     parts = MeasuredParts.of_profile(profile([kind()] * 6, (0, 2, 4, 6), links=links))

@@ -305,6 +305,16 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     other = price_strategy(tight, "gpt3-1b", Cluster("a100", 2, 2))
     assert other.devices_per_node == 2 and other.memory_by_kind.keys() == again.memory_by_kind.keys()
     assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes
+    # where all forwards come first, each micro-batch has its slices, and what runs stays the same
+    long = {"schedule": "terapipe", "slices": [32] * 32, "recompute": "off", "keep_attention": False}
+    of_batches = [
+        price_strategy(tight.model_copy(update=long | {"accumulation": m}), "gpt3-1b", cluster).memory_by_kind
+        for m in (4, 40, 76)
+    ]
+    for kind in of_batches[0]:
+        few, more, most = (of[kind] for of in of_batches)
+        assert kind != "running" or few == most
+        assert [b - a for a, b in zip(few, more, strict=True)] == [c - b for b, c in zip(more, most, strict=True)]
     rates = {one.model_flops_per_s * one.predicted_s for one in (tight, other)}
     assert max(rates) == pytest.approx(min(rates)) and other.mfu == pytest.approx(other.model_flops_per_s / 312e12)
     with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:

@@ -168,9 +168,9 @@ class Estimated(Bounded):
         return rounds * sum(self._sums_s(num_slices)) / self.num_stages
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
-        """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
-        again = self._kinds(shape.schedule)[:2][-1]
-        return least_maximum(list(self._peaks(shape, num_slices, again)))
+        """Return approximately the least limit in which some cut fits, with nothing recomputed or everything."""
+        kinds = self._kinds(shape.schedule)[:2]
+        return min(least_maximum(list(self._peaks(shape, num_slices, again))) for again in kinds)
 
     def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage for every span of layers.

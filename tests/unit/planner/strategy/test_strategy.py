@@ -380,6 +380,19 @@ def test_a_chain_with_costs_is_sliced() -> None:
         plan_strategy(LayerChain(*numbers, costs=[wrong] * 6), cluster, **question)
 
 
+@pytest.mark.parametrize("costs", [None, [constant(1, 2)] * 4])
+@pytest.mark.parametrize("saved", [0.0, 1e8])
+def test_layers_that_save_less_than_their_inputs_need_no_recomputation(saved: float, costs: Any) -> None:
+    """Recomputation would keep 1 GB per layer, so that no bound may take it for the least."""
+    chain = LayerChain([1.0] * 4, [2.0] * 4, [1e9] * 4, [saved] * 4, [1e7] * 4, costs)
+    question: Any = {"global_batch_size": 2, "sequence_length": 8}
+    free = plan_strategy(chain, Cluster("h100", 1, 2), **question)
+    limit_gb = max(free.memory_bytes) / 1e9
+    assert limit_gb < 3
+    tight = plan_strategy(chain, Cluster("h100", 1, 2), memory_limit_gb=limit_gb, **question)
+    assert (tight.recompute, tight.predicted_s) == ("off", free.predicted_s)
+
+
 def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
     asked: list[str] = []
 

@@ -20,6 +20,7 @@ from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, own
 from terapipe_ds.planner.strategy.estimate import Estimated
 from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.simulator import ScheduleShape, replay_few
+from terapipe_ds.simulator.few import FILL_DRAIN
 
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -143,8 +144,11 @@ class Priced(Estimated):
             return 0
         of_stages = np.zeros(self.num_stages)
         if memory.offloads:  # else no schedule is built for it
-            few = replay_of(shape, min(self.num_micro_batches, shape.filling))
-            of_stages += few.host_bytes(plan, memory)
+            few = min(self.num_micro_batches, shape.filling)
+            of_stages += replay_of(shape, few).host_bytes(plan, memory)
+            if shape.schedule in FILL_DRAIN and few < self.num_micro_batches:  # each more brings as many as the last
+                fewer = replay_of(shape, few - 1).host_bytes(plan, memory)
+                of_stages += (self.num_micro_batches - few) * (of_stages - fewer)
         of_layers = self.layers.host_bytes(self.candidate.setting)
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             of_stages[stage_id] += of_layers[start:stop].sum()

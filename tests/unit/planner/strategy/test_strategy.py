@@ -307,10 +307,13 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes
     # where all forwards come first, each micro-batch has its slices, and what runs stays the same
     long = {"schedule": "terapipe", "slices": [32] * 32, "recompute": "off", "keep_attention": False}
-    of_batches = [
-        price_strategy(tight.model_copy(update=long | {"accumulation": m}), "gpt3-1b", cluster).memory_by_kind
-        for m in (4, 40, 76)
-    ]
+    of_batches, hosts = [], []
+    for m in (4, 40, 76):
+        strategy = tight.model_copy(update=long | {"accumulation": m})
+        of_batches.append(price_strategy(strategy, "gpt3-1b", cluster).memory_by_kind)
+        away = strategy.model_copy(update={"offload_activations": True})
+        hosts.append(price_strategy(away, "gpt3-1b", cluster).host_memory_bytes)
+    assert 0 < hosts[0] and hosts[1] - hosts[0] == pytest.approx(hosts[2] - hosts[1], abs=2)
     for kind in of_batches[0]:
         few, more, most = (of[kind] for of in of_batches)
         assert kind != "running" or few == most

@@ -313,7 +313,7 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
         of_batches.append(price_strategy(strategy, "gpt3-1b", cluster).memory_by_kind)
         away = strategy.model_copy(update={"offload_activations": True})
         hosts.append(price_strategy(away, "gpt3-1b", cluster).host_memory_bytes)
-    assert 0 < hosts[0] and hosts[1] - hosts[0] == pytest.approx(hosts[2] - hosts[1], abs=2)
+    assert hosts[0] > 0 and hosts[1] - hosts[0] == pytest.approx(hosts[2] - hosts[1], abs=2)
     for kind in of_batches[0]:
         few, more, most = (of[kind] for of in of_batches)
         assert kind != "running" or few == most

@@ -208,7 +208,9 @@ def _cluster(options: StrategyOptions) -> Cluster:
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
     if options.profiles:
-        return measured_cluster(Profile.load(options.profiles[0]), nodes, per_node, card, **links)
+        profiles = [Profile.load(path) for path in options.profiles]
+        linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
+        return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)
     return Cluster(card, nodes, per_node, **links)
 
 

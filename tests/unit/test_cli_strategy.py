@@ -138,6 +138,10 @@ def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert document["strategy"]["sequence_length"] == length
     assert "--device is missing" in refused(capsys, "--profile", str(one), *cluster[2:])
     assert "give one of them" in refused(capsys, "--profile", str(one), "--model", "mini", *cluster)
+    # with one stage there is no link to measure
+    profile(links=False, micro_batch=2).save(two)
+    other = as_json(capsys, "--profile", str(two), "--profile", str(one), *cluster, "--stages", "2")
+    assert other == as_json(capsys, "--profile", str(one), "--profile", str(two), *cluster, "--stages", "2")
     profile().save(two)
     assert "give one" in refused(capsys, "--profile", str(one), "--profile", str(two), *cluster)
     twice = refused_command(capsys, "plan", "--profile", str(one), "--profile", str(two), "--stages", "2")

@@ -132,6 +132,7 @@ def test_the_headline_is_worked_out_per_accumulation() -> None:
 @pytest.mark.parametrize(("runs", "expected"), [
     ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
     ([STOCK, failed("no", "terapipe", "seq1f1b")], "not measured at accumulation 1 (none of its runs"),
+    ([STOCK, failed("no", "torch", "1f1b")], "not measured at accumulation 1 (it has no run there)"),
     ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
     ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
     ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),

@@ -30,7 +30,7 @@ from terapipe_ds.planner.layers.parts import bytes_summed
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
-from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH, count_parts
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, SEARCH, count_parts
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
@@ -374,15 +374,15 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
 def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
     """Return the best plan, and with "auto" the ranking of all schedules."""
     options = setup.options
+    if options.schedule_options and options.schedule == "auto":
+        name = next(iter(options.schedule_options))
+        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     if options.recompute:
         return _search_recompute(setup), None
     limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
     limits["progress"] = progress
     if options.schedule != "auto":
         return _search_one(setup, limits), None
-    if options.schedule_options:
-        name = next(iter(options.schedule_options))
-        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     ranking = rank_schedules(
         setup.costs_of,
         *setup.shape,
@@ -400,9 +400,11 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
     options = setup.options
     if options.profile is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
-    if options.chunks_per_stage not in (None, 1):
+    given = f"--chunks-per-stage {options.chunks_per_stage}" if options.chunks_per_stage not in (None, 1) else None
+    given = f"--schedule {options.schedule}" if options.schedule in (*CHUNKED_SCHEDULES, SEARCH) else given
+    if given := given or (options.order and "--order"):
         raise CommandError(
-            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+            f"{given}: --choose-recompute is for a schedule by its name, with one part per stage; leave one of them out"
         )
     return plan_with_recompute(
         setup.recomputable,

@@ -517,5 +517,9 @@ def test_a_measured_plan_says_which_layers_recompute(
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}
     assert context == {Cluster("v100", 1, 1).process_bytes(Grid(2, 1, 1))}
     assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
-    assert "one part per stage" in refused(capsys, *given, "--memory-limit-gb", "1", "--chunks-per-stage", "2")
+    order = f"--order {tmp_path / 'o.csv'}"
+    for words in ("--chunks-per-stage 2", "--schedule zbv", "--schedule search", order):
+        told = refused(capsys, *given, "--memory-limit-gb", "1", *words.split())
+        assert f"{'--order' if words == order else words}: --choose-recompute is for a schedule by its name" in told
+    assert "it goes with one schedule" in refused(capsys, *given, "--schedule", "auto", "--option", "policy=B")
     assert "give --profile" in refused(capsys, *options, "--model", "gpt3-1b", "--device", "v100", "--stages", "2")

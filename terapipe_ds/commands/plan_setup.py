@@ -65,7 +65,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     setup = _counted(options, wire_formats) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
-        raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
+        raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
     return dataclasses.replace(setup, section=section)
 
 
@@ -206,6 +206,7 @@ class PlanSetup:
     size: ModelSize | None = None  # of a counted model
     bounds_of: Callable[[int], Sequence[int] | None] = lambda num_parts: None  # where the engine has to be told
     section: dict[str, Any] = dataclasses.field(default_factory=dict)  # `terapipe` of --config
+    measured: MeasuredParts | None = None  # of a profile
 
     @property
     def title(self) -> str:
@@ -228,10 +229,8 @@ class PlanSetup:
     @functools.cached_property
     def recomputable(self) -> list[PartLayers]:
         """Return the parts of a measured model, of which any layers may recompute; each has its process's bytes."""
-        options = self.options
-        parts = MeasuredParts.of_profile(Profile.load(str(options.profile))).for_stages(options.stages)
-        parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
-        return recomputable_parts(parts, parts.bounds(options.stages) or ())
+        assert self.measured is not None, "refused before"
+        return recomputable_parts(self.measured, self.measured.bounds(self.options.stages) or ())
 
     def costs_of_result(self, result: PlanResult) -> list[Any] | None:
         """Return the costs of the parts of a plan, with the layers that it recomputes."""
@@ -307,6 +306,7 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
+    parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
     if (wanted := bounds) is not None and profile.layers is not None and len(models) > 1:
         bounds = bounds_among(profile.layers.kind_of, wanted)  # as the engine reads a partition for a model's size
     if wanted and (len(models) == 1 or not parts.has_layers or not bounds):
@@ -318,6 +318,9 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if bounds and num_parts != len(bounds) - 1 else parts.cut(num_parts, bounds)
+
+    def memory_of(num_parts: int) -> MemoryModel | None:
+        return parts.memory(num_parts, bounds)
 
     def bounds_of(num_parts: int) -> Sequence[int] | None:
         # the planner evens out other numbers of parts, where the module's own method may cut elsewhere
@@ -338,10 +341,11 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
         costs_of,
-        _memory(options, profile.key.dtype) if options.model else None,
+        _memory(options, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,
+        measured=parts,
     )
 
 
@@ -398,7 +402,7 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
 def _search_recompute(setup: PlanSetup) -> PlanResult:
     """Return the best plan with the layers of a measured model that recompute."""
     options = setup.options
-    if options.profile is None or options.memory_limit_gb is None:
+    if setup.measured is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
     given = f"--chunks-per-stage {options.chunks_per_stage}" if options.chunks_per_stage not in (None, 1) else None
     given = f"--schedule {options.schedule}" if options.schedule in (*CHUNKED_SCHEDULES, SEARCH) else given

@@ -512,6 +512,10 @@ def test_a_measured_plan_says_which_layers_recompute(
     tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}", "--picture", str(tmp_path / "step.svg"))
     assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0
     assert drawn[-1][1].makespan_s == pytest.approx(tight["predicted_s"])
+    # the limit counts without it too, where memory was measured
+    without = "--profile", str(path), *options[1:], "--schedule", "seq1f1b", "--max-slices", "1", "--memory-limit-gb"
+    assert as_json(capsys, *without, "1")["peak_bytes"] == as_json(capsys, *given, *without[-3:], "1")["peak_bytes"]
+    assert "no plan fits in" in refused(capsys, *without, "0.00005")
     # a process has CUDA's context and NCCL's buffers as well
     more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}

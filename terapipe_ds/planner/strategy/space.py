@@ -135,7 +135,7 @@ class Space:
                 self,
                 cluster=cluster,
                 choices=dataclasses.replace(self.choices, **free),
-                global_batch_size=times * 2**10 * self.global_batch_size,
+                global_batch_size=math.lcm(times * 2**10, self.global_batch_size),
             )
             if larger.least_need()[0] <= self.limit_bytes:
                 devices = f", or more devices; from about {cluster.num_devices} of these devices on it can fit"

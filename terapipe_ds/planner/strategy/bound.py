@@ -88,7 +88,8 @@ class Bounded:
         if self.candidate.levers.offload_activations:  # a slice is on the device for a moment only
             slices = 0.0 * slices
         stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[layers]
-        return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
+        lasting = rates["lasting"][layers] - rates["tied"][layers]  # the first layer's stage may be the last one's
+        return np.asarray(lasting + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)

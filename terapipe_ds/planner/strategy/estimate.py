@@ -144,7 +144,10 @@ class Estimated(Bounded):
         )
         largest = np.zeros(self.num_stages)
         np.maximum.at(largest, stages, running)
-        return self._process_bytes + np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
+        peaks = np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
+        if owners[0] == owners[-1] and len(owners) > 1:  # the stage has a tied matrix once
+            peaks[owners[0]] -= self._rates[recompute]["tied"][cut[-2], cut[-1]]
+        return np.asarray(self._process_bytes + peaks)
 
     def _kinds(self, schedule: str) -> Sequence[Again]:
         """Return what stages may recompute; the seconds of W may be unknown where backwards are split."""

@@ -44,10 +44,12 @@ def noise_sentences(result: Mapping[str, Any]) -> list[str]:
             "drift: unsliced micro-batches in the turns, as multiples of their times in the measurement of costs, from "
             f"which predictions come: {each}"
         )
-    shares = {row["label"]: row["off_core_s"] / row["step_s"] for row in rows if row.get("off_core_s") is not None}
-    worst = max(shares, key=shares.__getitem__, default=None)
-    if worst is not None and shares[worst] > WORTH_SAYING:
-        sentences.append(f"busy: other programs had a core for up to {shares[worst]:.1%} of a step ({worst})")
+    lost = [row for row in rows if row.get("off_core_s") is not None]
+    share, m, label = max(
+        ((row["off_core_s"] / row["step_s"], row["accumulation"], row["label"]) for row in lost), default=(0.0, 0, "")
+    )
+    if share > WORTH_SAYING:
+        sentences.append(f"busy: other programs had a core for up to {share:.1%} of a step ({label}, m = {m})")
     return sentences
 
 

@@ -132,7 +132,7 @@ def _draw(result: PlanResult, setup: PlanSetup, path: str) -> None:
     schedule = result.build(**setup.options.schedule_options)
     counts = " to ".join(map(str, dict.fromkeys((min(result.num_slices), max(result.num_slices)))))
     title = f"{result.schedule}, {counts} slices, simulated"
-    timeline = simulate(schedule, result.plans, setup.costs_of(schedule.num_parts))
+    timeline = simulate(schedule, result.plans, setup.costs_of_result(result))
     drawn = [(title, timeline)]
     if costs := setup.costs_of(result.num_stages):
         stock, whole = build("1f1b", result.num_stages, result.num_micro_batches, 1), SlicePlan((setup.shape[0],))

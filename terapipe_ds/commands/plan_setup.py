@@ -26,10 +26,11 @@ from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, 
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
+from terapipe_ds.planner.layers.parts import bytes_summed
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
-from terapipe_ds.planner.recompute import plan_with_recompute, recomputable_parts
+from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
-from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
+from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, SEARCH, count_parts
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
@@ -64,7 +65,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     setup = _counted(options, wire_formats) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
-        raise CommandError(f"{limit}: measured costs say nothing of memory; give --model as well")
+        raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
     return dataclasses.replace(setup, section=section)
 
 
@@ -129,7 +130,8 @@ def from_config(path: str | None) -> dict[str, Any]:
     given = ds_config.get("terapipe", {})
     if not isinstance(given, dict):
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
-    section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False}})
+    # an enabled section must go with its own schedule, and a disabled one has no documents
+    section = TeraPipeConfig.from_deepspeed({"terapipe": given | {"enabled": False, "documents": "off"}})
     keys = DeepSpeedJson(ds_config)
     checkpoints = keys.fixed_number("pipeline.activation_checkpoint_interval", 0) > 0 or None
     ranks, links = keys.number("sequence_parallel_size"), section.links
@@ -204,6 +206,7 @@ class PlanSetup:
     size: ModelSize | None = None  # of a counted model
     bounds_of: Callable[[int], Sequence[int] | None] = lambda num_parts: None  # where the engine has to be told
     section: dict[str, Any] = dataclasses.field(default_factory=dict)  # `terapipe` of --config
+    measured: MeasuredParts | None = None  # of a profile
 
     @property
     def title(self) -> str:
@@ -223,6 +226,18 @@ class PlanSetup:
         devices = options.stages * options.tensor_parallel
         return Utilisation.of(self.size, device_card(options.device), options.dtype, step, seconds, devices)
 
+    @functools.cached_property
+    def recomputable(self) -> list[PartLayers]:
+        """Return the parts of a measured model, of which any layers may recompute; each has its process's bytes."""
+        assert self.measured is not None, "refused before"
+        return recomputable_parts(self.measured, self.measured.bounds(self.options.stages) or ())
+
+    def costs_of_result(self, result: PlanResult) -> list[Any] | None:
+        """Return the costs of the parts of a plan, with the layers that it recomputes."""
+        if result.recompute is not None:
+            return costs_of(self.recomputable, result.recompute)
+        return self.costs_of(count_parts(result.schedule, result.num_stages, result.chunks_per_stage))
+
     @property
     def limit_bytes(self) -> float | None:
         """Return a device's memory by the options or its card; None where it is unknown."""
@@ -238,11 +253,16 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
+def check_positions(size: ModelSize, sequence_length: int) -> None:
+    """Refuse sequences that are longer than a model's learned positions."""
+    if size.positions == "learned" and sequence_length > size.max_sequence_length:
+        problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
+        raise CommandError(f"--sequence-length {sequence_length}: {problem}; give at most that many")
+
+
 def _counted(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
     size, card = size_of(options.model), device_card(options.device)
-    if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
-        problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
-        raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
+    check_positions(size, options.sequence_length)
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
     shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
@@ -271,11 +291,13 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
         if (parts := costs_of(num_parts)) is None:
             return None
         bandwidth = parts[0].link.bandwidth_bytes_per_s
-        itemsize = gradient_itemsize(DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype))
-        sizes = [itemsize * part.num_parameters() / options.tensor_parallel for part in parts]
-        reduce_s = [2 * (replicas - 1) / replicas * size / bandwidth for size in sizes]
-        adam_s = [part.step_s() / (replicas if options.zero_stage == 1 else 1) for part in parts]
-        return both_ways_s(sizes, bandwidth, [a + r for a, r in zip(adam_s, reduce_s, strict=True)])
+        dtype = DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype)
+        counts = [part.num_parameters() / options.tensor_parallel for part in parts]
+        ring_s = 2 * (replicas - 1) / replicas * bytes_summed(dtype, options.zero_stage) / bandwidth  # per parameter
+        # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
+        divided = replicas if options.zero_stage == 1 or dtype == "bfloat16" else 1
+        steps = [part.step_s() / divided + ring_s * count for part, count in zip(parts, counts, strict=True)]
+        return both_ways_s([gradient_itemsize(dtype) * count for count in counts], bandwidth, steps)
 
     return both_ways_s_of
 
@@ -283,9 +305,8 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
-    stages, parts = options.stages, MeasuredParts.of_profile(profile)
-    if len(models) == 1:  # the stages are copies of it
-        parts = parts.copies(stages)
+    stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
+    parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
     if (wanted := bounds) is not None and profile.layers is not None and len(models) > 1:
         bounds = bounds_among(profile.layers.kind_of, wanted)  # as the engine reads a partition for a model's size
     if wanted and (len(models) == 1 or not parts.has_layers or not bounds):
@@ -297,6 +318,9 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if bounds and num_parts != len(bounds) - 1 else parts.cut(num_parts, bounds)
+
+    def memory_of(num_parts: int) -> MemoryModel | None:
+        return parts.memory(num_parts, bounds)
 
     def bounds_of(num_parts: int) -> Sequence[int] | None:
         # the planner evens out other numbers of parts, where the module's own method may cut elsewhere
@@ -317,16 +341,22 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
         costs_of,
-        _memory(options, profile.key.dtype) if options.model else None,
+        _memory(options, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,
+        measured=parts,
     )
 
 
+def _process_bytes(options: PlanOptions) -> int:
+    """Return the bytes of a process outside of torch's allocator; 0 where nobody names the device."""
+    grid = Grid(options.stages, options.data_parallel, options.tensor_parallel)
+    return Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
+
+
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
-    size, grid = size_of(options.model), Grid(options.stages, options.data_parallel, options.tensor_parallel)
-    process_bytes = Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
+    size, process_bytes = size_of(options.model), _process_bytes(options)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -348,15 +378,15 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
 def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
     """Return the best plan, and with "auto" the ranking of all schedules."""
     options = setup.options
+    if options.schedule_options and options.schedule == "auto":
+        name = next(iter(options.schedule_options))
+        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     if options.recompute:
-        return _search_recompute(options), None
+        return _search_recompute(setup), None
     limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
     limits["progress"] = progress
     if options.schedule != "auto":
         return _search_one(setup, limits), None
-    if options.schedule_options:
-        name = next(iter(options.schedule_options))
-        raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     ranking = rank_schedules(
         setup.costs_of,
         *setup.shape,
@@ -369,17 +399,19 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
     return ranking.best, ranking
 
 
-def _search_recompute(options: PlanOptions) -> PlanResult:
+def _search_recompute(setup: PlanSetup) -> PlanResult:
     """Return the best plan with the layers of a measured model that recompute."""
-    if options.profile is None or options.memory_limit_gb is None:
+    options = setup.options
+    if setup.measured is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
-    if options.chunks_per_stage not in (None, 1):
+    given = f"--chunks-per-stage {options.chunks_per_stage}" if options.chunks_per_stage not in (None, 1) else None
+    given = f"--schedule {options.schedule}" if options.schedule in (*CHUNKED_SCHEDULES, SEARCH) else given
+    if given := given or (options.order and "--order"):
         raise CommandError(
-            f"--chunks-per-stage {options.chunks_per_stage}: --choose-recompute is for one part per stage"
+            f"{given}: --choose-recompute is for a schedule by its name, with one part per stage; leave one of them out"
         )
-    parts = MeasuredParts.of_profile(Profile.load(options.profile))
     return plan_with_recompute(
-        recomputable_parts(parts, parts.bounds(options.stages) or ()),
+        setup.recomputable,
         options.sequence_length,
         options.micro_batches,
         options.granule,

@@ -183,10 +183,10 @@ def _found_lines(found: dict[str, Any], makespan_s: float) -> list[str]:
     if not found:
         return []
     bound_s = found["order_bound_s"]
-    above = f", {makespan_s / bound_s - 1:.2%} below this makespan" if bound_s > 0 else ""
+    below = f", {1 - bound_s / makespan_s:.2%} below this makespan" if bound_s > 0 else ""
     named = ", ".join(f"{name} {seconds:.6g} s" for name, seconds in found["named_s"].items()) or "none"
     return [
-        f"no order of these slices takes less than {bound_s:.6g} s{above}",
+        f"no order of these slices takes less than {bound_s:.6g} s{below}",
         f"named schedules within the limit: {named}",
     ]
 
@@ -294,7 +294,7 @@ def _costs(
         from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 
         profile = Profile.load(options.profile)
-        measured = MeasuredParts.of_profile(profile).cut(num_parts)
+        measured = MeasuredParts.of_profile(profile).for_stages(num_stages).cut(num_parts)
         if measured is None:
             has = f"--profile {options.profile} has {len(profile.parts)} parts"
             raise CommandError(f"{has}, and this schedule needs {num_parts}: give other --stages, or another profile")
@@ -304,6 +304,7 @@ def _costs(
 
         length, share = max(plan.sequence_length for plan in plans), num_stages / num_parts  # of a stage's layers
         return UnitCosts(length, options.unit_send, share), None
+    from terapipe_ds.commands.plan_setup import check_positions
     from terapipe_ds.costs.analytic import analytic_costs
     from terapipe_ds.costs.devices import device_card
     from terapipe_ds.planner import MemoryModel
@@ -316,6 +317,7 @@ def _costs(
     shape["tensor_parallel"] = options.tensor_parallel
     formats, devices = _wire_formats(options.links), num_stages * options.tensor_parallel
     size = size_of(options.model)
+    check_positions(size, max(plan.sequence_length for plan in plans))
     costs = analytic_costs(size, device, dtype=options.dtype, wire_formats=formats, devices=devices, **shape)
     dtype = device_card(device).resolve_dtype(options.dtype)
     shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_stages, 1, options.tensor_parallel))

@@ -118,7 +118,7 @@ def run(options: StrategyOptions) -> None:
         lines = [*_lines(strategies, question, options)]
         if other is not None:
             lines += ["", f"  the best strategy against {options.against}", *_ranking_lines([best, other])]
-            limit = check_limit(options.memory_limit_gb, question.cluster)
+            limit = check_limit(question.words["memory_limit_gb"], question.cluster)
             lines += ["  2 does not fit in the limit"] if max(other.memory_bytes) > limit else []
         print("\n".join(lines))
 
@@ -208,7 +208,9 @@ def _cluster(options: StrategyOptions) -> Cluster:
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
     if options.profiles:
-        return measured_cluster(Profile.load(options.profiles[0]), nodes, per_node, card, **links)
+        profiles = [Profile.load(path) for path in options.profiles]
+        linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
+        return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)
     return Cluster(card, nodes, per_node, **links)
 
 
@@ -243,7 +245,7 @@ def _lines(strategies: Sequence[Strategy], question: _Question, options: Strateg
     source = "measured" if options.profiles else "counted"
     yield f"{many(batch, 'sequence')} of {length} tokens per step, costs {source}"
     yield ""
-    yield from _best_lines(best, question, options)
+    yield from _best_lines(best, question)
     yield ""
     yield from _ranking_lines(strategies[:_SHOWN])
     yield ""
@@ -267,7 +269,7 @@ def _launch(best: Strategy, options: StrategyOptions) -> str:
     return best.launch_command("hostfile" if best.num_nodes > 1 else None, config=options.out or "ds.json")
 
 
-def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -> Iterator[str]:
+def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
     from terapipe_ds.planner.strategy import size_of
 
     sizes, words = best.grid, question.words
@@ -300,7 +302,7 @@ def _best_lines(best: Strategy, question: _Question, options: StrategyOptions) -
         ("slices", slices),
         ("layers", f"{_part_runs(parts)} (embedding and head count as one each)"),
         *([("experts", experts)] if experts else []),
-        *zip(("memory", ""), _memory_lines(best, question.cluster, options), strict=False),
+        *zip(("memory", ""), _memory_lines(best, question), strict=False),
     ]
     yield from (f"  {name:11} {text}" for name, text in lines)
 
@@ -316,15 +318,16 @@ def _rate_lines(best: Strategy, question: _Question) -> list[str]:
     return Utilisation(per_device, best.model_flops_per_s, best.mfu).lines(cluster.card)
 
 
-def _memory_lines(best: Strategy, cluster: Cluster, options: StrategyOptions) -> list[str]:
+def _memory_lines(best: Strategy, question: _Question) -> list[str]:
     """Return the peaks by stage beside the limit, and the kinds of bytes on the fullest stage."""
     from terapipe_ds.planner.strategy import check_limit
 
-    card, limit = cluster.card.memory_bytes, check_limit(options.memory_limit_gb, cluster)
+    given, cluster = question.words["memory_limit_gb"], question.cluster
+    card, limit = cluster.card.memory_bytes, check_limit(given, cluster)
     shown = [f"{number / 2**30:.2f}" for number in best.memory_bytes]
     many_stages = len(set(shown)) > _STAGES_SHOWN
     peaks = f"{min(shown, key=float)} to {max(shown, key=float)}" if many_stages else in_runs(shown)
-    shown_limit = gib(limit) if options.memory_limit_gb is None else limit_text(limit)
+    shown_limit = gib(limit) if given is None else limit_text(limit)
     share = f"{limit / card:.2g} of the card's {card / 2**30:.4g}"
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}

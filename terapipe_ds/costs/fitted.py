@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,12 +111,13 @@ class CostModel:
     error. With `allow_extrapolation` the last segment (one point: in proportion to the tokens) and t_ctx go on there.
 
     `tokens` and `prefix` are ints (the result is a float) or arrays (elementwise, with broadcasting).
-    `send_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
+    `send_s`, `send_gradient_s`, `step_s` and `weight_s` exist only where they were measured (`hasattr`).
     """
 
     vectorized = True
     weight_s: Callable[[Any, Any], Any]  # of the backward, the seconds of W
     send_s: Callable[[Any], Any]  # of a message with this number of tokens to the next part
+    send_gradient_s: Callable[[Any], Any]  # of one back to the part before
     step_s: Callable[[], float]  # of gradient reduction and optimizer
 
     def __init__(
@@ -124,6 +125,7 @@ class CostModel:
         samples: Iterable[CostSample],
         *,
         links: Iterable[LinkSample] = (),
+        links_back: Iterable[LinkSample] = (),
         step_s: float | None = None,
         part_id: int = 0,
         window: float = math.inf,
@@ -143,26 +145,26 @@ class CostModel:
         # a method exists where every sample has the seconds for its fit
         if not np.isnan(weight).any():
             self.weight_s = functools.partial(self._evaluate, Curve.fit(tokens, prefix, weight, window))
-        points = sorted((link.tokens, link.send_s) for link in links)
-        if points:
-            sizes, seconds = zip(*points, strict=True)
-            if len(set(sizes)) < len(sizes):
-                raise CostModelError(f"links: tokens {list(sizes)} has one size twice; give the samples of one link")
-            curve = Curve(np.array(sizes, float), np.array(seconds))
-            self.send_s = functools.partial(self._evaluate, curve, prefix=0, what="messages")
+        for name, samples_of_link in (("send_s", links), ("send_gradient_s", links_back)):
+            if points := sorted((link.tokens, link.send_s) for link in samples_of_link):
+                setattr(self, name, self._message(points))
         if step_s is not None:
             self.step_s = functools.partial(float, step_s)
 
     @classmethod
     def from_profile(cls, profile: Profile, *, allow_extrapolation: bool = False) -> list[CostModel]:
         """Fit one model per part of the profile, in the order of `part_id`."""
+
+        def links_of(part_id: int) -> list[LinkSample]:
+            own = [link for link in profile.links if link.part_id == part_id]
+            return own or [link for link in profile.links if link.part_id is None]  # these stand for all links
+
         models = []
         for part in profile.parts:
-            own = [link for link in profile.links if link.part_id == part.part_id]
-            links = own or [link for link in profile.links if link.part_id is None]  # these stand for all links
             model = cls(
                 part.samples,
-                links=links,
+                links=links_of(part.part_id),
+                links_back=links_of(part.part_id - 1),  # both ways of a link take as long
                 step_s=part.step_s,
                 part_id=part.part_id,
                 window=window_of(part.memory),
@@ -170,6 +172,14 @@ class CostModel:
             )
             models.append(model)
         return models
+
+    def _message(self, points: Sequence[tuple[int, float]]) -> Callable[[Any], Any]:
+        """Return the seconds of a message by its tokens; `points` are those of one link, ascending."""
+        sizes, seconds = zip(*points, strict=True)
+        if len(set(sizes)) < len(sizes):
+            raise CostModelError(f"links: tokens {list(sizes)} has one size twice; give the samples of one link")
+        curve = Curve(np.array(sizes, float), np.array(seconds))
+        return functools.partial(self._evaluate, curve, prefix=0, what="messages")
 
     def errors(self, name: str) -> FitErrors:
         """Return how well the fit of "forward" or "backward" meets its samples; it takes a fit per sample."""

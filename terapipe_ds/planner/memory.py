@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from terapipe_ds.planner.model_memory import PartMemory, Setup
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 MEMORY_KINDS = {
-    "model_states": ("static_bytes", "gradient_bytes"),
+    "model_states": ("static_bytes", "gradient_bytes", "tied_bytes"),
     "keys_and_values": ("store_bytes_per_token", "whole_bytes_per_token", "windowed_store_bytes_per_token"),
     "their_gradients": ("store_grad_bytes_per_token", "windowed_grad_bytes_per_token"),
     "live_slices": (
@@ -86,6 +86,11 @@ class MemoryModel:
     def static_bytes(self, part_id: int) -> int:
         """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
         return math.ceil(self.parts[part_id].static_bytes)
+
+    def tied_bytes(self, part_ids: Collection[int]) -> int:
+        """Return the static bytes that count twice where these parts are on one stage, which has a tied matrix once."""
+        last = len(self.parts) - 1
+        return math.floor(self.parts[last].tied_bytes) if last > 0 and {0, last} <= {*part_ids} else 0
 
     def gradient_bytes(self, part_id: int) -> int:
         """Return gradients of the parameters, from a batch's first backward to its optimizer step."""

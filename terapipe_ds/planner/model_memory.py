@@ -98,6 +98,7 @@ class PartMemory:
     working_copied_bytes_per_token: float = 0  # of one weight's factors, which a W copies for all its slices
     working_whole_bytes_per_token: float = 0  # keys and values of a layer that runs again, if its sequence is one slice
     working_factor_bytes_per_token: float = 0  # of `working_bytes_per_token`, what is in `weight_bytes_per_token` too
+    tied_bytes: float = 0  # of `static_bytes`, those of a matrix that is the first part's where one stage has both
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -190,6 +191,9 @@ class Setup:
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
         waiting = share * self._kept_for_weights(is_last, layers)
         joins = item < 4 and not (again or self.offload_optimizer)  # `WeightGradients.joins_unsplit`
+        matrix = -(-size.vocab_size // self.tensor_parallel) * size.hidden_size if size.tied_embedding else 0
+        has_copy = is_last and self.num_stages > 1
+        tied = self._static_bytes(matrix) - (gradients * matrix // parameters) if matrix and has_copy else 0
         fresh, fresh_of_whole = (self._fresh_gradient_bytes(is_first, is_last, layers, w) for w in (False, True))
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
@@ -213,6 +217,7 @@ class Setup:
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
             whole_bytes_per_token=0 if again else rows * layers * whole * item,
             working_whole_bytes_per_token=rows * min(layers, 1) * whole * item if again else 0,
+            tied_bytes=tied,
         )
 
     # --- parameters

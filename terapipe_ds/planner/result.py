@@ -49,7 +49,7 @@ class PlanResult:
     num_stages: int
     num_micro_batches: int
     unsliced_s: float
-    equal_plan: SlicePlan  # the best of the equal plans that fit
+    equal_plan: SlicePlan  # the best of the equal plans that fit; of given slices, as many equal ones
     equal_s: float
     bubble_fraction: float
     peak_bytes: tuple[int, ...] | None  # per stage
@@ -86,6 +86,10 @@ class PlanResult:
             unsliced = build(schedule.name, schedule.num_stages, schedule.num_micro_batches, 1, **named)
             whole = SlicePlan.equal(plans[0].sequence_length, 1)
             more["unsliced_s"] = Replay.of(unsliced).makespan(whole, costs)
+        if "equal_s" not in more:  # as many slices
+            equals = [SlicePlan.equal(plan.sequence_length, plan.num_slices) for plan in plans]
+            more["equal_plan"] = max(equals, key=lambda plan: plan.num_slices)
+            more["equal_s"] = Replay.of(schedule).makespan(equals, costs)
         fields: dict[str, Any] = {
             "plans": tuple(plans),
             "schedule": schedule.name,
@@ -94,8 +98,6 @@ class PlanResult:
             "lower_bound_s": 0.0,
             "num_stages": schedule.num_stages,
             "num_micro_batches": schedule.num_micro_batches,
-            "equal_plan": plans[0],
-            "equal_s": timeline.makespan_s,
             "bubble_fraction": timeline.bubble_fraction,
             "peak_bytes": timeline.peak_bytes,
             "memory_limit_bytes": memory_limit_bytes,

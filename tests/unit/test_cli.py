@@ -322,7 +322,9 @@ def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: P
     again = ["simulate", "--from-csv", str(path), "--unit", "--unit-send", "0.3", "--json", *words[10:]]
     assert json.loads(shown(capsys, *again))["makespan_s"] == data["makespan_s"]
     text = shown(capsys, *words)
-    assert "no order of these slices takes less than" in text and "named schedules within the limit: zb-h1" in text
+    below = f"{1 - data['order_bound_s'] / data['makespan_s']:.2%} below this makespan"
+    assert f"less than {data['order_bound_s']:.6g} s, {below}" in text
+    assert "named schedules within the limit: zb-h1" in text
     few = json.loads(shown(capsys, *words, "--live-slices", "3", "--json"))
     assert max(stage["peak_live_slices"] for stage in few["stages"]) == 3 and few["makespan_s"] >= data["makespan_s"]
     two = json.loads(shown(capsys, *words, "--chunks-per-stage", "2", "--order", str(path), "--json"))

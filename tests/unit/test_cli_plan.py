@@ -24,6 +24,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.strategy import Cluster, check_limit
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
+from terapipe_ds.strategy import Grid
 from tests.processes import run_python
 from tests.unit.planner.layers.test_measured import profile as measured_profile
 from tests.unit.test_cli import refused as refused_command
@@ -110,7 +111,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert full["terapipe"].pop("recompute") == "full"
     assert full == again
     # the section to paste keeps what no plan decides; an option goes before the config
-    kept = {"recompute": "off", "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
+    kept = {"recompute": "off", "documents": 2, "stall_timeout_s": 77.0, "planner": {"memory_limit_gb": 30.0}}
     path.write_text(json.dumps({**config, "terapipe": {**kept, "enabled": False, "slices": 9, "partition": None}}))
     for more, recompute in (((), "off"), (("--activation-checkpointing",), "full")):
         section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]
@@ -202,7 +203,9 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
     assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
     profile_of(1).save(path)
-    assert as_json(capsys, "--profile", str(path), "--stages", "5")["num_stages"] == 5  # one stage stands for all
+    five = as_json(capsys, *words, "--stages", "5", "--max-slices", "1")  # one stage stands for all
+    same = json.loads(shown(capsys, "simulate", *words, "--stages", "5", "--slices", "1", "--json"))
+    assert same["makespan_s"] == five["predicted_s"] == pytest.approx(5 * 3 * (1e-3 + 1e-5 * 1024))
     assert "measure" in refused(capsys, "--profile", str(path), "--stages", "2", "--sequence-length", "4096")
 
 
@@ -216,6 +219,8 @@ def test_simulate_takes_measured_and_counted_costs(capsys: pytest.CaptureFixture
         assert found == simulate(build("seq1f1b", 2, 1, 2), SlicePlan((512, 512)), costs).makespan_s
     three = refused_command(capsys, "simulate", *f"{schedule} --stages 3 --profile {path}".split())
     assert "has 2 parts, and this schedule needs 3: give other --stages" in three
+    longer = ("--slices", "2048,1", "--model", "gpt3-1b", "--device", "v100")
+    assert "learned positions for 2048" in refused_command(capsys, "simulate", *schedule.split()[:4], *longer)
 
 
 def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -479,9 +484,20 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
+    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; its sums are fp32
+    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "0", 4, 5)):
+        card = device_card(device)
+        link_s = [count / card.node_link.bandwidth_bytes_per_s for count in counts]
+        adam_s = [part.step_s() / 2 for part in analytic_costs("gpt3-1b", card, num_stages=4)]
+        ends_s = [summed * one + adam for one, adam in zip(link_s, adam_s, strict=True)]
+        pair_s = max(gradient * (link_s[k] + link_s[3 - k]) + ends_s[k] + ends_s[3 - k] for k in range(4))
+        words = (*options, "--device", device, "--zero-stage", zero_stage, "--schedule", "chimera")
+        assert as_json(capsys, *words)["extra_s"] == pytest.approx(pair_s - max(ends_s), rel=1e-9)
 
 
-def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_measured_plan_says_which_layers_recompute(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, options = tmp_path / "layers.json", ("--choose-recompute", "--granularity", "64", "--micro-batches", "4")
     measured_profile().save(path)
     given = "--profile", str(path), "--schedule", "seq1f1b", *options
@@ -491,8 +507,23 @@ def test_a_measured_plan_says_which_layers_recompute(tmp_path: Path, capsys: pyt
     one = (*given, "--micro-batches", "1", "--memory-limit-gb", "1")
     assert [len(as_json(capsys, *one, "--max-slices", n)["plan"]) for n in ("2", "1")] == [2, 1]
     limit = 0.95 * max(roomy["peak_bytes"]) / 1e9
-    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}")
+    drawn: list[Any] = []
+    monkeypatch.setattr("terapipe_ds.commands.plan.draw_timelines", lambda titled, path: drawn.extend(titled))
+    tight = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}", "--picture", str(tmp_path / "step.svg"))
     assert any(tight["recompute"]) and max(tight["peak_bytes"]) <= limit * 1e9 and sum(tight["recompute_s"]) > 0
+    assert drawn[-1][1].makespan_s == pytest.approx(tight["predicted_s"])
+    # the limit counts without it too, where memory was measured
+    without = "--profile", str(path), *options[1:], "--schedule", "seq1f1b", "--max-slices", "1", "--memory-limit-gb"
+    assert as_json(capsys, *without, "1")["peak_bytes"] == as_json(capsys, *given, *without[-3:], "1")["peak_bytes"]
+    assert "no plan fits in" in refused(capsys, *without, "0.00005")
+    # a process has CUDA's context and NCCL's buffers as well
+    more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
+    context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}
+    assert context == {Cluster("v100", 1, 1).process_bytes(Grid(2, 1, 1))}
     assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
-    assert "one part per stage" in refused(capsys, *given, "--memory-limit-gb", "1", "--chunks-per-stage", "2")
+    order = f"--order {tmp_path / 'o.csv'}"
+    for words in ("--chunks-per-stage 2", "--schedule zbv", "--schedule search", order):
+        told = refused(capsys, *given, "--memory-limit-gb", "1", *words.split())
+        assert f"{'--order' if words == order else words}: --choose-recompute is for a schedule by its name" in told
+    assert "it goes with one schedule" in refused(capsys, *given, "--schedule", "auto", "--option", "policy=B")
     assert "give --profile" in refused(capsys, *options, "--model", "gpt3-1b", "--device", "v100", "--stages", "2")

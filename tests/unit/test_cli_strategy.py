@@ -126,6 +126,7 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
     of_file = as_json(capsys, *cluster, *FEW[len(SMALL) :], "--config", str(path))
     assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "1.9")
     assert as_json(capsys, *FEW, "--config", str(path))["deepspeed"]["train_batch_size"] == 4
+    assert "(1.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -137,6 +138,10 @@ def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert document["strategy"]["sequence_length"] == length
     assert "--device is missing" in refused(capsys, "--profile", str(one), *cluster[2:])
     assert "give one of them" in refused(capsys, "--profile", str(one), "--model", "mini", *cluster)
+    # with one stage there is no link to measure
+    profile(links=False, micro_batch=2).save(two)
+    other = as_json(capsys, "--profile", str(two), "--profile", str(one), *cluster, "--stages", "2")
+    assert other == as_json(capsys, "--profile", str(one), "--profile", str(two), *cluster, "--stages", "2")
     profile().save(two)
     assert "give one" in refused(capsys, "--profile", str(one), "--profile", str(two), *cluster)
     twice = refused_command(capsys, "plan", "--profile", str(one), "--profile", str(two), "--stages", "2")

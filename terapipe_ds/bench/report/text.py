@@ -81,7 +81,8 @@ def headline(result: Result) -> str:
 def _clause(group: RunGroup) -> str:
     at, best = f"at {group.title}", group.fastest("terapipe")
     if best is None:
-        return f"not measured {at} (none of its runs succeeded)"
+        has_failed = any(run.system == "terapipe" for run in group.failed)
+        return f"not measured {at} ({'none of its runs succeeded' if has_failed else 'it has no run there'})"
     stock, ratio = group.stock(best.replayed), group.ratio(best)
     if stock is None or ratio is None:
         return f"at {seconds(best.step_s)} a step {at}, without a stock run to compare with"

@@ -11,8 +11,9 @@ import numpy as np
 from terapipe_ds.costs.interface import Costs
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, memory_of_part
-from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts
+from terapipe_ds.planner.layers.parts import Floats, Layers, Setting, Span, WholeCosts, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import ITEMSIZE
 
 
 class LayerChain:
@@ -87,7 +88,8 @@ class _ChainLayers(Layers):
     def end_bytes(self, setting: Setting) -> tuple[Floats, Floats]:
         """Count seven numbers per parameter: Adam reads gradient, parameter, two states and writes the last three."""
         divided = setting.data if setting.zero_stage else 1
-        return self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
+        summed = bytes_summed(self.dtype, setting.zero_stage) / ITEMSIZE[self.dtype]
+        return summed * self._chain.parameter_bytes, 7 * self._chain.parameter_bytes / divided
 
     @functools.lru_cache(maxsize=64)  # noqa: B019 (it goes with the planner that made it)
     def _layers(self, setting: Setting) -> list[Layer]:

@@ -133,6 +133,7 @@ def memory_of_layers(layers: Sequence[Layer], recompute: int = False) -> dict[st
         numbers[name] = None if None in values else (max if is_largest else math.fsum)(values)
     # the input of every layer stays, and the one that runs again is whole for a moment
     if recompute:
+        numbers["joined_bytes_per_token"] = 0.0  # `WeightGradients.joins_unsplit`
         numbers["slice_bytes_per_token"] = sum(layer.input_bytes for layer in layers)
         numbers["working_bytes_per_token"] += max(layer.kept_bytes(is_whole=False) for layer in layers)
         if numbers["whole_bytes_per_token"] is not None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,7 +96,13 @@ class MeasuredParts:
         Equal parts are one object. Raises PlannerError for bounds that are no cut.
         """
         bounds = self.bounds(num_parts) if bounds is None else bounds
-        return None if bounds is None else [self._part(layers) for layers in self.between(bounds)]
+        if bounds is None:
+            return None
+        parts = self.between(bounds)
+        sends = [self._send_s(layers[-1]) for layers in parts]
+        # a gradient goes back over the link on which the activations came
+        ways = zip(parts, sends, [sends[0], *sends], strict=False)
+        return [self._part(layers, send_s, back_s) for layers, send_s, back_s in ways]
 
     def memory(self, num_parts: int, bounds: Sequence[int] | None = None) -> MemoryModel | None:
         """Return the memory of the same parts; None where it is not known."""
@@ -117,11 +123,14 @@ class MeasuredParts:
         steps = [step_s for step_s in map(_step_s, parts) if step_s is not None]
         return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
 
-    def copies(self, times: int) -> MeasuredParts:
-        """Return the measurements of one part as `times` equal parts."""
-        last = self.bounds_measured[-1]
-        bounds = [0, *(last * copy + stop for copy in range(times) for stop in self.bounds_measured[1:])]
-        return dataclasses.replace(self, layers=[*self.layers] * times, bounds_measured=tuple(bounds), _made={})
+    def for_stages(self, num_stages: int) -> MeasuredParts:
+        """Return the measurements for so many stages, which are copies of the part where only one was measured."""
+        if len(self.bounds_measured) > 2:
+            return self
+        last, copies = self.bounds_measured[-1], range(num_stages)
+        layers = [dataclasses.replace(one, layer_id=last * k + i) for k in copies for i, one in enumerate(self.layers)]
+        bounds = tuple(range(0, last * num_stages + 1, last))
+        return dataclasses.replace(self, layers=layers, bounds_measured=bounds, _made={})
 
     def between(self, bounds: Sequence[int]) -> list[Sequence[Layer]]:
         """Return the layers of every part between `bounds`. Raises PlannerError for bounds that are no cut."""
@@ -130,17 +139,21 @@ class MeasuredParts:
             raise PlannerError(f"bounds = {list(bounds)}: give rising layer numbers from 0 to {len(self.layers)}")
         return [self.layers[start:stop] for start, stop in itertools.pairwise(bounds)]
 
-    def _part(self, layers: Sequence[Layer]) -> PartCosts:
+    def _send_s(self, last: Layer) -> Callable[[Any], Any] | None:
+        """Return the seconds of messages after a layer; a part without a link in the profile takes any other's."""
+        return last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
+
+    def _part(
+        self, layers: Sequence[Layer], send_s: Callable[[Any], Any] | None, back_s: Callable[[Any], Any] | None
+    ) -> PartCosts:
         last, step_s = layers[-1], _step_s(layers)
-        # a part that had no link when measured takes any measured link
-        send_s = last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
         # the overhead comes once per part, however many layers it has
         costs = [layer.costs for layer in layers] + ([] if last.overhead is None else [last.overhead])
-        key = tuple(map(id, costs)), id(send_s), step_s
+        key = tuple(map(id, costs)), id(send_s), id(back_s), step_s
         # searches count equal parts together, so they must be one object
         if key not in self._made:
             step = None if step_s is None else functools.partial(float, step_s)
-            self._made[key] = PartCosts(costs, send_s=send_s, step_s=step)
+            self._made[key] = PartCosts(costs, send_s=send_s, send_gradient_s=back_s, step_s=step)
         return self._made[key]
 
 

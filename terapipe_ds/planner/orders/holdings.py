@@ -137,6 +137,8 @@ def _live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdi
         if part > 0 and nodes.stage_of_part[part - 1] != stage_id:
             largest = max(length for plan in nodes.plans for length in plan.lengths)
             base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
+    first, last = nodes.stage_of_part[0], nodes.stage_of_part[-1]
+    base[first] -= memory.tied_bytes([0, nodes.num_parts - 1]) if first == last else 0
     gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
     limits, text = (limit_bytes,) * nodes.num_stages, f"{limit_bytes:.4g} bytes"
     return Holdings(nodes, limits, tuple(base), gain, after, late, working, gradients_of, text, memory)

@@ -15,7 +15,8 @@ def describe(
 
     Beside the limit stand `limit_gb`, as the user gave it, and `card_bytes`, the memory of a device if it is known.
     """
-    equal = result.equal_plan.num_slices
+    # a search tries all numbers of equal slices, and has a bound; given slices compare with as many
+    equal = f"{'the best' if result.lower_bound_s > 0 else 'as many'} equal slices, {result.equal_plan.num_slices}"
     chunks = f", {result.chunks_per_stage} parts per stage" if result.chunks_per_stage > 1 else ""
     bound = f"lower bound {_time(result.lower_bound_s)}, gap {result.gap:.2%}"
     proof = "optimal: proven" if result.optimal else bound
@@ -26,7 +27,7 @@ def describe(
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
         *([] if result.extra_s == 0 else [f"          {extra} more to sum and step what stands at two places"]),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
-        f"          {_time(result.equal_s)} with the best equal slices, {equal} ({_ratio(result.equal_s, result)})",
+        f"          {_time(result.equal_s)} with {equal} ({_ratio(result.equal_s, result)})",
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),
         *_order_lines(result),
         f"bubble    {result.bubble_fraction:.1%} of the stages' time",

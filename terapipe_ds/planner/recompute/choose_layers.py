@@ -57,6 +57,7 @@ class PartLayers:
             slice_bytes_per_token=max(0.0, memory.slice_bytes_per_token - less),
             whole_bytes_per_token=whole,
             working_bytes_per_token=memory.working_bytes_per_token + beyond,
+            joined_bytes_per_token=0,  # `WeightGradients.joins_unsplit`
         )
 
     def with_costs(self, layer_ids: Collection[int]) -> Costs:

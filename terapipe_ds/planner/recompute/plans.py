@@ -30,7 +30,6 @@ from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
 
 _ROUNDS = 4  # of slices and layers; two are usual
-_OF_SEARCH = ("unsliced_s", "equal_plan", "equal_s", "num_candidates")  # fields that other layers do not change
 _SHARE = 6  # a search here has 1/6 of the budget of one without recomputation
 
 
@@ -103,8 +102,7 @@ class _Question:
                 found.append(dataclasses.replace(result, recompute=choice.layers, recompute_s=choice.again_s))
                 plan = result.plans[0]  # all have the same
                 choice = self.layers(name, plan)
-                searched = {key: getattr(result, key) for key in _OF_SEARCH}
-                found.append(self.result(name, plan, choice, **searched))
+                found.append(self.result(name, plan, choice, num_candidates=result.num_candidates))
         return min(found, key=lambda one: (one.predicted_s, sum(map(len, one.recompute or ()))))
 
     def _starts(self, name: str, length: int, granularity: int, slices: Any) -> Iterator[RecomputeChoice]:

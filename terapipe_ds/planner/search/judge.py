@@ -241,6 +241,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
     static = memory.process_bytes + sum(memory.static_bytes(part) + memory.gradient_bytes(part) for part in parts)
+    static -= memory.tied_bytes(parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     problem = (

@@ -67,7 +67,10 @@ class Bounded:
         counts = -(-np.arange(1, len(work) + 1) // self.num_stages)
         shared_s = counts * work[heaviest]
         if limit_bytes < np.inf:
-            if self._least_peaks(True)[0, -1] > limit_bytes * self.num_stages:
+            layers = np.arange(len(work)), np.arange(len(work)) + 1
+            saved, inputs = (self._rates[again]["slice"][layers] for again in (False, True))
+            less = np.maximum(0.0, inputs - saved).sum()  # of layers that save less than their input
+            if self._least_peaks(True)[0, -1] - less > limit_bytes * self.num_stages:
                 return np.inf
             off, full = (
                 counts * np.minimum.accumulate(self._least_of_layers(again)[heaviest]) for again in (False, True)
@@ -85,7 +88,8 @@ class Bounded:
         if self.candidate.levers.offload_activations:  # a slice is on the device for a moment only
             slices = 0.0 * slices
         stores = 0.0 * slices if recompute else np.minimum(rates["whole"], rates["store"])[layers]
-        return np.asarray(rates["lasting"][layers] + np.maximum(0.0, slices - received) + stores)
+        lasting = rates["lasting"][layers] - rates["tied"][layers]  # the first layer's stage may be the last one's
+        return np.asarray(lasting + np.maximum(0.0, slices - received) + stores)
 
     def cut_bound_s(self, bounds: Bounds) -> float:
         work, first, last = (np.concatenate(([0.0], np.cumsum(part))) for part in self._least)

@@ -144,7 +144,10 @@ class Estimated(Bounded):
         )
         largest = np.zeros(self.num_stages)
         np.maximum.at(largest, stages, running)
-        return self._process_bytes + np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
+        peaks = np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
+        if owners[0] == owners[-1] and len(owners) > 1:  # the stage has a tied matrix once
+            peaks[owners[0]] -= self._rates[recompute]["tied"][cut[-2], cut[-1]]
+        return np.asarray(self._process_bytes + peaks)
 
     def _kinds(self, schedule: str) -> Sequence[Again]:
         """Return what stages may recompute; the seconds of W may be unknown where backwards are split."""
@@ -168,9 +171,9 @@ class Estimated(Bounded):
         return rounds * sum(self._sums_s(num_slices)) / self.num_stages
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
-        """Return approximately the least limit in which some cut fits, with everything recomputed that can be."""
-        again = self._kinds(shape.schedule)[:2][-1]
-        return least_maximum(list(self._peaks(shape, num_slices, again)))
+        """Return approximately the least limit in which some cut fits, with nothing recomputed or everything."""
+        kinds = self._kinds(shape.schedule)[:2]
+        return min(least_maximum(list(self._peaks(shape, num_slices, again))) for again in kinds)
 
     def _peaks(self, shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage for every span of layers.

@@ -164,7 +164,11 @@ def _priced(strategy: Strategy, model: Any, cluster: Cluster) -> Priced:
     length = strategy.plans[0].sequence_length
     layers = layers_of(model, cluster, length, strategy.dtype)
     _check_levers(layers, keep_attention=strategy.keep_attention, **dataclasses.asdict(levers))
-    return Priced(layers, cluster, length, Candidate(strategy.layout, *counts, levers))
+    grid = strategy.layout
+    why = layers.refuse_tensor(grid.model) or layers.refuse_sequence(grid.sequence)
+    if why := why or layers.refuse_micro_batch(grid.model, strategy.micro_batch_size):
+        raise PlannerError(f"this model has no price for the strategy ({why}): give another strategy or model")
+    return Priced(layers, cluster, length, Candidate(grid, *counts, levers))
 
 
 def _recomputing(strategy: Strategy) -> list[Again]:

@@ -78,6 +78,7 @@ def granule_of(length: int) -> int:
 _SUMMED: dict[str, Callable[[PartMemory, int], float]] = {
     "lasting": lambda part, length: part.static_bytes,
     "static": lambda part, length: part.static_bytes + part.gradient_bytes,
+    "tied": lambda part, length: part.tied_bytes,
     "slice": lambda part, length: part.slice_bytes_per_token * length,
     "store": lambda part, length: part.store_bytes_per_token * length,
     "store_grad": lambda part, length: part.store_grad_bytes_per_token * length,

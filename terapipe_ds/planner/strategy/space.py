@@ -108,9 +108,17 @@ class Space:
         kept = 0.0 if candidate.levers.offload_activations else whole.slice_bytes_per_token
         if whole.whole_bytes_per_token is None:  # with recomputation a sequence in one slice keeps no keys and values
             kept += whole.store_bytes_per_token
+        off, full = (
+            self.layers.memory_of_spans(
+                candidate.setting, [Span(layer, layer + 1, again) for layer in range(self.layers.num_layers)]
+            )
+            for again in (False, True)
+        )
+        # a layer may save less than the input that it keeps where it runs again
+        more = (b.slice_bytes_per_token - a.slice_bytes_per_token for a, b in zip(off, full, strict=True))
+        kept = max(0.0, kept - sum(size for size in more if size > 0))
         # every stage needs the working bytes of some layer, and one stage has the layer that needs most
-        spans = [Span(layer, layer + 1, True) for layer in range(self.layers.num_layers)]
-        working = [part.working_bytes for part in self.layers.memory_of_spans(candidate.setting, spans)]
+        working = [part.working_bytes for part in full]
         running = max(working) - min(working)
         mean = (whole.static_bytes + self.sequence_length * kept + running) / candidate.grid.pipe
         return mean + min(working) + self.cluster.process_bytes(candidate.grid)
@@ -127,7 +135,7 @@ class Space:
                 self,
                 cluster=cluster,
                 choices=dataclasses.replace(self.choices, **free),
-                global_batch_size=times * 2**10,
+                global_batch_size=math.lcm(times * 2**10, self.global_batch_size),
             )
             if larger.least_need()[0] <= self.limit_bytes:
                 devices = f", or more devices; from about {cluster.num_devices} of these devices on it can fit"

@@ -133,7 +133,7 @@ def _row(accumulation: int, label: str, drifted: float | None, lost_s: float | N
 def test_only_a_machine_that_was_not_quiet_is_told_of() -> None:
     quiet = [_row(1, "a", 1.01, 0.03), _row(4, "b", 0.99, None), _row(4, "c", None, None, error="x")]
     assert noise_sentences({"runs": quiet}) == []
-    slower, busy = noise_sentences({"runs": [*quiet, _row(8, "d", 1.065, 0.1), _row(8, "e", 1.065, 0.02)]})
+    slower, busy = noise_sentences({"runs": [*quiet, _row(8, "d", 1.065, 0.1), _row(9, "d", 1.065, 0.02)]})
     assert "1.010 with m = 1, 0.990 with m = 4, 1.065 with m = 8" in slower
-    assert "5.0% of a step (d)" in busy
+    assert "5.0% of a step (d, m = 8)" in busy
     assert noise_sentences({"runs": [_row(1, "a", 2.0, 1.0, replayed=True)]}) == []

@@ -129,9 +129,16 @@ def test_the_headline_is_worked_out_per_accumulation() -> None:
     )
 
 
+def test_titles_name_the_stages_where_they_differ() -> None:
+    four = row(stages=4, peak_bytes=None)
+    titles = [[group.title for group in read_result(result(*runs)).groups] for runs in ((STOCK,), (four, STOCK))]
+    assert titles == [["accumulation 1"], ["accumulation 1, 2 stages", "accumulation 1, 4 stages"]]
+
+
 @pytest.mark.parametrize(("runs", "expected"), [
     ([SLICED], "at 1.25 s a step at accumulation 1, without a stock run"),
     ([STOCK, failed("no", "terapipe", "seq1f1b")], "not measured at accumulation 1 (none of its runs"),
+    ([STOCK, failed("no", "torch", "1f1b")], "not measured at accumulation 1 (it has no run there)"),
     ([STOCK, row(step_s=2.005)], "as fast (1.00×)"),
     ([STOCK, row(step_s=1.95, step_s_all=[1.95])], "(1.95 s instead of 2.00 s, single steps overlap)"),
     ([STOCK, SLICED | {"replayed": True}], "1.25 s a step at accumulation 1, without a stock run"),
@@ -169,7 +176,7 @@ def test_ratios_are_those_of_the_turns_where_the_result_has_them() -> None:
 
 def test_activations_are_a_share_of_the_stock_engines() -> None:
     """By hand: stock keeps 900 - 100 = 800 on stage 0, slices 400 - 100 = 300 on stage 1; predicted 840 and 294."""
-    memory = {"peak_bytes": [900, 500], "static_bytes": [100, 100], "predicted_peak_bytes": [940, 460]}
+    memory = {"peak_bytes": [900, 500], "static_bytes": [100, None], "predicted_peak_bytes": [940, 460]}
     less = {"peak_bytes": [300, 400], "static_bytes": [100, 100], "predicted_peak_bytes": [350, 394]}
     page = page_of(result(STOCK | memory, SLICED | less, row("torch", "gpipe")))
     own = [cells for cells in page.rows if cells[:1] == ["terapipe seq1f1b"]]

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -217,6 +218,10 @@ def test_one_model_per_part_of_a_profile() -> None:
     assert second.forward_s(256, 256) == pytest.approx(3 * first.forward_s(256, 256))
     assert not hasattr(first, "step_s") and second.step_s() == 0.5
     assert (first.send_s(64), second.send_s(64)) == (1e-4, 5e-4)  # its own link, else the one for all
+    assert second.send_gradient_s(64) == 1e-4  # over the link between the first part and this one
+    own = dataclasses.replace(profile, links=(LinkSample(64, 2e-4, part_id=0),))  # as the engine measures two parts
+    step = simulate(build("1f1b", 2, 1, 1), SlicePlan((64,)), models := CostModel.from_profile(own))
+    assert step.makespan_s == pytest.approx(sum(m.forward_s(64, 0) + m.backward_s(64, 0) for m in models) + 4e-4)
     with pytest.raises(CostModelError, match="part 1: tokens = 4096"):
         second.forward_s(4096, 0)
     assert CostModel.from_profile(profile, allow_extrapolation=True)[0].forward_s(4096, 0) > 14.1e-3

@@ -24,6 +24,7 @@ from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator.peak_memory import bytes_of_stage
 
 # --- against torch
 
@@ -365,6 +366,21 @@ def test_each_stage_counts_its_process_once(schedule: str) -> None:
     peaks = [Replay(order).peak_bytes(plan, dataclasses.replace(memory, process_bytes=more)) for more in (0, 500)]
     assert peaks[1] == tuple(peak + 500 for peak in peaks[0])
     assert dataclasses.replace(memory, process_bytes=500).only("context_and_nccl").process_bytes == 500
+
+
+@pytest.mark.parametrize(("schedule", "parts", "stage_id", "layers", "has_first", "has_last"), [
+    ("zbv", 4, 0, 12, True, True), ("zbv", 4, 1, 12, False, False), ("chimera", 2, 1, 24, True, True),
+    ("interleaved", 4, 0, 12, True, False), ("interleaved", 4, 1, 12, False, True),
+])  # fmt: skip
+def test_a_stage_with_both_ends_has_a_tied_matrix_once(
+    schedule: str, parts: int, stage_id: int, layers: int, has_first: bool, has_last: bool
+) -> None:
+    """Counted by hand: 18 bytes per parameter in bfloat16, before anything runs."""
+    size, order = model_size("gpt3-1b"), build(schedule, 2, 4, 1, chunks_per_stage=2)
+    memory = MemoryModel.of_model(size, num_stages=parts, dtype="bfloat16", micro_batch=1)
+    count = layers * size.layer_parameters() + (has_first or has_last) * size.vocab_size * size.hidden_size
+    count += has_first * size.max_sequence_length * size.hidden_size + has_last * size.norm_parameters()
+    assert bytes_of_stage(order, stage_id, [[(0, 64)]] * 4, memory, 8)[0] == 18 * count
 
 
 def test_a_slice_counts_the_states_that_it_has_read() -> None:

@@ -1,5 +1,6 @@
 """All schedules over all cuts of the layers: against brute force over schedules and plans."""
 
+import dataclasses
 import pickle
 from typing import Any
 
@@ -185,7 +186,17 @@ def test_a_plan_in_words() -> None:
     assert f"{planned.plan.num_slices} slices" in text and "schedule  seq1f1b" in text and "(chosen)" not in text
     assert f"({planned.unsliced_s / planned.predicted_s:.3f}x)" in text
     assert f"bubble    {planned.bubble_fraction:.1%}" in text
-    assert "1.0 MiB on stage 0" in text and "limit 953.7 MiB" in text and "proof" in text
+    assert "1.0 MiB on stage 0" in text and "limit 953.7 MiB" in text and "proof     optimal: proven" in text
+    guessed = dataclasses.replace(planned, optimal=False, lower_bound_s=planned.predicted_s / 2)
+    lines = planner.describe(guessed, card_bytes=2**31)
+    assert f"proof     lower bound {guessed.lower_bound_s:.3f} s, gap 100.00%" in lines
+    assert any(line.endswith("; limit 953.7 MiB, 0.47 of the card's 2") for line in lines)
     lines = planner.describe(planner.best_schedule(UnitCosts(64), SlicePlan((64,)), 4), schedule_chosen=True)
     assert any("1 slice:" in line for line in lines) and "(chosen)" in lines[0]
     assert not any("proof" in line or "memory" in line for line in lines)  # nothing is known of either
+    given = planner.best_schedule(UnitCosts(64), [SlicePlan((48, 16)), SlicePlan((64,))], 4, 2)
+    equal_s = simulate(given.build(), [SlicePlan((32, 32)), SlicePlan((64,))], UnitCosts(64)).makespan_s
+    assert equal_s < given.predicted_s
+    assert f"          {equal_s:.3f} s with as many equal slices, 2 ({equal_s / given.predicted_s:.3f}x)" in (
+        planner.describe(given)
+    )

@@ -51,6 +51,7 @@ MEMORY: Any = SimpleNamespace(
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
     store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
     store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
+    tied_bytes=lambda part_ids: 17 * (min(part_ids) == 0) * len(part_ids),
     evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
@@ -207,7 +208,7 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
 
     def held(now: float) -> int:
         """While a computation runs `now` is its index, and half more once it has run."""
-        total = memory.process_bytes + sum(map(memory.static_bytes, parts)) + pooled
+        total = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts) + pooled
         for i, action in enumerate(order):
             if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
                 start, stop = case.plans[action.micro_batch_id].span(action.slice_id)

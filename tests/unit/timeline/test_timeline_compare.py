@@ -81,7 +81,9 @@ def test_what_is_printed_names_the_places() -> None:
         stage 0 F s 2 4 2.000
         stage 1 wait s 1 3 3.000
         stage 1 bubble % 33.3 54.5
+        durations that differ most
         stage 0 F0.1 1 3 3.000
+        waits longer than predicted
         median ratio of durations: 1.000 (F 1.000, B 1.000)
         median difference of starts: +2 s"""
     for line in expected.splitlines():

@@ -20,9 +20,12 @@ from terapipe_ds.costs.profile import (
 )
 from terapipe_ds.planner import PlannerError
 from terapipe_ds.planner.layers.measured import MeasuredLayers, measured_cluster
+from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.layers.parts import Setting, Span
-from terapipe_ds.planner.strategy import Cluster, rank_strategies
+from terapipe_ds.planner.recompute import recomputable_parts
+from terapipe_ds.planner.recompute.frontier import Subset
+from terapipe_ds.planner.strategy import Cluster, price_strategy, rank_strategies
 
 LENGTH = 256
 FORWARD = ((0.1, 0.5, 0.4), (0.25, 0.35, 0.4))  # shares of the layers of two parts
@@ -55,6 +58,7 @@ def layer(part_id: int, index: int, times: float = 1.0, tensor: int = 1, memory:
         "static_bytes": 12 * count, "gradient_bytes": 4 * count, "slice_bytes_per_token": KEPT[part_id][index],
         "store_bytes_per_token": 40.0, "store_grad_bytes_per_token": 20.0, "working_bytes": 500 + part_id,
         "working_bytes_per_token": 30.0 + part_id, "whole_bytes_per_token": KEPT[part_id][index] / 2,
+        "joined_bytes_per_token": 5.0,
     }  # fmt: skip
     return LayerProfile(samples_of(*whole), count, count, 16.0, known if memory else None)
 
@@ -119,6 +123,11 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     assert again.working_bytes_per_token == pytest.approx(31 + 70)  # and all that one keeps, while it runs
     assert (again.whole_bytes_per_token, again.working_whole_bytes_per_token) == pytest.approx((0, 35))
     assert again.store_bytes_per_token == memory.store_bytes_per_token
+    # a stage with layers that run again joins no products of weight gradients
+    assert (memory.joined_bytes_per_token, again.joined_bytes_per_token) == (20, 0)
+    part, _ = recomputable_parts(MeasuredParts.of_profile(profile()), [0, 3, 6])
+    some = [part.with_subset(Subset(0, 0, 0, layers)) for layers in ((), (1,))]
+    assert [one.joined_bytes_per_token for one in some] == [15, 0]
     divided = Setting(1, 1, data=2, zero_stage=1)
     (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])
     # fp32 parameters and gradients whole, a copy of the parameters and two states by halves
@@ -180,6 +189,13 @@ def test_what_was_not_measured_is_refused_with_what_was() -> None:
         rank_strategies(profile(), CLUSTER, **question, tensor_parallel=2)
     with pytest.raises(PlannerError, match=r"micro-batches of 1 were not measured .*, but 4.*global_batch_size = 4"):
         rank_strategies(profile(micro_batch=4), CLUSTER, **question | {"global_batch_size": 5})
+    # a strategy that another profile priced, and more devices that would do: they have the measured micro-batches too
+    strategy = rank_strategies(profile(), CLUSTER, **question, data_parallel=2)[0]
+    for changes in ({"micro_batch_size": 2}, {"dims": [1, 1, 2]}):
+        with pytest.raises(PlannerError, match=r"no price for the strategy \(.* not measured.*, but 1.*: give another"):
+            price_strategy(strategy.model_copy(update=changes), profile(), CLUSTER)
+    with pytest.raises(PlannerError, match=r"or more devices; from about \d+ of these devices on it can fit"):
+        rank_strategies(profile(micro_batch=3), CLUSTER, **question | {"global_batch_size": 6}, memory_limit_gb=1e-5)
     with pytest.raises(PlannerError, match="sequence_length = 512: the profile is of 256 tokens"):
         rank_strategies(profile(), CLUSTER, **question | {"sequence_length": 512})
     with pytest.raises(PlannerError, match="dtype = 'bf16': the profile is of float32"):

@@ -18,12 +18,14 @@ from terapipe_ds.costs.profile import (
     Profile,
     ProfileKey,
 )
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryModel, PartMemory, PlannerError
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize, link_bytes_per_s
 from terapipe_ds.planner.layers.cuts import balanced_bounds
 from terapipe_ds.planner.layers.layer import Layer
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
-from terapipe_ds.simulator import UnitCosts
+from terapipe_ds.schedule import build
+from terapipe_ds.simulator import UnitCosts, simulate
 
 SLICES = [(64, 0), (128, 0), (64, 192), (64, 64)]  # of 256 tokens, as measured
 POINTS = [(256, 0), (128, 0), (64, 0), (64, 192), (64, 64)]
@@ -93,8 +95,9 @@ def test_equal_parts_are_one_object() -> None:
     parts = MeasuredParts.of_profile(Profile(key, (PartProfile(0, samples(8, 8)),), (), None, one))
     quarters = parts.cut(4)
     assert quarters is not None and all(part is quarters[0] for part in quarters)
-    copies = parts.copies(3)
-    assert copies.bounds_measured == (0, 8, 16, 24) and len(copies.layers) == 24
+    copies = parts.for_stages(3)
+    assert copies.bounds_measured == (0, 8, 16, 24) and [one.layer_id for one in copies.layers] == list(range(24))
+    assert copies.for_stages(2) is copies  # of several parts none stands for the others
 
 
 def test_what_was_not_measured_is_not_there() -> None:
@@ -105,6 +108,18 @@ def test_what_was_not_measured_is_not_there() -> None:
     assert not hasattr(half, "weight_s")  # a part that cannot split must not look as if it could
     one_link = MeasuredParts.of_profile(profile([kind()] * 4, (0, 2, 4), links=(LinkSample(64, 6.0, 1),)))
     assert [part.send_s(64) for part in one_link.cut(2) or []] == [6.0, 6.0]  # of any link that was measured
+
+
+def test_layers_that_train_nothing_are_cut_evenly() -> None:
+    assert MeasuredParts.of_profile(profile([kind(trained=0)] * 6, (0, 6))).bounds(3) == [0, 2, 4, 6]
+
+
+def test_gradients_go_back_over_the_link_before_their_part() -> None:
+    links = tuple(LinkSample(64, seconds, part_id) for part_id, seconds in enumerate((6.0, 2.0)))
+    parts = MeasuredParts.of_profile(profile([kind()] * 6, (0, 2, 4, 6), links=links))
+    assert [(part.send_s(64), part.send_gradient_s(64)) for part in parts.cut(3) or []][1:] == [(2.0, 6.0), (6.0, 2.0)]
+    step_s = simulate(build("1f1b", 3, 1, 1), SlicePlan((64,)), parts.cut(3)).makespan_s
+    assert step_s == pytest.approx(2 * 6 * seconds(1.0, 64, 0) + 2 * (6 + 2))  # one after the other
 
 
 class Whole:

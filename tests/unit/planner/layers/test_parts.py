@@ -21,6 +21,9 @@ def test_zero_1_sums_whole_gradients_and_gathers_parameters(dtype: str, zero_sta
     layers = CountedLayers(size, Cluster("h100", 1, 8), dtype)
     summed, _ = layers.end_bytes(Setting(tensor=2, micro_batch=1, data=4, zero_stage=zero_stage))
     assert summed[1] == per_parameter * size.layer_parameters() / 2
+    if dtype == "fp32":  # as a chain's
+        chain = LayerChain(*[[1.0]] * 4, [4.0]).of_length(8)
+        assert chain.end_bytes(Setting(1, 1, 4, zero_stage))[0] == per_parameter
 
 
 # A second per token forward, two backward, of which one and a half are W's.

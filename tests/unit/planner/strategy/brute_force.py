@@ -139,7 +139,10 @@ def wire_s(instance: Instance, nodes: list[list[int]], k: int, num_bytes: float)
 
 
 def end_s(instance: Instance, cut: Any, k: int, replicas: int, zero: int, nodes: list[int]) -> float:
-    """Return the reduction by rings through all replicas, and Adam's step: 28 bytes per fp32 parameter."""
+    """Return the reduction by rings through all replicas, and Adam's step: 28 bytes per fp32 parameter.
+
+    ZeRO-1 gathers the parameters after it, which takes half of a reduction's bytes.
+    """
     parameters = sum(instance.parameter_bytes[cut[k] : cut[k + 1]])
     card = instance.cluster.card
     step = 7 * parameters / (replicas if zero else 1)
@@ -148,5 +151,6 @@ def end_s(instance: Instance, cut: Any, k: int, replicas: int, zero: int, nodes:
         counts = [nodes.count(node) for node in set(nodes)]
         rates = [WITHIN] * (max(counts) > 1) + [min(counts) * BETWEEN] * (len(counts) > 1)
         latency = LATENCY_BETWEEN if len(counts) > 1 else LATENCY_WITHIN
-        seconds += 2 * (replicas - 1) / replicas * parameters / min(rates) + 2 * (replicas - 1) * latency
+        summed = (1.5 if zero else 1) * parameters
+        seconds += 2 * (replicas - 1) / replicas * summed / min(rates) + 2 * (replicas - 1) * latency
     return seconds

@@ -305,6 +305,19 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     other = price_strategy(tight, "gpt3-1b", Cluster("a100", 2, 2))
     assert other.devices_per_node == 2 and other.memory_by_kind.keys() == again.memory_by_kind.keys()
     assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes
+    # where all forwards come first, each micro-batch has its slices, and what runs stays the same
+    long = {"schedule": "terapipe", "slices": [32] * 32, "recompute": "off", "keep_attention": False}
+    of_batches, hosts = [], []
+    for m in (4, 40, 76):
+        strategy = tight.model_copy(update=long | {"accumulation": m})
+        of_batches.append(price_strategy(strategy, "gpt3-1b", cluster).memory_by_kind)
+        away = strategy.model_copy(update={"offload_activations": True})
+        hosts.append(price_strategy(away, "gpt3-1b", cluster).host_memory_bytes)
+    assert hosts[0] > 0 and hosts[1] - hosts[0] == pytest.approx(hosts[2] - hosts[1], abs=2)
+    for kind in of_batches[0]:
+        few, more, most = (of[kind] for of in of_batches)
+        assert kind != "running" or few == most
+        assert [b - a for a, b in zip(few, more, strict=True)] == [c - b for b, c in zip(more, most, strict=True)]
     rates = {one.model_flops_per_s * one.predicted_s for one in (tight, other)}
     assert max(rates) == pytest.approx(min(rates)) and other.mfu == pytest.approx(other.model_flops_per_s / 312e12)
     with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
@@ -368,6 +381,19 @@ def test_a_chain_with_costs_is_sliced() -> None:
     wrong = CostsOf(lambda tokens, prefix: float("nan"), forward_s)
     with pytest.raises(PlannerError, match=r"forward_s\(tokens=64, prefix=0\) = nan: times are finite seconds >= 0"):
         plan_strategy(LayerChain(*numbers, costs=[wrong] * 6), cluster, **question)
+
+
+@pytest.mark.parametrize("costs", [None, [constant(1, 2)] * 4])
+@pytest.mark.parametrize("saved", [0.0, 1e8])
+def test_layers_that_save_less_than_their_inputs_need_no_recomputation(saved: float, costs: Any) -> None:
+    """Recomputation would keep 1 GB per layer, so that no bound may take it for the least."""
+    chain = LayerChain([1.0] * 4, [2.0] * 4, [1e9] * 4, [saved] * 4, [1e7] * 4, costs)
+    question: Any = {"global_batch_size": 2, "sequence_length": 8}
+    free = plan_strategy(chain, Cluster("h100", 1, 2), **question)
+    limit_gb = max(free.memory_bytes) / 1e9
+    assert limit_gb < 3
+    tight = plan_strategy(chain, Cluster("h100", 1, 2), memory_limit_gb=limit_gb, **question)
+    assert (tight.recompute, tight.predicted_s) == ("off", free.predicted_s)
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:

@@ -197,7 +197,9 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
             config["target_modules"] = ["v_proj"]
         if case == "other rank":
             config["r"] = 4  # one row could be copied into four
-        path.write_text(json.dumps(config))
+        path.write_text("{" if case == "no config" else json.dumps(config))
+        if case == "half a file":
+            weights.write_bytes(weights.read_bytes()[:-9])
     torch_dist.barrier()
     if case == "merged":
         model.merge_adapter()
@@ -209,7 +211,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         "two": {"folder": model, "adapter": adapters},
         "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
         "other rank": {"folder": base, "adapter": adapters},
-        "no biases": {"folder": base, "adapter": adapters},
+        **{key: {"folder": base, "adapter": adapters} for key in ("no biases", "no config", "half a file")},
         "merged": {"folder": model},
         "quantized": {"folder": model},
     }
@@ -303,6 +305,8 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),
         ("other rank", "do not agree on"),
         ("no biases", "q_proj.base_layer.bias"),
+        ("no config", "adapter_config.json is no JSON"),
+        ("half a file", "adapter_model.safetensors cannot be read"),
         ("merged", "call model.unmerge_adapter()"),
         ("quantized", "its weights are quantized"),
     ],

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -21,7 +21,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, Changes
 from terapipe_ds.models.hugging_face.weights.quantized import is_quantized_by
-from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named, object_in, opened
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
@@ -209,6 +209,7 @@ def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> Peft
             f"adapter={os.fspath(adapter)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download "
             f"it and give the folder: huggingface_hub.snapshot_download({os.fspath(adapter)!r})"
         )
+    object_in(Path(adapter) / ADAPTER_CONFIG)  # peft would not name the file
     return PeftConfig.from_pretrained(os.fspath(adapter))
 
 
@@ -219,7 +220,8 @@ def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor
     file = Path(adapter) / ADAPTER_FILE
     if not file.is_file():
         raise ModelRefusedError(f"{file.parent} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
-    return load_file(file)
+    with opened(file) as stored:
+        return {key: stored.get_tensor(key) for key in sorted(stored.keys())}
 
 
 def without_adapters(model: PeftModel) -> dict[str, Tensor]:

@@ -157,9 +157,10 @@ def reads_as_transformers(folder: str, how: str) -> bool:
         changed = {key: value + 1 for key, value in load_file(weights).items()}
         if how == "named by config":
             weights, fields = Path(folder, "other.safetensors"), {"transformers_weights": "other.safetensors"}
-        elif how == "tied as head":
+        elif "tied" in how:
             fields = {"tie_word_embeddings": True}
-            del changed["model.embed_tokens.weight"]
+            changed["model.embed_tokens.weight"] = changed["lm_head.weight"].clone()
+            changed = {key: value for key, value in changed.items() if "embed" not in key or how == "tied, twice"}
         config.write_text(json.dumps(json.loads(config.read_text()) | fields))
         save_file(changed, weights, metadata={"format": "pt"})
     torch_dist.barrier()

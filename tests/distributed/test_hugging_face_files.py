@@ -206,7 +206,7 @@ def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> 
     assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["beside an index", "named by config", "tied as head"])
+@pytest.mark.parametrize("how", ["beside an index", "named by config", "tied, as head", "tied, twice"])
 def test_of_several_files_those_are_read_that_transformers_reads(how: str, tmp_path: Path) -> None:
     assert rank_pool(2).run(reads_as_transformers, folder=str(tmp_path), how=how) == [True, True]
 

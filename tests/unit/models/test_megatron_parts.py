@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
@@ -22,6 +23,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import nn
 
 from terapipe_ds import compat
@@ -284,11 +286,14 @@ def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float |
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
-def test_sinks_are_those_of_megatrons_own_attention(kind: str) -> None:
-    """By name, dtype, initial values and what a user's `init_method` did; the marks are for norms and checkpoints."""
+def test_sinks_are_those_of_megatrons_own_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, dtype, result, initial values and what a user's `init_method` did; norms and checkpoints read marks."""
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
     shape = config(softmax_type=kind, num_query_groups=2)
     groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     kernels.stand_in_for_cuda()
+    state = {"model-parallel-rng": torch.get_rng_state()}  # for its dropout
+    monkeypatch.setattr(tensor_parallel.get_cuda_rng_tracker(), "states_", state)
     both = []
     for kind_of_attention in (SlicedCoreAttention, DotProductAttention):
         torch.manual_seed(3)
@@ -298,6 +303,9 @@ def test_sinks_are_those_of_megatrons_own_attention(kind: str) -> None:
     for name, parameter in ours.items():
         assert parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name])
         assert is_split(parameter) and parameter.partition_dim == 0
+    inputs = [torch.randn(5, 2, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
+    torch.testing.assert_close(both[0].eval()(*inputs), both[1].eval()(*inputs, mask))
 
 
 def test_ranks_draw_parts_of_the_same_sinks() -> None:

@@ -159,6 +159,25 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
     )
 
 
+def resized(folder: str, family: str, **fields: Any) -> bool:
+    """Return whether peft reads all weights of a model whose vocabulary has grown since its folder."""
+    base, saved = f"{folder}/base", f"{folder}/saved"
+    write_model(family, base)
+
+    def grown() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(80, mean_resizing=False)  # draws the new rows
+        return model
+
+    torch.manual_seed(4)
+    model = get_peft_model(grown(), LoraConfig(r=4, init_lora_weights=False, **fields))
+    with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), SECTION) as engine:
+        terapipe_ds.save_pretrained(engine, saved)
+    torch_dist.barrier()
+    read = PeftModel.from_pretrained(grown(), saved).state_dict()
+    return all(torch.equal(value, read[key]) for key, value in model.state_dict().items() if "original_" not in key)
+
+
 def by_key(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [tensors[key] for key in sorted(tensors)]
 
@@ -276,6 +295,19 @@ def test_adapters_of_an_output_matrix_that_peft_has_saved(targets: Any, tmp_path
     """peft saves the matrix beside them, under either form of the targets."""
     for error, is_same in rank_pool(2).run(folder_of_peft, folder=str(tmp_path), targets=targets):
         assert error <= 1e-5 and is_same
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("gpt2", {"target_modules": ["c_attn"]}),  # whose output matrix is the embedding
+    ],
+    ids=str,
+)
+def test_new_rows_of_an_embedding_are_saved_beside_adapters(family: str, fields: Any, tmp_path: Path) -> None:
+    assert rank_pool(2).run(resized, folder=str(tmp_path), family=family, **fields) == [True, True]
 
 
 @pytest.mark.sample(2)

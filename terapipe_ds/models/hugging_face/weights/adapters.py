@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +16,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.forward.outline import Outline
@@ -70,6 +72,9 @@ class Adapters:
         saved = get_peft_model_state_dict(whole, state, save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
         self._shapes = {key: value.shape for key, value in saved.items()}
+        if _is_resized(whole):  # the base model lacks the new rows, which need not be trained; peft saves them, too
+            of_tokens = re.compile(rf"{IN_PEFT}({outline.embedding}|{outline.head})\.(?!original_module|.*\.{_NAME}\.)")
+            self._saved_as |= {key.removeprefix(IN_PEFT): key for key in state if of_tokens.match(key)}
         self._below = {key: value.shape for key, value in state.items() if ".base_layer." in key}
         self._trained = {key.removeprefix(IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
@@ -191,6 +196,15 @@ def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], mode
         return get_peft_model(model, config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
     except ValueError as error:
         raise ModelRefusedError(str(error)) from error
+
+
+def _is_resized(model: PeftModel) -> bool:
+    """Return whether a model in memory has another vocabulary than the folder that it comes from."""
+    if base := model.config.name_or_path:
+        with contextlib.suppress(OSError, ValueError):  # no folder, and not in the cache of the hub
+            stored = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config()
+            return stored.vocab_size != model.config.get_text_config().vocab_size
+    return False
 
 
 def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 import terapipe_ds
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
-from terapipe_ds.models.hugging_face.weights.stored import INDEX, StoredWeights
+from terapipe_ds.models.hugging_face.weights.stored import INDEX, SINGLE, StoredWeights
 from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_all_stages
@@ -147,6 +147,28 @@ def change_and_move(folder: str) -> bool:
         return len(stages) == 1 and all(bool((module.get_parameter(key) == 0.125).all()) for key in kept)
 
 
+def reads_as_transformers(folder: str, how: str) -> bool:
+    """Return whether both read the same weights of a folder with more than one set of files, or other names."""
+    if how == "beside an index":  # the shards go with the next save by transformers, the index stays
+        write_model("llama", folder, max_shard_size="50KB")
+    write_model("llama", folder)
+    if torch_dist.get_rank() == 0:
+        config, weights, fields = Path(folder, "config.json"), Path(folder, SINGLE), dict[str, Any]()
+        changed = {key: value + 1 for key, value in load_file(weights).items()}
+        if how == "named by config":
+            weights, fields = Path(folder, "other.safetensors"), {"transformers_weights": "other.safetensors"}
+        elif "tied" in how:
+            fields = {"tie_word_embeddings": True}
+            changed["model.embed_tokens.weight"] = changed["lm_head.weight"].clone()
+            changed = {key: value for key, value in changed.items() if "embed" not in key or how == "tied, twice"}
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+        save_file(changed, weights, metadata={"format": "pt"})
+    torch_dist.barrier()
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    read = weights_of_all_stages(terapipe_ds.from_pretrained(folder, num_stages=2))
+    return all(torch.equal(value, theirs[name]) for name, value in read.items())
+
+
 def spoilt(folder: str, how: str) -> None:
     """Spoil a folder of two files."""
     path = Path(folder)
@@ -167,6 +189,8 @@ def spoilt(folder: str, how: str) -> None:
         save_file({**state, key: state[key].new_zeros(3)}, second)
     elif how == "other dtype":
         save_file({**state, key: state[key].to(torch.int8)}, second)
+    elif how == "no object":
+        (path / INDEX).write_text("[]")
     elif how == "other form":
         for file in path.glob("model*"):
             file.unlink()
@@ -198,7 +222,7 @@ def more_than_the_model(folder: str, key: str) -> tuple[list[str], tuple[str, st
     """Return the log and the error on this rank if files have one tensor more."""
     write_model("qwen2" if "bias" in key else "gpt2", folder)
     if torch_dist.get_rank() == 0:
-        path = Path(folder, "model.safetensors")
+        path = Path(folder, SINGLE)
         state = load_file(path)
         save_file({**state, key: torch.ones(64, 32)}, path, metadata={"format": "pt"})
     torch_dist.barrier()

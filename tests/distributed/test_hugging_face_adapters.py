@@ -159,6 +159,25 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
     )
 
 
+def resized(folder: str, family: str, **fields: Any) -> bool:
+    """Return whether peft reads all weights of a model whose vocabulary has grown since its folder."""
+    base, saved = f"{folder}/base", f"{folder}/saved"
+    write_model(family, base)
+
+    def grown() -> Any:
+        model = AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(80, mean_resizing=False)  # draws the new rows
+        return model
+
+    torch.manual_seed(4)
+    model = get_peft_model(grown(), LoraConfig(r=4, init_lora_weights=False, **fields))
+    with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), SECTION) as engine:
+        terapipe_ds.save_pretrained(engine, saved)
+    torch_dist.barrier()
+    read = PeftModel.from_pretrained(grown(), saved).state_dict()
+    return all(torch.equal(value, read[key]) for key, value in model.state_dict().items() if "original_" not in key)
+
+
 def by_key(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:
     return [tensors[key] for key in sorted(tensors)]
 
@@ -197,7 +216,9 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
             config["target_modules"] = ["v_proj"]
         if case == "other rank":
             config["r"] = 4  # one row could be copied into four
-        path.write_text(json.dumps(config))
+        path.write_text("{" if case == "no config" else json.dumps(config))
+        if case == "half a file":
+            weights.write_bytes(weights.read_bytes()[:-9])
     torch_dist.barrier()
     if case == "merged":
         model.merge_adapter()
@@ -209,7 +230,7 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         "two": {"folder": model, "adapter": adapters},
         "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
         "other rank": {"folder": base, "adapter": adapters},
-        "no biases": {"folder": base, "adapter": adapters},
+        **{key: {"folder": base, "adapter": adapters} for key in ("no biases", "no config", "half a file")},
         "merged": {"folder": model},
         "quantized": {"folder": model},
     }
@@ -276,6 +297,19 @@ def test_adapters_of_an_output_matrix_that_peft_has_saved(targets: Any, tmp_path
         assert error <= 1e-5 and is_same
 
 
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {"target_modules": ["q_proj", "lm_head"]}),
+        ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+        ("gpt2", {"target_modules": ["c_attn"]}),  # whose output matrix is the embedding
+    ],
+    ids=str,
+)
+def test_new_rows_of_an_embedding_are_saved_beside_adapters(family: str, fields: Any, tmp_path: Path) -> None:
+    assert rank_pool(2).run(resized, folder=str(tmp_path), family=family, **fields) == [True, True]
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("family", "fields", "text"),
@@ -303,6 +337,8 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("two folders", "has adapters (adapter_config.json), and others are given: leave out adapter="),
         ("other rank", "do not agree on"),
         ("no biases", "q_proj.base_layer.bias"),
+        ("no config", "adapter_config.json is no JSON"),
+        ("half a file", "adapter_model.safetensors cannot be read"),
         ("merged", "call model.unmerge_adapter()"),
         ("quantized", "its weights are quantized"),
     ],

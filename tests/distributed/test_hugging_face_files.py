@@ -13,6 +13,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from unittest import mock
@@ -34,6 +35,7 @@ from tests.distributed.hugging_face_files import (
     memory_of_reading,
     more_than_the_model,
     reading,
+    reads_as_transformers,
     refused_reading,
     round_trip,
     save_apart,
@@ -119,9 +121,10 @@ def saves(folder: str, fault: str, older: str, whose: int = 0) -> tuple[int, int
             none_found += found_in(path) is None
             with contextlib.suppress(Killed), failing_at(number % 8 if fault == "killed" else None, fault):
                 saving.finish_saving(path)  # as a load does, which may be killed, too
-            if fault == "killed" and number % 10 == 5:
-                terapipe_ds.from_pretrained(path, num_stages=1)
-            saving.finish_saving(path)
+            if fault == "killed" and number % 5 == 0:
+                terapipe_ds.skeleton(path) if number % 2 else terapipe_ds.from_pretrained(path, num_stages=1)
+            else:
+                saving.finish_saving(path)
             wrong += [] if found_in(path) in (1, 2) else [f"{where}: {found_in(path)} after it was finished"]
         distributed.barrier()
         save(3, path)
@@ -203,10 +206,16 @@ def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> 
     assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
 
 
+@pytest.mark.parametrize("how", ["beside an index", "named by config", "tied, as head", "tied, twice"])
+def test_of_several_files_those_are_read_that_transformers_reads(how: str, tmp_path: Path) -> None:
+    assert rank_pool(2).run(reads_as_transformers, folder=str(tmp_path), how=how) == [True, True]
+
+
 SPOILT = {
     "missing file": "which is not there: download",
     "half a file": "cannot be read",
     "missing key": "index.json says it has",
+    "no object": "index.json has no JSON object: download",
     "key in no file": "has no weights for",
     "other shape": "is stored with the shape \\[3\\]",
     "other dtype": "stored as I8.*Give those of the original",
@@ -312,3 +321,32 @@ def test_a_fault_of_one_rank_loses_nothing(fault: str, whose: int, least: int, t
     given = {"folder": str(tmp_path), "fault": fault, "older": "shards", "whose": whose}
     for moments, without, wrong in rank_pool(2).run(saves, **given):
         assert wrong == [] and without == 0 and moments >= least
+
+
+def test_two_that_finish_a_save_at_once_lose_nothing(tmp_path: Path) -> None:
+    """The first is about to set old files aside when the second has moved a new one in, or waits for the first."""
+    publishing, (move, make) = tmp_path / ".a.publishing", (Path.replace, Path.mkdir)
+    for folder, text in ((tmp_path, "old"), (publishing, "new")):
+        folder.mkdir(exist_ok=True)
+        for name in ("config.json", SINGLE):
+            (folder / name).write_text(text)
+    second = threading.Thread(target=saving.finish_saving, args=[tmp_path])
+    has_moved, first_is_over = threading.Event(), threading.Event()
+
+    def move_one(path: Path, target: Path) -> None:
+        move(path, target)
+        if threading.current_thread() is second and path.parent == publishing:
+            has_moved.set()
+            first_is_over.wait(10)
+
+    def make_later(path: Path, **kwargs: Any) -> None:
+        if threading.current_thread() is not second:
+            second.start()
+            has_moved.wait(0.3)
+        make(path, **kwargs)
+
+    with mock.patch.object(Path, "replace", move_one), mock.patch.object(Path, "mkdir", make_later):
+        saving.finish_saving(tmp_path)
+        first_is_over.set()
+        second.join()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"config.json": "new", SINGLE: "new"}

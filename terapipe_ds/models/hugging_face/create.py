@@ -19,8 +19,6 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
 from terapipe_ds import compat
-from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.strict_json import parse_json
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.forward.probe import find_way
 from terapipe_ds.models.hugging_face.layers import Blueprint
@@ -43,6 +41,7 @@ from terapipe_ds.models.hugging_face.weights.stored import (
     HeldWeights,
     StoredWeights,
     Weights,
+    object_in,
 )
 
 SMALL = 1024
@@ -256,6 +255,7 @@ def skeleton(
     dtype = check_arguments(dtype, options)
     if unknown := sorted(options.keys() - {*OF_HUB}):
         raise TypeError(f"skeleton takes no {', '.join(unknown)}: give it to the Trainer or to from_pretrained")
+    finish_saving(Path(name))
     folder = downloaded(name, **options)
     config = _config_of(name, folder, quantization_config)
     with _family_named(config):
@@ -281,7 +281,7 @@ def _folders(
     ):
         raise ModelRefusedError(f"{path} has adapters ({ADAPTER_CONFIG}), and others are given: leave out adapter=")
     # adapters say which model they belong to, by a folder or a name on the hub; theirs there is no revision of it
-    config = parse_json(read_bytes(path / ADAPTER_CONFIG))
+    config = object_in(path / ADAPTER_CONFIG)
     of_user = of_hub.get("revision") if Path(folder).is_dir() else None
     base, of_hub = config.get("base_model_name_or_path"), {**of_hub, "revision": of_user or config.get("revision")}
     if not isinstance(base, str):

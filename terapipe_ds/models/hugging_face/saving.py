@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import fcntl
 import json
 import os
 import re
@@ -54,14 +55,17 @@ def finish_saving(folder: Path) -> None:
     """Finish the save that a killed process has begun to publish; another reader may do so at the same time."""
     for publishing in folder.glob(".*.publishing"):
         with contextlib.suppress(FileNotFoundError):
-            _put_in_place(publishing)
+            _finish(publishing)
 
 
 def _publish(saving: Path) -> None:
     """Put the files of `saving` in the places of the old ones, once the disk has them."""
     for path in (*saving.rglob("*"), saving):
         sync(path)
-    publishing = saving.rename(saving.with_suffix(".publishing"))
+    _finish(saving.rename(saving.with_suffix(".publishing")))
+
+
+def _finish(publishing: Path) -> None:
     for _ in range(_TRIES):  # a reader may move some of the files meanwhile, or have moved all
         with contextlib.suppress(FileNotFoundError):
             return _put_in_place(publishing)
@@ -71,11 +75,21 @@ def _publish(saving: Path) -> None:
 
 
 def _put_in_place(publishing: Path) -> None:
+    descriptor = os.open(publishing, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)  # else another process may set the new files aside as old ones
+        _move(publishing)
+    finally:
+        os.close(descriptor)
+
+
+def _move(publishing: Path) -> None:
     folder, replacing, replaced = publishing.parent, *map(publishing.with_suffix, (".replacing", ".replaced"))
     # else another process came as far as this, and the old files are already set aside
     if not replaced.exists():
-        replacing.mkdir(exist_ok=True)
         names = {path.name for path in publishing.iterdir()}
+        replacing.mkdir(exist_ok=True)
         for path in sorted(folder.iterdir(), key=lambda path: path.name not in _HEADS):
             if _is_replaced(path.name, names):
                 path.replace(replacing / path.name)

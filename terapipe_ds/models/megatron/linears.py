@@ -67,9 +67,7 @@ def _split_forward(
     layer: Any, gradients: SplitBackwards, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any
 ) -> Tensor:
     """Be the `_forward_impl` of `layer`: its product with a weight that may be another layer's."""
-    # fused accumulation and inference have products of their own
-    is_other = options.get("gradient_accumulation_fusion") or options.get("grad_output_buffer") is not None
-    take = None if is_other else gradients.taker(input, weight)
+    take = gradients.taker(input, weight)
     if take is None:
         return type(layer)._forward_impl(layer, input, weight, bias, **options)  # type: ignore[no-any-return]
     sums, shares = options.get("allreduce_dgrad", False), options.get("sequence_parallel", False)

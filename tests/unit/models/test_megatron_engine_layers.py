@@ -24,6 +24,7 @@ from terapipe_ds.models.megatron.linears import split_backwards
 from terapipe_ds.models.megatron.module import MegatronGPT
 from terapipe_ds.models.megatron.refusals import MegatronConfigError, check_config
 from terapipe_ds.runtime.engine.refused_calls import problem_of_split
+from terapipe_ds.runtime.layers.weight_gradients import accumulate_in_products
 from terapipe_ds.runtime.layout.sequence_axis import problem_of_lengths
 from tests.transformer_engine_stand_in import BlockScaling, Float8BlockScaling, fp8_autocast, transformer_engine
 from tests.unit.runtime.layers.split_cases import Run, unit
@@ -86,7 +87,7 @@ def by_torch(plain: Layers, hidden: Tensor) -> Tensor:
 def test_b_has_all_but_the_weights_and_w_these(changes: dict[str, Any], optimizer: Any, engine: Any) -> None:
     torch.manual_seed(0)
     run = Run(Layers(engine, **changes), (TOKENS, ROWS, IN), UNITS, optimizer, by_torch, shared=dist.group.WORLD)
-    run.backward()
+    run.backward(whole=optimizer is None)
     assert run.deferred() == {"first.weight", "up.weight", "down.weight"}
     assert run.weights() == [3, 3]
     run.assert_same()
@@ -129,6 +130,17 @@ def test_other_backwards_are_transformer_engine_s(engine: Any) -> None:
     with unit(*UNITS[0]), run.gradients.deferred(UNITS[0]), fp8_autocast(fp8_recipe=recipe):
         run.layers(hidden).sum().backward()
     assert run.gradients.compute(UNITS[0], contextlib.nullcontext) == 0 and len(run.layers.up.calls) == 2
+
+
+def test_layers_are_taken_by_the_last_engine_unless_their_products_are_their_own(engine: Any) -> None:
+    layers, others = Layers(engine), Layers(engine)
+    others.first.forward = own = lambda inputs: (inputs, None)
+    others.up.te_quant_params = object()  # a precision of its own
+    others.down.__class__ = type("Other", (type(others.down),), {"forward": own})
+    for _ in range(2):
+        last = [accumulate_in_products(each, None) for each in (layers, others)]
+    assert layers.up.forward.args == (layers.up, last[0])
+    assert others.first.forward is own and not {"forward"} & {*vars(others.up), *vars(others.down)}
 
 
 @pytest.mark.parametrize("splits", [False, True])

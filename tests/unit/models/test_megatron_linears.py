@@ -110,8 +110,8 @@ def test_a_copy_of_an_engine_s_layers_has_its_own_weights(copied: Callable[[Laye
         for each in (other.up, other.down):
             each.tp_group = dist.group.WORLD
         torch.testing.assert_close(other(hidden), before)
-        accumulate_in_products(other, None)  # another engine takes them
-    assert other.up._forward_impl.args[0] is other.up
+        gradients = accumulate_in_products(other, None)  # another engine takes them
+    assert other.up._forward_impl.args == (other.up, gradients)
 
 
 def test_a_frozen_weight() -> None:

@@ -12,15 +12,18 @@ pytest.importorskip("megatron.core")
 
 from deepspeed.runtime.pipe.topology import ProcessTopology
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
-from megatron.core.transformer import ModuleSpec, TransformerConfig
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
 from megatron.core.transformer.attention import CrossAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.utils import GlobalMemoryBuffer
 from torch import nn
 
 from terapipe_ds import compat
@@ -29,7 +32,7 @@ from terapipe_ds.models.megatron import MegatronConfigError, groups, kernels
 from terapipe_ds.models.megatron.attention import SlicedCoreAttention, layer_specs
 from terapipe_ds.models.megatron.kernels import TorchNorm
 from terapipe_ds.models.megatron.layers import Blueprint
-from terapipe_ds.models.megatron.weights import _SIZES_KEY, _patterns, is_partial
+from terapipe_ds.models.megatron.weights import _patterns, is_partial, mark_split_parameters, universal_checkpoint_info
 from terapipe_ds.models.rank_gradients import gradient_reader, is_split
 from terapipe_ds.runtime.checkpoints.engine_methods import MODEL_SIZES
 
@@ -114,8 +117,63 @@ def test_patterns_match_every_layer_and_nothing_else() -> None:
         assert not re.match(pattern, f"1.{other}"), other
 
 
-def test_the_engine_looks_where_the_model_writes() -> None:
-    assert _SIZES_KEY == MODEL_SIZES
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_checkpoint_says_how_the_whole_is_made_of_parts(ranks: int) -> None:
+    """Under DeepSpeed's names, and with the sizes where the engine looks for them."""
+    dims = {
+        "tied_modules.embedding.word_embeddings.weight": 0, "1.layer.mlp.linear_fc1.weight": 0,
+        "1.layer.mlp.linear_fc2.weight": 1, "1.layer.input_layernorm.weight": None, "2.layer.mlp.experts.weight1": 1,
+    }  # fmt: skip
+    parameters = {name: nn.Parameter(torch.zeros(1)) for name in (*dims, "frozen")}
+    for name, dim in dims.items():
+        if dim is not None:
+            set_tensor_model_parallel_attributes(parameters[name], True, dim, 1)
+    parameters["frozen"].requires_grad_(False)
+    fields = {**SIZES, **ON_CPU, "gated_linear_unit": True, "kv_lora_rank": 7, "softmax_type": "learnable"}
+    module: Any = SimpleNamespace(named_parameters=parameters.items)
+    grid: Any = SimpleNamespace(get_pipe_parallel_world_size=lambda: 1, get_slice_parallel_world_size=lambda: ranks)
+    info = universal_checkpoint_info(module, Blueprint(MLATransformerConfig(**fields), 8, 4), grid)
+    assert info["vocabulary_parameter_patterns"] == [r"tied_modules\.embedding\.word_embeddings\.weight$"]
+    assert info["pipeline_replicated_parameter_patterns"] == info["vocabulary_parameter_patterns"]
+    assert info["parameter_with_2_sub_params_cat_dim_0"] == [r"\d+\.layer\.mlp\.linear_fc1\.weight$"]
+    grouped = r"\d+\.layer\.mlp\.experts\.weight1$"
+    assert info["parameter_with_row_parallelism_patterns"] == [grouped, r"\d+\.layer\.mlp\.linear_fc2\.weight$"]
+    assert info["parameter_to_average_patterns"] == [r"\d+\.layer\.input_layernorm\.weight$"]
+    assert list(info.get("autotp_unsupported_parameter_patterns", ())) == [grouped] * (ranks - 1)
+    assert {"kv_lora_rank": 7, "softmax_type": "learnable"}.items() <= info[MODEL_SIZES].items()
+
+
+def test_weights_that_nobody_draws_are_marked() -> None:
+    """megatron-core marks them as it draws them."""
+    options: dict[str, Any] = {"config": config(perform_initialization=False), "init_method": nn.init.zeros_}
+    options |= {"bias": False, "skip_bias_add": False, "tp_group": SimpleNamespace(size=lambda: 2, rank=lambda: 0)}
+    layers = nn.ModuleList(
+        [
+            ColumnParallelLinear(4, 4, gather_output=False, **options),
+            RowParallelLinear(4, 4, input_is_parallel=True, **options),
+        ]
+    )
+    assert not any(is_split(weight) for weight in layers.parameters())
+    mark_split_parameters(layers)
+    assert [(is_split(weight), weight.partition_dim) for weight in layers.parameters()] == [(True, 0), (True, 1)]
+
+
+@pytest.mark.parametrize(("name", "changes", "is_marked", "expected"), [
+    ("1.layer.self_attention.q_layernorm.weight", {}, False, True),
+    ("1.layer.self_attention.k_layernorm.weight", {}, False, True),
+    ("1.layer.self_attention.q_layernorm.weight", {"multi_latent_attention": True}, False, False),
+    ("1.layer.mlp.router.weight", {"sequence_parallel": True}, True, True),
+    ("position_embeddings.weight", {"sequence_parallel": True}, False, False),
+    ("1.layer.mlp.router.weight", {}, True, False),
+])  # fmt: skip
+def test_gradients_that_ranks_sum(name: str, changes: dict[str, Any], is_marked: bool, expected: bool) -> None:
+    """Of queries' and keys' norms, before latent attention cuts the heads, and of a rank's own tokens."""
+    parameter: Any = nn.Parameter(torch.zeros(1))
+    parameter.sequence_parallel = is_marked
+    of_ranks: Any = SimpleNamespace(**{"sequence_parallel": False, "multi_latent_attention": False, **changes})
+    assert is_partial(name, parameter, of_ranks) == expected
+    parameter.tensor_model_parallel = True
+    assert not is_partial(name, parameter, of_ranks)
 
 
 # -- groups and the output projection -------------------------------------------------------------------------
@@ -228,11 +286,14 @@ def test_without_slices_it_is_causal_attention_over_grouped_heads(scale: float |
 
 
 @pytest.mark.parametrize("kind", ["vanilla", "off-by-one", "learnable"])
-def test_sinks_are_those_of_megatrons_own_attention(kind: str) -> None:
-    """By name, dtype, initial values and what a user's `init_method` did; the marks are for norms and checkpoints."""
+def test_sinks_are_those_of_megatrons_own_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By name, dtype, result, initial values and what a user's `init_method` did; norms and checkpoints read marks."""
+    monkeypatch.setattr(parallel_state, "_GLOBAL_MEMORY_BUFFER", GlobalMemoryBuffer())
     shape = config(softmax_type=kind, num_query_groups=2)
     groups = SimpleNamespace(tp=SimpleNamespace(rank=lambda: 0, size=lambda: 1))
     kernels.stand_in_for_cuda()
+    state = {"model-parallel-rng": torch.get_rng_state()}  # for its dropout
+    monkeypatch.setattr(tensor_parallel.get_cuda_rng_tracker(), "states_", state)
     both = []
     for kind_of_attention in (SlicedCoreAttention, DotProductAttention):
         torch.manual_seed(3)
@@ -242,6 +303,9 @@ def test_sinks_are_those_of_megatrons_own_attention(kind: str) -> None:
     for name, parameter in ours.items():
         assert parameter.dtype == theirs[name].dtype and torch.equal(parameter, theirs[name])
         assert is_split(parameter) and parameter.partition_dim == 0
+    inputs = [torch.randn(5, 2, heads, 4, dtype=torch.float64) for heads in (4, 2, 2)]
+    mask = torch.ones(1, 1, 5, 5).triu(1).bool()
+    torch.testing.assert_close(both[0].eval()(*inputs), both[1].eval()(*inputs, mask))
 
 
 def test_ranks_draw_parts_of_the_same_sinks() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +14,16 @@ import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import DUMMY_TARGET_MODULES
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from terapipe_ds.files.atomic import write_atomically
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, Changes
 from terapipe_ds.models.hugging_face.weights.quantized import is_quantized_by
-from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named, object_in, opened
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
@@ -70,6 +72,9 @@ class Adapters:
         saved = get_peft_model_state_dict(whole, state, save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
         self._shapes = {key: value.shape for key, value in saved.items()}
+        if _is_resized(whole):  # the base model lacks the new rows, which need not be trained; peft saves them, too
+            of_tokens = re.compile(rf"{IN_PEFT}({outline.embedding}|{outline.head})\.(?!original_module|.*\.{_NAME}\.)")
+            self._saved_as |= {key.removeprefix(IN_PEFT): key for key in state if of_tokens.match(key)}
         self._below = {key: value.shape for key, value in state.items() if ".base_layer." in key}
         self._trained = {key.removeprefix(IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
@@ -193,6 +198,15 @@ def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], mode
         raise ModelRefusedError(str(error)) from error
 
 
+def _is_resized(model: PeftModel) -> bool:
+    """Return whether a model in memory has another vocabulary than the folder that it comes from."""
+    if base := model.config.name_or_path:
+        with contextlib.suppress(OSError, ValueError):  # no folder, and not in the cache of the hub
+            stored = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config()
+            return stored.vocab_size != model.config.get_text_config().vocab_size
+    return False
+
+
 def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> PeftConfig:
     if isinstance(adapter, PeftModel):
         if list(adapter.peft_config) != [_NAME]:
@@ -209,6 +223,7 @@ def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> Peft
             f"adapter={os.fspath(adapter)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download "
             f"it and give the folder: huggingface_hub.snapshot_download({os.fspath(adapter)!r})"
         )
+    object_in(Path(adapter) / ADAPTER_CONFIG)  # peft would not name the file
     return PeftConfig.from_pretrained(os.fspath(adapter))
 
 
@@ -219,7 +234,8 @@ def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor
     file = Path(adapter) / ADAPTER_FILE
     if not file.is_file():
         raise ModelRefusedError(f"{file.parent} has no {ADAPTER_FILE}: write it by save_pretrained of peft")
-    return load_file(file)
+    with opened(file) as stored:
+        return {key: stored.get_tensor(key) for key in sorted(stored.keys())}
 
 
 def without_adapters(model: PeftModel) -> dict[str, Tensor]:

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as torch_dist
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.strict_json import parse_json
+from terapipe_ds.files.strict_json import JsonError, parse_json
 from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
@@ -76,15 +76,21 @@ class StoredWeights:
 
     def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline) -> None:
         self._folder, self._model = Path(folder), model
-        self._file_of = _files(self._folder)
+        self._file_of = _files(self._folder, model.config)
         self._conversions = _conversions(model)
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
-        self._keys_of: dict[str, list[str]] = {name: [] for name in names}
         # headers alone: a wrong folder is refused before gigabytes are read
         state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
         filled, without_place = set[str](), list[str]()
+        targets_of = {key: self._conversions.targets(key, state) for key in stored}
+        # some programs write tied weights as those of the output matrix alone
+        tied = [f"{name}.weight" for name in (outline.embedding, outline.head) if outline.tied is not None]
+        stored_tied = [key for key in tied if any(key in targets for targets, _ in targets_of.values())]
+        self._stored_as = {outline.embedding: outline.head} if stored_tied == tied[1:] != [] else {}
+        names = [self._stored_as.get(name, name) for name in names]
+        self._keys_of: dict[str, list[str]] = {name: [] for name in names}
         for key, (dtype, shape) in stored.items():
-            targets, is_converted = self._conversions.targets(key, state)
+            targets, is_converted = targets_of[key]
             owner = next((name for name in names if targets[0].startswith(f"{name}.")), None)
             if targets[0] not in state or owner is None:
                 without_place += [] if targets[0] in state else [key]
@@ -103,8 +109,8 @@ class StoredWeights:
                 "of the same sizes, or remove what they belong to from its config"
             )
         self._say_unused(without_place)
-        if outline.tied is not None and torch_dist.get_rank() == 0:
-            self._check_tied([f"{outline.embedding}.weight", f"{outline.head}.weight"], state)
+        if len(stored_tied) == 2 and torch_dist.get_rank() == 0:
+            self._check_tied([key for key, (targets, _) in targets_of.items() if targets[0] in tied])
 
     def fill(self, name: str, module: nn.Module) -> None:
         """Defer reading parameters and saved buffers until they are needed."""
@@ -112,16 +118,16 @@ class StoredWeights:
 
     def _read(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Read the stored values of the module `name` into the tensors of a copy of it."""
-        holder = self._model.get_submodule(name)
+        stored = self._stored_as.get(name, name)
+        holder, keys = self._model.get_submodule(stored), self._keys_of[stored]
         meta = [(part, key, value) for part in holder.modules() for key, value in part._parameters.items()]
         with contextlib.ExitStack() as stack:
-            opened: dict[str, Any] = {}
-            for key in self._keys_of[name]:
-                file = self._file_of[key]
-                if file not in opened:
-                    opened[file] = stack.enter_context(_opened(self._folder / file))
             # the files are mapped: tensors that no stage needs are never read
-            slices = {key: opened[self._file_of[key]].get_slice(key) for key in self._keys_of[name]}
+            files = {
+                file: stack.enter_context(opened(self._folder / file))
+                for file in dict.fromkeys(self._file_of[key] for key in keys)
+            }
+            slices = {key: files[self._file_of[key]].get_slice(key) for key in keys}
             self._conversions.load(self._model, slices)
             loaded = holder.state_dict(keep_vars=True)
             shares = {key: share_of(value, loaded[key]) for key, value in tensors.items()}  # views: not read yet
@@ -138,13 +144,12 @@ class StoredWeights:
             if is_quantized(value):
                 part.quant_state = None
 
-    def _check_tied(self, targets: list[str], state: Mapping[str, torch.Tensor]) -> None:
-        """Raise ModelRefusedError if embedding and output matrix are both stored, and differ."""
+    def _check_tied(self, both: list[str]) -> None:
+        """Raise ModelRefusedError if embedding and output matrix, stored under these keys, differ."""
         # once, by one rank: the rest holds one of the two
-        both = [key for key in self._file_of if self._conversions.targets(key, state)[0][0] in targets]
         with contextlib.ExitStack() as stack:
-            tensors = [stack.enter_context(_opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
-            if len(both) == 2 and not torch.equal(*tensors):
+            tensors = [stack.enter_context(opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
+            if not all(torch.equal(tensors[0], each) for each in tensors[1:]):
                 raise ModelRefusedError(
                     f"{both[0]} and {both[1]} are stored with different values, and the config ties them: set "
                     '"tie_word_embeddings" to false in its config.json'
@@ -197,7 +202,7 @@ def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, tuple[str, l
         if not (folder / name).is_file():
             raise ModelRefusedError(f"{folder / INDEX} names {name}, which is not there: download or copy it again")
         keys = [key for key, file in file_of.items() if file == name]
-        with _opened(folder / name) as file:
+        with opened(folder / name) as file:
             absent = sorted(set(keys) - set(file.keys()))
             if absent:
                 raise ModelRefusedError(f"{folder / name} lacks {named(absent)}, which {INDEX} says it has")
@@ -207,7 +212,8 @@ def _headers(folder: Path, file_of: Mapping[str, str]) -> dict[str, tuple[str, l
     return headers
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
+    """Return a file of safetensors, mapped. Raises ModelRefusedError with its name."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -282,19 +288,33 @@ def _conversions(model: PreTrainedModel) -> _Conversions:
         return _Conversions()
 
 
-def _files(folder: Path) -> dict[str, str]:
-    """Return for each key of a folder the file that has it."""
-    if (folder / INDEX).is_file():
-        weight_map = parse_json(read_bytes(folder / INDEX)).get("weight_map")
-        if not isinstance(weight_map, dict) or not all(
-            isinstance(name, str) and Path(name).name == name for name in weight_map.values()
-        ):
-            raise ModelRefusedError(f"{folder / INDEX} has no weight_map of keys to names of files in the folder")
-        return weight_map
-    if not (folder / SINGLE).is_file():
+def object_in(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a folder. Raises ModelRefusedError with its name."""
+    try:
+        content = parse_json(read_bytes(path))
+    except JsonError as error:
+        raise ModelRefusedError(f"{path} is no JSON ({error}): download or copy it again") from None
+    if not isinstance(content, dict):
+        raise ModelRefusedError(f"{path} has no JSON object: download or copy it again")
+    return content
+
+
+def _files(folder: Path, config: PretrainedConfig) -> dict[str, str]:
+    """Return for each key of a folder the file that has it: of several sets of files those that transformers reads."""
+    asked = getattr(config, "transformers_weights", None)
+    name = str(asked or (SINGLE if (folder / SINGLE).is_file() else INDEX))
+    if Path(name).name != name or not (folder / name).is_file():
+        lacks = f"no {name} (its config's transformers_weights)" if asked else f"neither {SINGLE} nor {INDEX}"
         raise ModelRefusedError(
-            f"{folder} has neither {SINGLE} nor {INDEX}. Where its weights are in another form (pytorch_model.bin), "
-            "write them anew: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
+            f"{folder} has {lacks}. Where its weights are in another form (pytorch_model.bin), write them anew: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other_folder)"
         )
-    with _opened(folder / SINGLE) as file:
-        return dict.fromkeys(file.keys(), SINGLE)
+    if not name.endswith(".json"):
+        with opened(folder / name) as file:
+            return dict.fromkeys(file.keys(), name)
+    weight_map = object_in(folder / name).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(
+        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
+    ):
+        raise ModelRefusedError(f"{folder / name} has no weight_map of keys to names of files in the folder")
+    return weight_map

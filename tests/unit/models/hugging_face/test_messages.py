@@ -153,7 +153,7 @@ def test_other_kinds_of_models() -> None:
 def test_an_index_that_names_no_files_of_its_folder(weight_map: Any, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelRefusedError, match="has no weight_map of keys to names of files in the folder"):
-        _files(tmp_path)
+        _files(tmp_path, config_of("llama"))
 
 
 def _with_shared_weights(model: Any) -> None:

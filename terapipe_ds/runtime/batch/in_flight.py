@@ -26,21 +26,6 @@ class InFlightError(RuntimeError):
     """Say that the stage's books do not add up: a bug in the engine, never a wrong gradient."""
 
 
-class OrderIndex:
-    """Index each computation in the order of its stage. It holds no schedule itself, and is dropped with it."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._orders = schedule.orders
-        self._by_stage: dict[int, dict[tuple[Kind, int, SliceKey], int]] = {}
-
-    def find(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> int:
-        """Return the index of F, B or W of `unit` in the order of `stage_id`."""
-        if stage_id not in self._by_stage:
-            order = self._orders[stage_id]
-            self._by_stage[stage_id] = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
-        return self._by_stage[stage_id][(kind, part_id, unit)]
-
-
 @dataclass
 class SliceInFlight:
     """Hold a slice between its F and its B: its input leaves, its outputs, and on the last part its loss."""

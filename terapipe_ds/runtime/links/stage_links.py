@@ -14,7 +14,7 @@ import torch
 
 from terapipe_ds.attention.backends import plans_kept
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature, Wire
@@ -31,6 +31,7 @@ HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
+_Computation = tuple[int, Kind, int, SliceKey]  # the stage, F, B or W, the part, and the unit
 
 
 class _KindRun:
@@ -111,9 +112,9 @@ class StageLinks:
         self._num_batches = self._num_by_host = 0
         self._plans = False, False
         self._batch: BatchInFlight | None = None
-        # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
+        # The place of each computation in the orders of the peers, and the budget of sends, take long to compute:
         # keep them by the identity of a schedule, as long as it lives
-        self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
+        self._of_schedules: dict[int, tuple[dict[_Computation, int], int]] = {}
         self.outstanding_sends = 0  # the budget of each link in the open batch
         self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
         self._receiving: list[ReceiveChannel] = []
@@ -164,9 +165,12 @@ class StageLinks:
         key = id(batch.schedule)
         if key not in self._of_schedules:
             self._queues.check(batch.schedule)
-            self._of_schedules[key] = OrderIndex(batch.schedule), budget_of_sends(batch.schedule)
+            peers = {channel.wire.peer_stage_id for channel in self._sending}
+            orders = {stage_id: enumerate(batch.schedule.orders[stage_id]) for stage_id in peers}
+            places = {(k, a.kind, a.part_id, a.unit): i for k, order in orders.items() for i, a in order}
+            self._of_schedules[key] = places, budget_of_sends(batch.schedule)
             weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
-        self._order_index, self.outstanding_sends = self._of_schedules[key]
+        self._places, self.outstanding_sends = self._of_schedules[key]
 
     @property
     def host_share(self) -> float | None:
@@ -227,7 +231,7 @@ class StageLinks:
 
     def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
         """Release the messages that `stage_id` has received: a message came that it sends after this computation."""
-        sent_at = self._order_index.find(stage_id, kind, part_id, unit)
+        sent_at = self._places[stage_id, kind, part_id, unit]
         for channel in self._sending:
             if channel.wire.peer_stage_id == stage_id:
                 channel.release(before=sent_at)
@@ -261,7 +265,7 @@ class StageLinks:
         channel = _there(self._channels[action.chunk_id].activations_out, action)
         unit = action.unit
         # The peer has received the message when something arrives that it sends after this action
-        needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit)
+        needed_at = self._places[action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit]
         signature = self._signature(unit)
         announced = channel.announced.get(signature)
         # Both ends know the form of a signature from its first message on; another form is an error here
@@ -274,7 +278,7 @@ class StageLinks:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
         peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
-        needed_at = self._order_index.find(peer, Kind.BACKWARD, part_id, action.unit)
+        needed_at = self._places[peer, Kind.BACKWARD, part_id, action.unit]
         announced = self._channels[action.chunk_id].announced_in
         assert announced is not None
         # The gradients have the form of the received activations; with a format both ends must know the packing

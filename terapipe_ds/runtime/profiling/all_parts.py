@@ -65,14 +65,6 @@ class StageToPlan:
     token_multiple: int  # of the lengths of slices, for the layers
 
 
-@dataclass
-class LinkTimes:
-    """Hold the link of one part to the next, and the time that messages take from the stage itself."""
-
-    samples: list[LinkSample] = field(default_factory=list)
-    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
-
-
 @dataclass(frozen=True)
 class PartMeasured:
     """Hold the measurements of one rank for one of its parts."""
@@ -81,8 +73,9 @@ class PartMeasured:
     replica_id: int
     samples: tuple[CostSample, ...]
     memory: PartMemory | None  # None: a profiler ran on one of the ranks
-    links: LinkTimes
     layers: tuple[LayerMeasured, ...] | None = None  # None: they were not timed one by one
+    links: list[LinkSample] = field(default_factory=list)  # to the next part
+    message_s: dict[int, float] = field(default_factory=dict)  # of the stage itself, in one F or B, by its tokens
 
 
 def measure_parts(
@@ -120,7 +113,7 @@ def measure_parts(
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    _measure_links({part.part_id: part.links for part in measured}, specs, layout, wires, engine.stage_id, peers)
+    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, peers)
     return measured
 
 
@@ -206,14 +199,14 @@ def _measure_part(
         trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
         layers = measure_layers(timer, kinds, samples, memory, trials)
     replica_id = engine.grid.get_data_parallel_rank()
-    return PartMeasured(place.part_id, replica_id, samples, memory, LinkTimes(), layers)
+    return PartMeasured(place.part_id, replica_id, samples, memory, layers)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
 def _measure_links(
-    times: Mapping[int, LinkTimes],
+    measured: Mapping[int, PartMeasured],
     specs: Mapping[int, Specs],
     layout: Layout,
     wires: Wires,
@@ -221,9 +214,9 @@ def _measure_links(
     peers: Peers,
 ) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
-    lengths = sorted(specs[next(iter(times))])
+    lengths = sorted(specs[next(iter(measured))])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    for part in times.values():
+    for part in measured.values():
         part.message_s.update(dict.fromkeys(chosen, 0.0))
     homes = [layout.homes(part_id)[0] for part_id in range(layout.num_parts)]
     ways = ((part_id, (*ends[0], *ends[1])) for part_id, ends in enumerate(itertools.pairwise(homes)))
@@ -244,12 +237,12 @@ def _measure_links(
                 _there_and_back(spec, out, back, sends)
                 trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(_LINK_REPEATS)]
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
-                times[part_id if sends else part_id + 1].message_s[tokens] += own_s
+                measured[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
                     both_ways = [*(outgoing.packing(spec) or spec).tensors, *(incoming.packing(spec) or spec).tensors]
                     num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
-                    times[part_id].samples.append(sample)
+                    measured[part_id].links.append(sample)
 
 
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:

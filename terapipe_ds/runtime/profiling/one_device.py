@@ -111,7 +111,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
                 if (warning := noise_warning(samples)) is not None:
                     warn(f"part {part_id}: {warning}")
         parts.append(PartProfile(part_id, known[kinds][0]))
-        measured.append(known[kinds][1])
+        measured.append([[known[kinds][1]]])
     # the key says for which runs these numbers are good
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)

@@ -114,13 +114,6 @@ def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
             batch.assert_done(expected_peak=wrong)
 
 
-def test_the_index_of_a_computation_is_that_in_the_order_of_its_stage() -> None:
-    schedule = build("seq1f1b", 3, 2, 2)
-    indices = in_flight.OrderIndex(schedule)
-    for stage_id, order in enumerate(schedule.orders):
-        assert [indices.find(stage_id, a.kind, a.part_id, a.unit) for a in order] == list(range(len(order)))
-
-
 def test_packed_rows_run_other_kernels() -> None:
     """Two batches that differ in nothing else: the first of each kind may load kernels, which waits for the device."""
 

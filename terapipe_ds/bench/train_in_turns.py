@@ -169,10 +169,10 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> No
     driver.forget()
     gc.collect()  # garbage of earlier systems would be collected within this step, and count as freed by it
     held = driver.held_bytes()
-    driver.recorder.on = False
+    driver.recorder.listens = False
     with MemoryPeak() as peak:
         run["losses"].append(driver.step(batch))
-    driver.recorder.on = True
+    driver.recorder.listens = True
     run["peak_bytes"] = held + peak.grown_bytes
     parameters = sum(p.numel() * p.element_size() for p in driver.parameters())
     run["static_bytes"] = held + parameters  # with the gradients, which exist for a part of the step
@@ -186,14 +186,14 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     """
     recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
     recorder.clear()
-    recorder.on = not is_apart
+    recorder.listens = not is_apart
     get_accelerator().synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
     run["losses"].append(driver.step(batch))
     get_accelerator().synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
-    recorder.on = True
+    recorder.listens = True
     if is_apart:
         recorder.clear()
         torch_dist.barrier()

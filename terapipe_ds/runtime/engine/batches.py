@@ -269,9 +269,8 @@ class OpenBatch:
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
         stage.own_time.open_batch(batch.training)
-        listens = getattr(stage.tracer, "listens", True)
         self._names_ranges = names_ranges()
-        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens or self._names_ranges
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or stage.tracer.listens or self._names_ranges
 
     @contextmanager
     def running(self) -> Iterator[None]:

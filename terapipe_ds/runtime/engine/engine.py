@@ -66,7 +66,7 @@ from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
-from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import pass_over_absent
 from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layout.parted_module import activate
@@ -290,12 +290,12 @@ class TeraPipeEngine(ModelEndsEngine):
         return super().__getattr__(name)
 
     @property
-    def tracer(self) -> ActionTracer:
+    def tracer(self) -> Tracer:
         """Return the tracer of this rank's computations; a benchmark may set one of its own."""
         return self._stage.tracer
 
     @tracer.setter
-    def tracer(self, tracer: ActionTracer) -> None:
+    def tracer(self, tracer: Tracer) -> None:
         self._stage.tracer = tracer
 
     # -- a batch, from drawing it to the optimizer's step ------------------------------------------------------------

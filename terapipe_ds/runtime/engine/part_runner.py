@@ -35,7 +35,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.engine.own_time import OwnTime
-from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpointing_with_gradients,
@@ -73,7 +73,7 @@ class Stage:
     watchdog: Watchdog
     weight_gradients: WeightGradients
     results: BatchResults
-    tracer: ActionTracer
+    tracer: Tracer
     own_time: OwnTime
     finite: FiniteCheck | None = None
     flops: StageFlops | None = None

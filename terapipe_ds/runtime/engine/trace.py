@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,28 +29,13 @@ def is_traced(step: int, count: int) -> bool:
     return count <= 5 or step % 100 == 0
 
 
-class ActionTracer(Protocol):
-    """Define the interface of `TeraPipeEngine.tracer`, which learns of each computation of a rank and its time."""
-
-    @property
-    def listens(self) -> bool:
-        """Tell whether actions are recorded now; the engine calls `measure` only then."""
-
-    def begin(self, step: int | None) -> None:
-        """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
-
-    def measure(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context in which `action` runs."""
-
-    def input_is_here(self) -> None:
-        """Note that the current action has waited for its message, and computes from now on."""
-
-    def write(self, step: int) -> None:
-        """End the batch."""
-
-
 class Tracer:
-    """Record the computations of one rank: some steps if there is a directory, all steps if there are monitors."""
+    """Record the computations of one rank: some steps if there is a directory, all steps if there are monitors.
+
+    While it `listens`, the engine calls `measure` for each action. A benchmark may give an engine a tracer of its own.
+    """
+
+    last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
 
     def __init__(
         self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int, is_monitored: bool = False
@@ -63,7 +48,6 @@ class Tracer:
         self._start: Any = None
         self._is_written, self._count = False, 0
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
-        self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is to be recorded; None: an evaluation."""

@@ -239,17 +239,11 @@ class _Posted:
 
 
 class ReceiveChannel(_Channel):
-    """Receive on one direction of a link.
+    """Receive on one direction of a link; `spec_of` returns the spec of a unit's message, or None while unknown."""
 
-    `spec_of` returns the spec of a unit's message, or None while it is unknown. `learn` gets it at the latest moment,
-    and may block.
-    """
-
-    def __init__(
-        self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None], learn: Callable[[SliceKey], None]
-    ) -> None:
+    def __init__(self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None]) -> None:
         super().__init__(wire)
-        self._spec_of, self._learn = spec_of, learn
+        self.spec_of = spec_of
         self._posted: deque[_Posted] = deque()
         self._started = 0  # the number of started receives, from the first on
 
@@ -267,7 +261,7 @@ class ReceiveChannel(_Channel):
         while self._started < (min(1, len(self._posted)) if self.wire.streamed else len(self._posted)):
             posted, wire = self._posted[self._started], self.wire
             # Messages arrive in order, so that a later one cannot be received into the memory of this one
-            spec = posted.spec = self._spec_of(posted.unit)
+            spec = posted.spec = self.spec_of(posted.unit)
             if spec is None:
                 return
             packing = posted.packing = wire.packing(spec)
@@ -300,25 +294,25 @@ class ReceiveChannel(_Channel):
         came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
+    def _learn(self, unit: SliceKey) -> None:
+        """Get the spec of a unit at the latest moment; this may block."""
+        raise LinkError(f"{self.wire.name}: the message of {unit} is due, but its form was never announced")
+
     def assert_empty(self) -> None:
         """Check, at the end of a batch, that every posted receive was used."""
         if self._posted:
             raise LinkError(f"{self.wire.name}: never used the message of {[p.unit for p in self._posted]}")
 
 
-class AnnouncedSpecs:
-    """Hold the specs that the sender announces: the receiving side of `SendChannel.announce`."""
+class AnnouncedChannel(ReceiveChannel):
+    """Receive messages whose forms the sender announces: the other end of `SendChannel.announce`."""
 
     def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
-        self._wire = wire
-        self._signature_of = signature_of
         self.known: dict[Signature, MessageSpec] = {}
+        self._signature_of = signature_of
+        super().__init__(wire, lambda unit: self.known.get(signature_of(unit)))
 
-    def spec_of(self, unit: SliceKey) -> MessageSpec | None:
-        return self.known.get(self._signature_of(unit))
-
-    def learn(self, unit: SliceKey) -> None:
-        """Receive the announcement of the unit's signature: the next one that the sender has made."""
+    def _learn(self, unit: SliceKey) -> None:
         announcement = MessageSpec.blank()
-        torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)
+        torch_dist.recv(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
         self.known[self._signature_of(unit)] = MessageSpec.decode(announcement)

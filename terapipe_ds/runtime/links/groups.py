@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,14 +46,6 @@ class Wires:
             return self.by_ends[ends]
         what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
         raise LinkError(f"there is {what} here; connected are {sorted(self.by_ends)}")
-
-    def packed(self, forward: str | None, backward: str | None, exact: Set[WireEnds]) -> Wires:
-        """Return the same wires with the formats of activations and gradients, except those that stay `exact`."""
-        formats, packed = (forward, backward), dict(self.by_ends)
-        for ends in packed.keys() - exact:
-            there, back = (replace(wire, wire_format=each) for wire, each in zip(packed[ends], formats, strict=True))
-            packed[ends] = there, back
-        return replace(self, by_ends=packed)
 
     @property
     def post_on_device(self) -> bool:

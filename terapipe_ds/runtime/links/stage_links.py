@@ -17,7 +17,7 @@ from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature, Wire
+from terapipe_ds.runtime.links.channel import AnnouncedChannel, ReceiveChannel, SendChannel, Signature, Wire
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
@@ -71,8 +71,7 @@ class _KindRun:
 class _PartChannels:
     """Hold the up to four channels of one part at one place. A neighbour on the same stage has no channel."""
 
-    activations_in: ReceiveChannel | None = None
-    announced_in: AnnouncedSpecs | None = None
+    activations_in: AnnouncedChannel | None = None
     activations_out: SendChannel | None = None
     gradients_in: ReceiveChannel | None = None
     gradients_out: SendChannel | None = None
@@ -135,13 +134,12 @@ class StageLinks:
             sent = sending.announced.get(self._signature(unit))
             return None if sent is None else sent.gradient
 
-        part.gradients_in = ReceiveChannel(gradients, gradient_spec, _never_learned)
+        part.gradients_in = ReceiveChannel(gradients, gradient_spec)
         self._receiving.append(part.gradients_in)
         self._sending.append(sending)
 
     def _add_previous(self, part: _PartChannels, activations: Wire, gradients: Wire) -> None:
-        announced = part.announced_in = AnnouncedSpecs(activations, self._signature)
-        part.activations_in = ReceiveChannel(activations, announced.spec_of, announced.learn)
+        part.activations_in = AnnouncedChannel(activations, self._signature)
         part.gradients_out = SendChannel(gradients)
         self._receiving.append(part.activations_in)
         self._sending.append(part.gradients_out)
@@ -224,8 +222,8 @@ class StageLinks:
     def forget_announced(self) -> None:
         """Announce each signature again. Call it between batches, on both ends of a link."""
         for channels in self._channels:
-            if channels.announced_in is not None:
-                channels.announced_in.known.clear()
+            if channels.activations_in is not None:
+                channels.activations_in.known.clear()
             if channels.activations_out is not None:
                 channels.activations_out.announced.clear()
 
@@ -279,10 +277,9 @@ class StageLinks:
         channel = _there(self._channels[action.chunk_id].gradients_out, action)
         peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
         needed_at = self._places[peer, Kind.BACKWARD, part_id, action.unit]
-        announced = self._channels[action.chunk_id].announced_in
-        assert announced is not None
+        received = _there(self._channels[action.chunk_id].activations_in, action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
-        activations = announced.spec_of(action.unit)
+        activations = received.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)
 
@@ -320,7 +317,3 @@ def _there(channel: _Channel | None, action: Action) -> _Channel:
 
 def _wait_of_send(channel: SendChannel) -> Wait:
     return Wait(f"the arrival of {channel.wire.name}", (channel.wire.peer,))
-
-
-def _never_learned(unit: SliceKey) -> None:
-    raise LinkError(f"gradients of slice {unit} are due, but its activations were never sent")

@@ -252,7 +252,7 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     a CPU the own time is all processor time of sending or receiving, on an accelerator only the time of the calls.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    sender, receiver = SendChannel(outgoing), ReceiveChannel(incoming, lambda unit: spec, lambda unit: None)
+    sender, receiver = SendChannel(outgoing), ReceiveChannel(incoming, lambda unit: spec)
     get_accelerator().synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     receiver.post((0, 0))

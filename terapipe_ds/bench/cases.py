@@ -46,7 +46,7 @@ def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
 class Case:
     """Describe one competitor, at every accumulation in `accumulations` (empty: at all of the run).
 
-    `given_chunks` and `options`: a config's settings of its own schedule other than the name.
+    `given_chunks` and `options`: a config's `terapipe.chunks_per_stage` and `terapipe.schedule_options`.
     """
 
     system: str
@@ -60,7 +60,7 @@ class Case:
     def label(self) -> str:
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
-        options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
+        options = "".join(f" {key}={value}" for key, value in self.options)
         parts = "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
         slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
         if isinstance(self.slices, tuple):
@@ -68,11 +68,6 @@ class Case:
         elif self.planned:
             slices = "planned" + ("" if self.max_slices is None else f", <= {self.max_slices}")
         return f"terapipe {self.schedule}{options}{parts}, {slices}"
-
-    @property
-    def schedule_options(self) -> dict[str, Any]:
-        """Return our engine's `terapipe.schedule_options`."""
-        return dict(self.options)
 
     @property
     def cut(self) -> str:

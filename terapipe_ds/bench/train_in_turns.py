@@ -295,7 +295,7 @@ class PlannedCases:
     def _result(self, case: Case, accumulation: int) -> PlanResult:
         work, costs = self.job.work, self.costs[case.cut]
         sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
-        options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
+        options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": dict(case.options)}
         options["with_order"] = False  # the table names the schedule that "auto" runs; "search" has a row of its own
         return plan_slices(costs, *sizes, **options)
 

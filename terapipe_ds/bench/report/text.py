@@ -59,15 +59,15 @@ def peaks(run: Run, scale: float) -> str:
     return " / ".join(digits(peak, 3, scale) for peak in shown) or "–"
 
 
-def slices_text(run: Run | Failed, most: int = 3) -> str:
-    """Return `8 × 256`, or the lengths if they differ: all of up to `most`, of more the first and the last."""
+def slices_text(run: Run | Failed) -> str:
+    """Return `8 × 256`, or the lengths if they differ: all of up to three, of more the first and the last."""
     if not run.slices:
         return "–"
     if isinstance(run, Run) and run.plans:
         return f"{run.slice_counts} per micro-batch"
     if len(set(run.slices)) == 1:
         return f"{len(run.slices)} × {run.slices[0]}"
-    shown = ", ".join(map(str, run.slices)) if len(run.slices) <= most else f"{run.slices[0]} … {run.slices[-1]}"
+    shown = ", ".join(map(str, run.slices)) if len(run.slices) <= 3 else f"{run.slices[0]} … {run.slices[-1]}"
     return f"{len(run.slices)}: {shown}"
 
 

@@ -78,7 +78,7 @@ def test_the_last_part_keeps_nothing_of_an_evaluation() -> None:
 def test_inputs_labels_keys_and_values_of_a_micro_batch(training: bool, is_first: bool, is_last: bool) -> None:
     slices = part(training=training, is_first=is_first, is_last=is_last)
     [micro_batch] = slices.batch.micro_batches
-    released = slices._store.release  # type: ignore[attr-defined]
+    released = slices.store.release  # type: ignore[attr-defined]
     finish(slices, Kind.FORWARD)
     assert micro_batch.inputs is not None and micro_batch.labels is not None and not released.called
     slices.keep(Action(Kind.FORWARD, 0, 1), (), torch.ones(()), torch.ones(()))

@@ -44,17 +44,14 @@ def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one competitor, at every accumulation in `accumulations` (empty: at all of the run).
-
-    `given_chunks` and `options`: a config's `terapipe.chunks_per_stage` and `terapipe.schedule_options`.
-    """
+    """Describe one competitor."""
 
     system: str
     schedule: str
     slices: Slices = 1
-    accumulations: tuple[int, ...] = ()
-    given_chunks: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    accumulations: tuple[int, ...] = ()  # empty: all of the run
+    given_chunks: int | None = None  # a config's `terapipe.chunks_per_stage`
+    options: tuple[tuple[str, Any], ...] = ()  # a config's `terapipe.schedule_options`
 
     @property
     def label(self) -> str:
@@ -121,11 +118,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """Describe a whole run, as every rank gets it.
-
-    `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones. `replayed`: fewer cores than stages, so that
-    the wall clock means nothing. `share_device`: all stages on the first device, over gloo.
-    """
+    """Describe a whole run, as every rank gets it."""
 
     work: Workload
     cases: tuple[Case, ...]
@@ -133,10 +126,10 @@ class Job:
     pairs: int
     granularity: int = 64
     device: str = "cpu"
-    replayed: bool = False
-    ds_config: dict[str, Any] | None = None
-    gpt: dict[str, Any] | None = None
-    share_device: bool = False
+    replayed: bool = False  # fewer cores than stages, so that the wall clock means nothing
+    ds_config: dict[str, Any] | None = None  # in place of the usual one
+    gpt: dict[str, Any] | None = None  # fields of `GPTConfig`, in place of the usual ones
+    share_device: bool = False  # all stages on the first device, over gloo
     peak_tflops: float | None = None  # of a device; None: of the card that a GPU's name identifies
 
     def device_of(self, rank: int) -> str:

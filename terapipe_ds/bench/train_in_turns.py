@@ -236,13 +236,11 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
 
 @dataclass
 class PlannedCases:
-    """Hold the measurements before the first turn, by the cut of the layers, and the plans from them.
-
-    With fewer cores than stages the seconds of slices are processor time, as in the replayed steps.
-    """
+    """Hold the measurements before the first turn, by the cut of the layers, and the plans from them."""
 
     job: Job
     folder: Path
+    # in processor time with fewer cores than stages, as the replayed steps
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
     memory: dict[str, MemoryModel] = field(default_factory=dict)
 

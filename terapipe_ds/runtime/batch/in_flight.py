@@ -37,18 +37,14 @@ class SliceInFlight:
 
 @dataclass
 class MicroBatchInFlight:
-    """Hold a micro-batch on this stage. Inputs and labels exist only on the first and the last part.
-
-    `weights` has the weight of each slice's loss on this rank. `all_weights` has the weight of each share of a slice,
-    if sequence ranks divide it: the shares of all ranks in the order of their tokens.
-    """
+    """Hold a micro-batch on this stage. Inputs and labels exist only on the first and the last part."""
 
     plan: SlicePlan
     shape: MicroBatchShape
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
-    weights: tuple[float, ...] = ()
-    all_weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()  # of each slice's loss on this rank
+    all_weights: tuple[float, ...] = ()  # of the shares of all sequence ranks in slices, in the order of their tokens
 
     def to(self, device: torch.device) -> None:
         if self.inputs is not None:

@@ -36,18 +36,14 @@ from terapipe_ds.runtime.layout.layout import Layout
 
 @dataclass
 class DrawnMicroBatch:
-    """Hold one draw from the data iterator: inputs for the first part, labels for the last; `seen`: the labels' shape.
-
-    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict,
-    `contents` one of the labels of a tuple.
-    """
+    """Hold one draw from the data iterator: inputs for the first part, labels for the last."""
 
     inputs: Any = None
     labels: SliceableTensors | None = None
-    seen: MicroBatchShape | None = None
-    starts: Starts | None = None
-    dicts: int = 0
-    contents: int = 0
+    seen: MicroBatchShape | None = None  # of the labels
+    starts: Starts | None = None  # of documents in the rows of the inputs
+    dicts: int = 0  # a checksum of the token ids of a dict
+    contents: int = 0  # a checksum of the labels of a tuple
 
 
 @dataclass

@@ -69,21 +69,15 @@ _ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Hold the settings that are final before DeepSpeed builds its engine.
+    """Hold the settings that are final before DeepSpeed builds its engine."""
 
-    `config` has a granularity that the layers can be cut by. `parameters` are the `model_parameters` of
-    `deepspeed.initialize`, for the layers that this stage holds now. `trained` are these and the tensors that the user
-    gave `optimizer` directly; the list is complete once the optimizer is made. `sequence` are the ranks that divide the
-    tokens of each slice; their number divides `slice_length_multiple`.
-    """
-
-    config: TeraPipeConfig
+    config: TeraPipeConfig  # its granularity is one that the layers can be cut by
     slice_length_multiple: int
     layout: Layout
-    parameters: Any
+    parameters: Any  # the `model_parameters` of `deepspeed.initialize`, for the layers that this stage holds now
     optimizer: Any
-    trained: list[torch.Tensor]
-    sequence: SequenceRanks
+    trained: list[torch.Tensor]  # these and the user's tensors in `optimizer`, complete once the optimizer is made
+    sequence: SequenceRanks  # divide the tokens of each slice; their number divides `slice_length_multiple`
     own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod

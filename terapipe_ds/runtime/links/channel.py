@@ -77,24 +77,18 @@ class MessageBuffers:
 
 @dataclass(frozen=True)
 class Wire:
-    """Describe the path of the messages of one channel; an engine gets its wires from `PipelineGroups.connect`.
+    """Describe the path of the messages of one channel; an engine gets its wires from `PipelineGroups.connect`."""
 
-    `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
-    messages. With `staged` they go by way of the host's memory. `streamed`: a message is a kernel in a stream of the
-    device, as over NCCL. `tag` tells this link from others of the same two ranks; backends without tags have a group
-    for each. `wire_format` is the format of packed activations, or None.
-    """
-
-    peer: int
+    peer: int  # the rank at the other end
     group: Any
-    control: Any
+    control: Any  # the group on the CPU
     device: torch.device
-    name: str
-    staged: bool = False
-    streamed: bool = False
+    name: str  # "activations to stage 1"
+    staged: bool = False  # messages go by way of the host's memory
+    streamed: bool = False  # a message is a kernel in a stream of the device, as over NCCL
     peer_stage_id: int = -1
-    tag: int = 0
-    wire_format: str | None = None
+    tag: int = 0  # tells this link from others of the same two ranks; backends without tags have a group for each
+    wire_format: str | None = None  # of packed activations
 
     def packing(self, spec: MessageSpec) -> Packing | None:
         """Return how messages of that form are packed into one buffer; None if they travel unpacked."""

@@ -55,23 +55,15 @@ class Wires:
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """Hold the groups of this rank's pipeline.
-
-    Args:
-        by_wire: for each wire the group of activations and the group of gradients, so that neither waits behind the
-            other.
-        control: the group of the pipeline on the CPU; None with one stage.
-        everyone: the group of all ranks, on the CPU; None if this pipeline is the only one.
-        peers: the tensor-parallel or sequence ranks of this rank, including itself; None if it is alone.
-        index: the number of this pipeline among all `count` pipelines.
-    """
+    """Hold the groups of this rank's pipeline."""
 
     ranks: tuple[int, ...]
+    # for each wire the group of activations and the group of gradients, so that neither waits behind the other
     by_wire: Mapping[WireEnds, tuple[Any, Any]] = field(default_factory=dict)
-    control: Any = None
-    everyone: Any = None
-    peers: TensorPeers | None = None
-    index: int = 0
+    control: Any = None  # the group of the pipeline on the CPU; None with one stage
+    everyone: Any = None  # the group of all ranks, on the CPU; None if this pipeline is the only one
+    peers: TensorPeers | None = None  # the tensor-parallel or sequence ranks, with this one; None if it is alone
+    index: int = 0  # the number of this pipeline among all `count` pipelines
     count: int = 1
 
     @property

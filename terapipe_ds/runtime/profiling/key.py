@@ -22,14 +22,10 @@ from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
 
 class LayersOfPart(NamedTuple):
-    """Describe the layers of one part by values that two parts share exactly when their layers are the same.
+    """Describe the layers of one part by values that two parts share exactly when their layers are the same."""
 
-    `together` has [[kind, arguments, keywords] of each layer], parameters, checkpoint interval. `one_by_one` has each
-    layer with its parameters; joined over the parts these do not tell how layers are cut.
-    """
-
-    together: list[Any]
-    one_by_one: list[Any]
+    together: list[Any]  # [[kind, arguments, keywords] of each layer], parameters, checkpoint interval
+    one_by_one: list[Any]  # with the parameters of each; joined over the parts these do not tell how layers are cut
 
 
 def describe_part(module: PipelineModule) -> LayersOfPart:

@@ -103,11 +103,7 @@ class Shard:
         return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
 
     def take(self, state: State) -> Contents:
-        """Take a saved state apart.
-
-        Raises:
-            StateError: the state belongs to other parameters.
-        """
+        """Take a saved state apart; raise StateError if it belongs to other parameters."""
         # Raise now if anything does not fit, before elements of other parameters are taken for these
         counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]
         wanted = [len(vectors) for vectors in self._vectors]

@@ -149,21 +149,15 @@ def _readable(folder: Path) -> Manifest | None:
 
 def save_checkpoint(
     engine: PipelineEngine,
-    world: Any,
-    save: Callable[[str | None, bool], T],
+    world: Any,  # a group of all ranks on the CPU; None for a single rank
+    save: Callable[[str | None, bool], T],  # DeepSpeed's own `save_checkpoint`, by `tag` and `save_latest`
     save_dir: str,
     tag: str | None,
     save_latest: bool,
-    training: Mapping[str, Any],
-    allow_pickle: bool = False,
+    training: Mapping[str, Any],  # for the manifest
+    allow_pickle: bool = False,  # do not warn of files that a load reads only with this permission
 ) -> T:
     """Let DeepSpeed save a checkpoint, and name it when it is whole. A collective over all ranks.
-
-    Args:
-        world: a group of all ranks on the CPU; None for a single rank.
-        save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
-        training: for the manifest.
-        allow_pickle: do not warn of files that a load reads only with this permission.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot go on. An older checkpoint of the tag stays whole.

@@ -293,9 +293,7 @@ def stall_report(
 ) -> str:
     """Return the whole report. Without states, it says that no rank can be asked.
 
-    Args:
-        key: the key of the section that sets the limit.
-        asynchronous: the device runs behind the host.
+    `key` of the section sets the limit. `asynchronous`: the device runs behind the host.
     """
     head = f"no progress for {limit_s:g} s (terapipe.{key}):"
     if not states:

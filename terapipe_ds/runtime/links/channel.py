@@ -184,12 +184,7 @@ class SendChannel(_Channel):
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
-        """Send without blocking.
-
-        Args:
-            consumed_at: the index in the peer's order of the unit that waits for it.
-            spec: the form of the message for both ends, if the wire has a format for it.
-        """
+        """Send without blocking; `consumed_at` indexes the waiting unit in the peer's order, and `spec` is to pack by."""
         # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:

@@ -46,9 +46,6 @@ def measure_layers(
     A part that trains as a whole may fail layer by layer. Then this warns, and returns None and an empty store. With
     `trials` this is a collective of tensor-parallel peers, which all get None if one of them fails.
 
-    Args:
-        kinds: of the layers.
-
     Raises:
         TrialError: this rank failed, and peers wait for it inside of a layer.
     """

@@ -121,8 +121,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
 def partition(layers: Sequence[LayerSpec], num_stages: int) -> list[int]:
     """Return the cuts between layers that `PipelineModule` makes by itself (deepspeed/runtime/pipe/module.py).
 
-    Raises:
-        ValueError: more stages than layers.
+    Raises ValueError for more stages than layers.
     """
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{num_stages} stages for a model of {len(layers)} layers: give between 1 and {len(layers)}")

@@ -184,7 +184,7 @@ class SendChannel(_Channel):
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
-        """Send without blocking; `consumed_at` indexes the waiting unit in the peer's order, and `spec` is to pack by."""
+        """Send without blocking; `consumed_at` indexes the waiting unit in the peer's order, `spec` is to pack by."""
         # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:

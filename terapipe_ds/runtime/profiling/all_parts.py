@@ -81,15 +81,14 @@ class PartMeasured:
 def measure_parts(
     stage: StageToPlan,
     wires: Wires,
-    micro_batch: DrawnMicroBatch,
+    micro_batch: DrawnMicroBatch,  # the longest of this pipeline, which is stretched if it is too short
     shape: MicroBatchShape,
     sequence_length: int,
-    progress: Callable[[float], None],
+    progress: Callable[[float], None],  # gets the finished share, between 0 and 1
 ) -> list[PartMeasured]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
-    A part at several places is measured at its home. `micro_batch` and `shape` are the longest of this pipeline; this
-    stretches the micro-batch if it is too short. `progress` gets the finished share, between 0 and 1.
+    A part at several places is measured at its home.
     """
     engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
     # copies of a part cost the same, so its home alone is measured

@@ -16,8 +16,7 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAP
 PLAN = "plan"
 """Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
 
-AUTO = "auto"
-"""The planner's choice of a schedule with a name, here among those with one part per stage."""
+AUTO = "auto"  # the planner's choice of a schedule with a name, here among those with one part per stage
 
 DEEPSPEED = ("1f1b", "dualpipev")
 TERAPIPE = (*(name for name in SCHEDULE_NAMES if name != "dapple"), SEARCH)  # dapple is 1f1b by another name
@@ -33,8 +32,7 @@ WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
 """Which schedules of ours run the same parts; the last one measures them. All others run whole stages."""
 
-Slices = int | str | tuple[int, ...]
-"""A number of equal slices, `PLAN` with or without a limit, or lengths in tokens."""
+Slices = int | str | tuple[int, ...]  # a number of equal slices, `PLAN` with or without a limit, or lengths in tokens
 
 
 def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:

@@ -39,8 +39,7 @@ class Recorded(NamedTuple):
         return f"{self.kind}{self.micro_batch_id}.{self.slice_id}" + f"c{self.chunk_id}" * bool(self.chunk_id)
 
 
-Plans = tuple[SlicePlan, ...]
-"""The slices of each micro-batch."""
+Plans = tuple[SlicePlan, ...]  # the slices of each micro-batch
 
 
 @dataclass(frozen=True)

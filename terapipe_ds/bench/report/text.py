@@ -9,13 +9,10 @@ from collections.abc import Iterable
 from terapipe_ds.bench.report.data import Failed, Result, Run, RunGroup
 from terapipe_ds.bench.table import noise_sentences
 
-EQUAL_WITHIN = 0.005
-"""Ratios to the stock engine that round to 1.00 and 0.99 count as equally fast."""
-LOSS_WITHIN = 1e-3
-"""Relative difference of losses in a group above which the report warns."""
+EQUAL_WITHIN = 0.005  # ratios to the stock engine that round to 1.00 and 0.99 count as equally fast
+LOSS_WITHIN = 1e-3  # relative difference of losses in a group above which the report warns
 
-Unit = tuple[str, float]
-"""The name of a unit, and its number per second or byte."""
+Unit = tuple[str, float]  # the name of a unit, and its number per second or byte
 
 
 def time_unit(values: Iterable[float | None]) -> Unit:

@@ -18,8 +18,7 @@ from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
-Key = tuple[int, int, int]
-"""`(part_id, micro_batch_id, slice_id)`."""
+Key = tuple[int, int, int]  # `(part_id, micro_batch_id, slice_id)`
 
 
 class InFlightError(RuntimeError):

@@ -24,8 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-Groups = tuple[tuple[str, ...], ...]
-"""Names of parameters by group of an optimizer, in its order."""
+Groups = tuple[tuple[str, ...], ...]  # names of parameters by group of an optimizer, in its order
 
 Shapes = Mapping[str, tuple[int, ...]]
 State = Mapping[str, Any]
@@ -59,8 +58,7 @@ class Content(NamedTuple):
 
 
 Contents = dict[Piece, Content]
-Received = Mapping[str, Sequence[tuple[Piece, Content]]]
-"""By parameter, whole pieces as other ranks hold them."""
+Received = Mapping[str, Sequence[tuple[Piece, Content]]]  # by parameter, whole pieces as other ranks hold them
 
 
 @dataclass(frozen=True)

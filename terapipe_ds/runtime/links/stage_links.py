@@ -24,8 +24,7 @@ from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
-BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded."""
+BATCHES_BY_HOST = 3  # batches of a kind whose messages go by way of the host: by then its kernels are loaded
 
 HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""

@@ -47,8 +47,7 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
-Specs = dict[int, MessageSpec]
-"""What a part sends, by the tokens of a slice."""
+Specs = dict[int, MessageSpec]  # what a part sends, by the tokens of a slice
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two

@@ -23,8 +23,7 @@ from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
-Point = tuple[int, int]
-"""(tokens, prefix)."""
+Point = tuple[int, int]  # (tokens, prefix)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
 WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little

@@ -16,8 +16,7 @@ from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAP
 PLAN = "plan"
 """Slices as the planner cuts them by the costs that this run has measured; `plan:8`: at most eight of them."""
 
-AUTO = "auto"
-"""The planner's choice of a schedule with a name, here among those with one part per stage."""
+AUTO = "auto"  # the planner's choice of a schedule with a name, here among those with one part per stage
 
 DEEPSPEED = ("1f1b", "dualpipev")
 TERAPIPE = (*(name for name in SCHEDULE_NAMES if name != "dapple"), SEARCH)  # dapple is 1f1b by another name
@@ -33,8 +32,7 @@ WHOLE = ("1f1b", "zb-h1", "interleaved", "chimera")
 CUTS = {"halves": (*LOOPED, *V_SHAPED), "whole stages": ("seq1f1b",)}
 """Which schedules of ours run the same parts; the last one measures them. All others run whole stages."""
 
-Slices = int | str | tuple[int, ...]
-"""A number of equal slices, `PLAN` with or without a limit, or lengths in tokens."""
+Slices = int | str | tuple[int, ...]  # a number of equal slices, `PLAN` with or without a limit, or lengths in tokens
 
 
 def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
@@ -44,23 +42,20 @@ def num_layers(work: Workload, gpt: dict[str, Any] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """Describe one competitor, at every accumulation in `accumulations` (empty: at all of the run).
-
-    `given_chunks` and `options`: a config's settings of its own schedule other than the name.
-    """
+    """Describe one competitor."""
 
     system: str
     schedule: str
     slices: Slices = 1
-    accumulations: tuple[int, ...] = ()
-    given_chunks: int | None = None
-    options: tuple[tuple[str, Any], ...] = ()
+    accumulations: tuple[int, ...] = ()  # empty: all of the run
+    given_chunks: int | None = None  # a config's `terapipe.chunks_per_stage`
+    options: tuple[tuple[str, Any], ...] = ()  # a config's `terapipe.schedule_options`
 
     @property
     def label(self) -> str:
         if self.system != "terapipe":
             return f"{self.system} {self.schedule}"
-        options = "".join(f" {key}={value}" for key, value in self.schedule_options.items())
+        options = "".join(f" {key}={value}" for key, value in self.options)
         parts = "" if self.given_chunks is None else f", {self.given_chunks} parts per stage"
         slices = f"{self.slices} slice{'' if self.slices == 1 else 's'}"
         if isinstance(self.slices, tuple):
@@ -68,11 +63,6 @@ class Case:
         elif self.planned:
             slices = "planned" + ("" if self.max_slices is None else f", <= {self.max_slices}")
         return f"terapipe {self.schedule}{options}{parts}, {slices}"
-
-    @property
-    def schedule_options(self) -> dict[str, Any]:
-        """Return our engine's `terapipe.schedule_options`."""
-        return dict(self.options)
 
     @property
     def cut(self) -> str:
@@ -126,11 +116,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Job:
-    """Describe a whole run, as every rank gets it.
-
-    `ds_config` and `gpt` (fields of `GPTConfig`) replace the usual ones. `replayed`: fewer cores than stages, so that
-    the wall clock means nothing. `share_device`: all stages on the first device, over gloo.
-    """
+    """Describe a whole run, as every rank gets it."""
 
     work: Workload
     cases: tuple[Case, ...]
@@ -138,10 +124,10 @@ class Job:
     pairs: int
     granularity: int = 64
     device: str = "cpu"
-    replayed: bool = False
-    ds_config: dict[str, Any] | None = None
-    gpt: dict[str, Any] | None = None
-    share_device: bool = False
+    replayed: bool = False  # fewer cores than stages, so that the wall clock means nothing
+    ds_config: dict[str, Any] | None = None  # in place of the usual one
+    gpt: dict[str, Any] | None = None  # fields of `GPTConfig`, in place of the usual ones
+    share_device: bool = False  # all stages on the first device, over gloo
     peak_tflops: float | None = None  # of a device; None: of the card that a GPU's name identifies
 
     def device_of(self, rank: int) -> str:

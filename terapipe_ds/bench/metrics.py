@@ -21,10 +21,7 @@ from terapipe_ds.timeline import COMPUTE_KINDS, Timeline, TimelineEvent
 
 
 class Recorded(NamedTuple):
-    """Hold one computation or closing action of a rank; times are on a clock that all processes of a machine share.
-
-    `cpu_s` is the CPU time of the process in between: it does not grow while another process has the core.
-    """
+    """Hold one computation or closing action of a rank; times are on a clock that all processes of a machine share."""
 
     kind: str
     micro_batch_id: int
@@ -32,7 +29,7 @@ class Recorded(NamedTuple):
     chunk_id: int
     start_s: float
     end_s: float
-    cpu_s: float
+    cpu_s: float  # of the process in between: it does not grow while another process has the core
 
     @property
     def seconds(self) -> float:
@@ -42,8 +39,7 @@ class Recorded(NamedTuple):
         return f"{self.kind}{self.micro_batch_id}.{self.slice_id}" + f"c{self.chunk_id}" * bool(self.chunk_id)
 
 
-Plans = tuple[SlicePlan, ...]
-"""The slices of each micro-batch."""
+Plans = tuple[SlicePlan, ...]  # the slices of each micro-batch
 
 
 @dataclass(frozen=True)

@@ -166,15 +166,11 @@ def prepare_rank(
     stages: int,
     rendezvous: str,
     device: str = "cpu",
-    share_device: bool = False,
-    binds: bool = True,
+    share_device: bool = False,  # all are on the first device and talk over gloo, by way of the host
+    binds: bool = True,  # the group of all ranks to the device, as under DeepSpeed's launcher
     pin: bool = True,
 ) -> None:
-    """Pin this process to its core or device, with one thread, and meet the others. Call this before importing torch.
-
-    `share_device`: all are on the first device and talk over gloo, by way of the host. With `binds` the group of all
-    ranks is bound to the device, as under DeepSpeed's launcher.
-    """
+    """Pin this process to its core or device, with one thread, and meet the others. Call it before importing torch."""
     index = 0 if share_device else rank
     os.environ.update(
         **dict.fromkeys(("WORLD_SIZE", "LOCAL_SIZE", "LOCAL_WORLD_SIZE"), str(stages)),
@@ -265,15 +261,11 @@ def build_engine(
     section: dict[str, Any] | None,
     work: Workload,
     *,
-    ds_config: dict[str, Any] | None = None,
-    gpt: dict[str, Any] | None = None,
-    dualpipe: bool = False,
+    ds_config: dict[str, Any] | None = None,  # in place of the usual settings, but for batch sizes and the section
+    gpt: dict[str, Any] | None = None,  # further fields of `GPTConfig`, beyond the workload's
+    dualpipe: bool = False,  # DeepSpeed's DualPipeV, which needs two micro-batches per stage
 ) -> Any:
-    """Return DeepSpeed's own engine (`section` None) or ours with a `terapipe` section.
-
-    `ds_config` replaces the usual settings, except for batch sizes and the section. `gpt` has further fields of
-    `GPTConfig`, beyond the workload's. `dualpipe` is DeepSpeed's DualPipeV, which needs two micro-batches per stage.
-    """
+    """Return DeepSpeed's own engine (`section` None) or ours with a `terapipe` section."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule

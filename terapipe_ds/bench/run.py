@@ -12,7 +12,7 @@ import pickle
 import signal
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import truediv
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,14 @@ _TOLERANCE = {"float64": 1e-6, "float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-
 """How far the losses after some steps may be apart, relatively: rounding grows with Adam's first steps."""
 
 
-def run_benchmark(job: Job, preset: str, main: Callable[[int, str, Job, str], None] | None = None) -> dict[str, Any]:
-    """Run the benchmark; return the object that `--json` writes.
-
-    `main` runs in each rank in the place of `rank_main`. Raises `CommandError` if a rank failed.
-    """
+def run_benchmark(job: Job, preset: str) -> dict[str, Any]:
+    """Run the benchmark; return the object that `--json` writes. Raises `CommandError` if a rank failed."""
     before = machine()
     if job.device == "cpu":
         keep_memory()
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn_ranks(main or rank_main, job.work.stages, job, folder)
+            spawn_ranks(rank_main, job.work.stages, job, folder)
         except RankError as error:
             raise CommandError(cause_of(error, Path(folder))) from None
         ranks = [pickle.loads(Path(folder, f"rank{rank}.pickle").read_bytes()) for rank in range(job.work.stages)]

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-WORTH_SAYING = 0.02
-"""Shares and drifts up to this are in every run."""
+WORTH_SAYING = 0.02  # shares and drifts up to this are in every run
 
 _HEAD = (
     *("m", "system", "slices", "step", "spread", "tokens/s", "TFLOP/s", "MFU"),

@@ -169,10 +169,10 @@ def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> No
     driver.forget()
     gc.collect()  # garbage of earlier systems would be collected within this step, and count as freed by it
     held = driver.held_bytes()
-    driver.recorder.on = False
+    driver.recorder.listens = False
     with MemoryPeak() as peak:
         run["losses"].append(driver.step(batch))
-    driver.recorder.on = True
+    driver.recorder.listens = True
     run["peak_bytes"] = held + peak.grown_bytes
     parameters = sum(p.numel() * p.element_size() for p in driver.parameters())
     run["static_bytes"] = held + parameters  # with the gradients, which exist for a part of the step
@@ -186,14 +186,14 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
     """
     recorder, is_apart = driver.recorder, not get_accelerator().is_synchronized_device()
     recorder.clear()
-    recorder.on = not is_apart
+    recorder.listens = not is_apart
     get_accelerator().synchronize()
     torch_dist.barrier()
     begin_s = time.perf_counter()
     run["losses"].append(driver.step(batch))
     get_accelerator().synchronize()  # stages without a loss to read have only queued their last work
     run["seconds"].append(time.perf_counter() - begin_s)
-    recorder.on = True
+    recorder.listens = True
     if is_apart:
         recorder.clear()
         torch_dist.barrier()
@@ -236,13 +236,11 @@ def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
 
 @dataclass
 class PlannedCases:
-    """Hold the measurements before the first turn, by the cut of the layers, and the plans from them.
-
-    With fewer cores than stages the seconds of slices are processor time, as in the replayed steps.
-    """
+    """Hold the measurements before the first turn, by the cut of the layers, and the plans from them."""
 
     job: Job
     folder: Path
+    # in processor time with fewer cores than stages, as the replayed steps
     costs: dict[str, list[CostModel]] = field(default_factory=dict)
     memory: dict[str, MemoryModel] = field(default_factory=dict)
 
@@ -295,7 +293,7 @@ class PlannedCases:
     def _result(self, case: Case, accumulation: int) -> PlanResult:
         work, costs = self.job.work, self.costs[case.cut]
         sizes = work.sequence_length, work.stages, accumulation, self.job.granularity, case.schedule, case.max_slices
-        options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": case.schedule_options}
+        options: Any = {"chunks_per_stage": case.chunks_per_stage, "schedule_options": dict(case.options)}
         options["with_order"] = False  # the table names the schedule that "auto" runs; "search" has a row of its own
         return plan_slices(costs, *sizes, **options)
 

@@ -62,7 +62,7 @@ class TeraPipeDriver(_EngineDriver):
     def __init__(self, case: Case, job: Job) -> None:
         self._case = case
         self._schedule = CUTS[case.cut][-1] if case.schedule in (AUTO, SEARCH) else case.schedule  # until one is chosen
-        options = {"schedule_options": case.schedule_options, "chunks_per_stage": case.chunks_per_stage}
+        options = {"schedule_options": dict(case.options), "chunks_per_stage": case.chunks_per_stage}
         section = {**(job.ds_config or {}).get("terapipe", {}), "schedule": self._schedule, **options}
         super().__init__(job, {**section, "enabled": True, "slices": 1, "granularity_tokens": 1})
         self.recorder = self._engine.tracer = EngineRecorder()
@@ -75,7 +75,7 @@ class TeraPipeDriver(_EngineDriver):
     def schedule(self, accumulation: int, plans: Plans) -> Schedule:
         if self._schedule.endswith(".csv"):
             return load(self._schedule)
-        options = {"chunks_per_stage": self._case.chunks_per_stage, **self._case.schedule_options}
+        options = {"chunks_per_stage": self._case.chunks_per_stage, **dict(self._case.options)}
         counts = [plan.num_slices for plan in plans]
         return build(self._schedule, self._work.stages, accumulation, counts, **options)
 

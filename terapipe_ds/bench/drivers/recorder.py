@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from terapipe_ds.bench.metrics import Recorded
-from terapipe_ds.runtime.engine.trace import wait_for_computation
+from terapipe_ds.runtime.engine.trace import Tracer, wait_for_computation
 from terapipe_ds.schedule.action import Action, Kind
 
 _RECORDED = {Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT, Kind.REDUCE_TIED_GRADS, Kind.REDUCE_GRADS, Kind.OPTIMIZER_STEP}
@@ -23,7 +23,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.events: list[Recorded] = []
-        self.on = True
+        self.listens = True
         self._start_s = self._start_cpu_s = 0.0
 
     def clear(self) -> None:
@@ -33,14 +33,14 @@ class Recorder:
     def span(self, kind: str, micro_batch_id: int = -1, slice_id: int = -1, chunk_id: int = 0) -> Iterator[None]:
         self.restart()
         yield
-        if self.on:
+        if self.listens:
             wait_for_computation()
             cpu_s, end_s = time.process_time() - self._start_cpu_s, time.perf_counter()
             self.events.append(Recorded(kind, micro_batch_id, slice_id, chunk_id, self._start_s, end_s, cpu_s))
 
     def restart(self) -> None:
         """Let the open span begin now."""
-        if self.on:
+        if self.listens:
             wait_for_computation()
             self._start_s, self._start_cpu_s = time.perf_counter(), time.process_time()
 
@@ -49,20 +49,15 @@ class Recorder:
         """Count the body towards the event that ended last (a loss, towards the forward before it)."""
         start_cpu_s = time.process_time()
         yield
-        if self.on and self.events:
+        if self.listens and self.events:
             wait_for_computation()
             last = self.events[-1]
             cpu_s = last.cpu_s + time.process_time() - start_cpu_s
             self.events[-1] = last._replace(end_s=time.perf_counter(), cpu_s=cpu_s)
 
 
-class EngineRecorder(Recorder):
+class EngineRecorder(Recorder, Tracer):
     """Take the place of our engine's `Tracer`, which knows where a wait ends and the computation begins."""
-
-    @property
-    def listens(self) -> bool:
-        """Whether events are recorded."""
-        return self.on
 
     def begin(self, step: int | None) -> None:
         """Do nothing: the driver clears before each step."""

@@ -30,8 +30,7 @@ _MOST_LETTERS = 46  # characters of a row's label; longer ones are cut
 _SMALL: dict[str, Any] = {"fontsize": 8.5, "color": MUTED}
 _NO_EDGE: dict[str, Any] = {"markeredgewidth": 0, "linestyle": "none"}
 
-Rows = list[tuple[RunGroup, list[Run]]]
-"""A panel per group, and in it a row per run, the first on top."""
+Rows = list[tuple[RunGroup, list[Run]]]  # a panel per group, and in it a row per run, the first on top
 _Some = Sequence[float | None]
 
 

@@ -9,13 +9,10 @@ from collections.abc import Iterable
 from terapipe_ds.bench.report.data import Failed, Result, Run, RunGroup
 from terapipe_ds.bench.table import noise_sentences
 
-EQUAL_WITHIN = 0.005
-"""Ratios to the stock engine that round to 1.00 and 0.99 count as equally fast."""
-LOSS_WITHIN = 1e-3
-"""Relative difference of losses in a group above which the report warns."""
+EQUAL_WITHIN = 0.005  # ratios to the stock engine that round to 1.00 and 0.99 count as equally fast
+LOSS_WITHIN = 1e-3  # relative difference of losses in a group above which the report warns
 
-Unit = tuple[str, float]
-"""The name of a unit, and its number per second or byte."""
+Unit = tuple[str, float]  # the name of a unit, and its number per second or byte
 
 
 def time_unit(values: Iterable[float | None]) -> Unit:
@@ -59,15 +56,15 @@ def peaks(run: Run, scale: float) -> str:
     return " / ".join(digits(peak, 3, scale) for peak in shown) or "–"
 
 
-def slices_text(run: Run | Failed, most: int = 3) -> str:
-    """Return `8 × 256`, or the lengths if they differ: all of up to `most`, of more the first and the last."""
+def slices_text(run: Run | Failed) -> str:
+    """Return `8 × 256`, or the lengths if they differ: all of up to three, of more the first and the last."""
     if not run.slices:
         return "–"
     if isinstance(run, Run) and run.plans:
         return f"{run.slice_counts} per micro-batch"
     if len(set(run.slices)) == 1:
         return f"{len(run.slices)} × {run.slices[0]}"
-    shown = ", ".join(map(str, run.slices)) if len(run.slices) <= most else f"{run.slices[0]} … {run.slices[-1]}"
+    shown = ", ".join(map(str, run.slices)) if len(run.slices) <= 3 else f"{run.slices[0]} … {run.slices[-1]}"
     return f"{len(run.slices)}: {shown}"
 
 

@@ -43,17 +43,15 @@ _SAME_SAMPLES = (
 
 @dataclass(frozen=True)
 class MicroBatchShape:
-    """Hold the shape of a micro-batch for every stage: its label rows (all dimensions but the sequence) and its tokens.
+    """Hold the shape of a micro-batch for every stage."""
 
-    `starts` says where documents start in its rows; None if each row is one document. The stage of the first part
-    determines it. `with_logits` says whether the caller on the stage of the loss wants the logits, and `is_any_packed`
-    whether any pipeline has rows of several documents in this batch.
-    """
-
-    rows: int
+    rows: int  # of its labels: all dimensions but the sequence
     length: int
+    # where documents start in its rows, as the stage of the first part has it; None if each row is one document
     starts: Starts | None = field(default=None, compare=False, repr=False)
+    # the caller on the stage of the loss wants the logits
     with_logits: bool = field(default=False, compare=False, repr=False)
+    # some pipeline has rows of several documents in this batch
     is_any_packed: bool = field(default=False, compare=False, repr=False)
 
     @classmethod
@@ -84,55 +82,39 @@ class TensorPeers:
 
 @dataclass(frozen=True)
 class PlaceInJob:
-    """Describe the place of a rank among those that agree on a batch. A tensor-parallel rank has a pipeline of its own.
-
-    Attributes:
-        drawing: the stages that draw data.
-        loss_stage: the stage whose labels decide on the shapes.
-        first_stage: the stage whose inputs say where documents start.
-        control: the group of the pipeline on the CPU; None with one stage.
-        world: the group of all ranks on the CPU; None for a single rank.
-    """
+    """Describe the place of a rank among those that agree on a batch; a tensor-parallel rank has its own pipeline."""
 
     stage_id: int = 0
     num_stages: int = 1
-    drawing: tuple[int, ...] = (0,)
-    loss_stage: int = 0
-    control: Any = None
-    world: Any = None
+    drawing: tuple[int, ...] = (0,)  # the stages that draw data
+    loss_stage: int = 0  # its labels decide on the shapes
+    control: Any = None  # the group of the pipeline on the CPU; None with one stage
+    world: Any = None  # the group of all ranks on the CPU; None for a single rank
     pipeline_id: int = 0
     num_pipelines: int = 1
     peers: TensorPeers | None = None
-    first_stage: int = 0
+    first_stage: int = 0  # its inputs say where documents start
 
 
 @dataclass(frozen=True)
 class StageReport:
-    """Report the view that one rank has of a batch.
-
-    `agreement` is, as text, the config and all else that must be equal on all ranks. `shapes` are the shapes of the
-    micro-batches, None on stages that draw no labels. `seen` are the shapes of all labels that this rank got. `starts`
-    says where documents start in the micro-batches whose inputs this rank has drawn. `dicts` is a checksum of the token
-    ids of dict batches, which are the same on each stage that draws. `contents` is a checksum of the labels of tuple
-    batches; 0 means that there are none, or that they stand in for labels that this stage does not need. `model_change`
-    is 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
-    batch or shapes are to be announced again, else 2. `of_stage` is, as text, all that must be equal on the ranks of
-    one stage. The rank of the loss tells `wants_logits`: others may evaluate without.
-    """
+    """Report the view that one rank has of a batch."""
 
     training: bool
     num_micro_batches: int
-    agreement: str
-    shapes: Shapes | None
+    agreement: str  # the config and all else that must be equal on all ranks, as text
+    shapes: Shapes | None  # of the micro-batches; None on stages that draw no labels
     error: BaseException | None = None
     sums: DataSums = field(default_factory=DataSums)
-    seen: Shapes = ()
-    starts: tuple[Starts | None, ...] = ()
-    dicts: int = 0
-    contents: int = 0
+    seen: Shapes = ()  # of all labels that this rank got
+    starts: tuple[Starts | None, ...] = ()  # of documents in the micro-batches whose inputs this rank has drawn
+    dicts: int = 0  # a checksum of the token ids of dict batches, which are the same on each stage that draws
+    contents: int = 0  # the same for labels of tuples; 0 if none are there, or others stand in for them
+    # 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
+    # batch or shapes are to be announced again, else 2
     model_change: int = 0
-    of_stage: str = ""
-    wants_logits: bool = False
+    of_stage: str = ""  # all that must be equal on the ranks of one stage, as text
+    wants_logits: bool = False  # told by the rank of the loss: others may evaluate without
 
 
 class _Header(NamedTuple):

@@ -52,13 +52,10 @@ def _named(index: int, tensor: torch.Tensor) -> str:
 
 @dataclass(frozen=True)
 class SliceableTensors:
-    """Hold the inputs or the labels of one micro-batch, on this rank.
-
-    `sliced[i]` tells whether `tensors[i]` is cut along `dim`; each slice gets the others whole.
-    """
+    """Hold the inputs or the labels of one micro-batch, on this rank."""
 
     tensors: Tensors
-    sliced: tuple[bool, ...]
+    sliced: tuple[bool, ...]  # whether each is cut along `dim`; each slice gets the others whole
     dim: int
     is_tuple: bool
 

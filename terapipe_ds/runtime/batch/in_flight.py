@@ -18,27 +18,11 @@ from terapipe_ds.runtime.layout.layout import Place
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 
-Key = tuple[int, int, int]
-"""`(part_id, micro_batch_id, slice_id)`."""
+Key = tuple[int, int, int]  # `(part_id, micro_batch_id, slice_id)`
 
 
 class InFlightError(RuntimeError):
     """Say that the stage's books do not add up: a bug in the engine, never a wrong gradient."""
-
-
-class OrderIndex:
-    """Index each computation in the order of its stage. It holds no schedule itself, and is dropped with it."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self._orders = schedule.orders
-        self._by_stage: dict[int, dict[tuple[Kind, int, SliceKey], int]] = {}
-
-    def find(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> int:
-        """Return the index of F, B or W of `unit` in the order of `stage_id`."""
-        if stage_id not in self._by_stage:
-            order = self._orders[stage_id]
-            self._by_stage[stage_id] = {(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)}
-        return self._by_stage[stage_id][(kind, part_id, unit)]
 
 
 @dataclass
@@ -52,18 +36,14 @@ class SliceInFlight:
 
 @dataclass
 class MicroBatchInFlight:
-    """Hold a micro-batch on this stage. Inputs and labels exist only on the first and the last part.
-
-    `weights` has the weight of each slice's loss on this rank. `all_weights` has the weight of each share of a slice,
-    if sequence ranks divide it: the shares of all ranks in the order of their tokens.
-    """
+    """Hold a micro-batch on this stage. Inputs and labels exist only on the first and the last part."""
 
     plan: SlicePlan
     shape: MicroBatchShape
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
-    weights: tuple[float, ...] = ()
-    all_weights: tuple[float, ...] = ()
+    weights: tuple[float, ...] = ()  # of each slice's loss on this rank
+    all_weights: tuple[float, ...] = ()  # of the shares of all sequence ranks in slices, in the order of their tokens
 
     def to(self, device: torch.device) -> None:
         if self.inputs is not None:
@@ -147,6 +127,7 @@ class BatchInFlight:
             )
 
 
+@dataclass
 class PartInFlight:
     """Hold the slices of one part in a batch, and alone decide how long their memory lives.
 
@@ -159,27 +140,23 @@ class PartInFlight:
     | B of slice 0                | the keys and values of the micro-batch go     |                               |
     | the message of B            | the slice goes; with a W to come, its inputs  |                               |
     | W                           | the slice goes                                |                               |
-
-    Args:
-        sends_outputs: whether an action of its own sends the outputs of F; otherwise finishing F finishes its message.
-        sends_gradients: the same for the gradients of B.
     """
 
-    def __init__(
-        self, batch: BatchInFlight, place: Place, store: SliceStore, sends_outputs: bool, sends_gradients: bool
-    ) -> None:
-        self.batch, self._place, self._store = batch, place, store
-        self._sends_outputs, self._sends_gradients = sends_outputs, sends_gradients
+    batch: BatchInFlight
+    place: Place
+    store: SliceStore
+    sends_outputs: bool  # an action of its own sends the outputs of F; otherwise finishing F finishes its message
+    sends_gradients: bool  # the same for the gradients of B
 
     def key(self, action: Action) -> Key:
-        return self._place.part_id, action.micro_batch_id, action.slice_id
+        return self.place.part_id, action.micro_batch_id, action.slice_id
 
     def get(self, action: Action) -> SliceInFlight:
         return self.batch.get(self.key(action))
 
     def keep(self, action: Action, inputs: Tensors, outputs: Any, loss: Any) -> None:
         """Keep the results of F. The logits of the last part live on in the graph of the loss if it holds them."""
-        if not self._place.is_last:
+        if not self.place.is_last:
             self.batch.put(self.key(action), SliceInFlight(inputs, outputs))
         elif self.batch.training:
             self.batch.put(self.key(action), SliceInFlight(inputs, None, loss))
@@ -192,24 +169,24 @@ class PartInFlight:
         micro_batch = self.batch.micro_batches[action.micro_batch_id]
         # no later F of this micro-batch cuts its inputs or labels; live slices have views of their own
         if action.slice_id == micro_batch.plan.num_slices - 1:
-            if self._place.is_first:
+            if self.place.is_first:
                 micro_batch.inputs = None
-            if self._place.is_last:
+            if self.place.is_last:
                 micro_batch.labels = None
             if not self.batch.training:
-                self._store.release(self._place.part_id, action.micro_batch_id)
-        if not self._sends_outputs and not self._place.is_last:
+                self.store.release(self.place.part_id, action.micro_batch_id)
+        if not self.sends_outputs and not self.place.is_last:
             self._outputs_are_gone(action)
 
     def _finish_backward(self, action: Action) -> None:
         slice_ = self.get(action)
         # the graph is used up
         slice_.outputs = slice_.loss = None
-        if not self._sends_gradients:
+        if not self.sends_gradients:
             self._gradients_are_gone(action)
         # B of slice 0 is the last one that reads keys and values of the micro-batch
         if action.slice_id == 0:
-            self._store.release(self._place.part_id, action.micro_batch_id)
+            self.store.release(self.place.part_id, action.micro_batch_id)
 
     def _outputs_are_gone(self, action: Action) -> None:
         if not self.batch.training:

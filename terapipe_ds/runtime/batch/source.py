@@ -36,64 +36,46 @@ from terapipe_ds.runtime.layout.layout import Layout
 
 @dataclass
 class DrawnMicroBatch:
-    """Hold one draw from the data iterator: inputs for the first part, labels for the last; `seen`: the labels' shape.
-
-    `starts` says where documents start in the rows of the inputs. `dicts` is a checksum of the token ids of a dict,
-    `contents` one of the labels of a tuple.
-    """
+    """Hold one draw from the data iterator: inputs for the first part, labels for the last."""
 
     inputs: Any = None
     labels: SliceableTensors | None = None
-    seen: MicroBatchShape | None = None
-    starts: Starts | None = None
-    dicts: int = 0
-    contents: int = 0
+    seen: MicroBatchShape | None = None  # of the labels
+    starts: Starts | None = None  # of documents in the rows of the inputs
+    dicts: int = 0  # a checksum of the token ids of a dict
+    contents: int = 0  # a checksum of the labels of a tuple
 
 
+@dataclass
 class BatchSource:
-    """Draw batches for one rank.
+    """Draw batches for one rank."""
 
-    Args:
-        next_batch: DeepSpeed's `PipelineEngine._next_batch`.
-        is_cut: whether sequences of a length are to be cut into slices.
-        length_multiple: the number of tokens that must divide the length of sequences.
-        tells: whether this rank writes to the log which inputs are cut.
-        accept: called on the rank of the first part, with the inputs of each micro-batch and the starts of documents;
-            it may raise.
-        look_at: called with the labels of each micro-batch that is trained on; like `check`, it may raise.
-        check: called before anything is drawn.
-        of_stage: returns, as text, all that must be equal on the ranks of one stage.
-        model_change: returns how the model of this rank differs from the batch before, as `StageReport` has it.
-        when_changed: called on every rank if any model has changed, with whether that is for the first time.
-        require: called on the rank of the last part, with the lengths of the micro-batches and whether they are trained
-            on; it raises if nothing can run them.
-    """
+    config: TeraPipeConfig
+    next_batch: Callable[[], Any]  # DeepSpeed's `PipelineEngine._next_batch`
+    place: PlaceInJob
+    layout: Layout
+    is_cut: Callable[[int], bool]  # whether sequences of a length are to be cut into slices
+    length_multiple: int = 1  # the number of tokens that must divide the length of sequences
+    tells: bool = True  # this rank writes to the log which inputs are cut
+    # called on the rank of the first part, with the inputs of each micro-batch and the starts of documents; may raise
+    accept: Callable[[Any, Starts | None], None] = lambda inputs, starts: None
+    # called with the labels of each micro-batch that is trained on; like `check`, it may raise
+    look_at: Callable[[SliceableTensors], None] = lambda labels: None
+    check: Callable[[], None] = lambda: None  # called before anything is drawn
+    # called on the rank of the last part, with the lengths of the micro-batches and whether they are trained on; it
+    # raises if nothing can run them
+    require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None
+    of_stage: Callable[[], str] = lambda: ""  # all that must be equal on the ranks of one stage, as text
+    # how the model of this rank differs from the batch before, as `StageReport` has it
+    model_change: Callable[[], int] = lambda: 0
+    # called on every rank if any model has changed, with whether that is for the first time
+    when_changed: Callable[[bool], None] = lambda is_new: None
 
-    def __init__(
-        self,
-        config: TeraPipeConfig,
-        next_batch: Callable[[], Any],
-        place: PlaceInJob,
-        layout: Layout,
-        is_cut: Callable[[int], bool],
-        length_multiple: int = 1,
-        tells: bool = True,
-        accept: Callable[[Any, Starts | None], None] = lambda inputs, starts: None,
-        look_at: Callable[[SliceableTensors], None] = lambda labels: None,
-        check: Callable[[], None] = lambda: None,
-        require: Callable[[Sequence[int], bool], None] = lambda lengths, training: None,
-        of_stage: Callable[[], str] = lambda: "",
-        model_change: Callable[[], int] = lambda: 0,
-        when_changed: Callable[[bool], None] = lambda is_new: None,
-    ) -> None:
-        self._config, self._next_batch, self._place = config, next_batch, place
-        self._is_first = place.stage_id in layout.stages_with_end(first=True)
-        self._is_last = place.stage_id in layout.stages_with_end(first=False)
-        self._is_cut, self._length_multiple = is_cut, length_multiple
-        self._tells = self._tells_of_labels = tells  # once each
-        self._accept, self._look_at, self._check, self._require = accept, look_at, check, require
-        self._of_stage, self._model_change, self._when_changed = of_stage, model_change, when_changed
-        self._agreements: dict[str, str] = {"config": config.fingerprint()}
+    def __post_init__(self) -> None:
+        self._is_first = self.place.stage_id in self.layout.stages_with_end(first=True)
+        self._is_last = self.place.stage_id in self.layout.stages_with_end(first=False)
+        self._tells_of_labels = self.tells  # once each
+        self._agreements = {"config": self.config.fingerprint()}
 
     def also_agree_on(self, what: str, text: str) -> None:
         """Let ranks compare `text` at the next batch, in addition to the config; an error shows it as `what`."""
@@ -114,17 +96,17 @@ class BatchSource:
         sums = DataSums()
         # an error here must not keep the other ranks waiting: they learn of it below
         try:
-            self._check()
+            self.check()
             for index in range(num_micro_batches):
                 came.append(self._draw_one(index, needs_labels))
             drawn = came
             labels = [each.labels for each in drawn if each.labels is not None]
             if self._is_last:
                 shapes = tuple(map(self._shape, labels))
-                self._require([shape.length for shape in shapes], training)
+                self.require([shape.length for shape in shapes], training)
             for each in labels if training else ():
-                self._look_at(each)
-            if self._place.peers is not None:
+                self.look_at(each)
+            if self.place.peers is not None:
                 sums = self._sums(drawn, labels)
         except StopIteration as end:
             of_how_many = f"the data end after {len(came)} of the {num_micro_batches} micro-batches of a batch"
@@ -137,10 +119,10 @@ class BatchSource:
         starts = tuple(each.starts for each in drawn)
         by_kind = [each.dicts for each in drawn], [each.contents for each in drawn]
         dicts, contents = (checksum(each) if any(each) else 0 for each in by_kind)
-        of_model = self._model_change(), self._of_stage()
+        of_model = self.model_change(), self.of_stage()
         drawn_here = shapes, error, sums, seen, starts, dicts, contents
         report = StageReport(training, num_micro_batches, agreement, *drawn_here, *of_model, wants_logits)
-        return drawn, agree_on_batch(report, self._place, partial(self._check_inputs, drawn), self._when_changed)
+        return drawn, agree_on_batch(report, self.place, partial(self._check_inputs, drawn), self.when_changed)
 
     def _sums(self, drawn: Sequence[DrawnMicroBatch], labels: Sequence[SliceableTensors]) -> DataSums:
         """Return the checksums of the data that this stage uses: the inputs on the first, the labels on the last."""
@@ -156,21 +138,21 @@ class BatchSource:
         """Check the inputs of micro-batches whose labels this stage did not get."""
         for each, shape in zip(drawn, shapes, strict=True):
             if self._is_first and each.seen is None:
-                self._sliceable(each.inputs, shape, self._is_cut(shape.length))
+                self._sliceable(each.inputs, shape, self.is_cut(shape.length))
 
     def _draw_one(self, micro_batch_id: int, needs_labels: bool) -> DrawnMicroBatch:
         drawn = DrawnMicroBatch()
         if not (self._is_first or self._is_last):
             return drawn
-        batch = self._next_batch()
+        batch = self.next_batch()
         if batch is None:
             raise BatchError(
                 "there is no data: give train_batch() a data_iter, or deepspeed.initialize() training_data"
             )
         # stages that draw compare all data that they got, though each uses only a part of it
-        _require_rows(batch, micro_batch_id, row_dim=1 if self._config.sequence_dim == 0 else 0)
+        _require_rows(batch, micro_batch_id, row_dim=1 if self.config.sequence_dim == 0 else 0)
         inputs, labels, starts = self._read(batch, needs_labels)
-        if len(self._place.drawing) > 1:
+        if len(self.place.drawing) > 1:
             is_dict = isinstance(batch, Mapping)
             drawn.dicts = checksum(batch["input_ids"]) if is_dict else 0
             drawn.contents = 0 if is_dict else contents_of(labels)
@@ -181,21 +163,21 @@ class BatchSource:
         # the first part needs the inputs, and checks them as early as it can
         if self._is_first:
             drawn.inputs, drawn.starts = _copied(inputs), starts
-            self._accept(drawn.inputs, starts)
+            self.accept(drawn.inputs, starts)
             if not self._tells_nothing(labels):  # only a check, as early as possible: the last stage's labels decide
                 drawn.seen = MicroBatchShape.of(self._labels_of(labels))
-                self._sliceable(drawn.inputs, drawn.seen, self._is_cut(drawn.seen.length))
+                self._sliceable(drawn.inputs, drawn.seen, self.is_cut(drawn.seen.length))
         return drawn
 
     def _read(self, batch: Any, needs_labels: bool) -> ReadBatch:
         """Return the batch of the data iterator, a dict or a tuple, as inputs, labels, and where documents start."""
-        documents = self._config.documents
+        documents = self.config.documents
         if not isinstance(batch, Mapping):
-            inputs, labels = _split(batch, has_more=self._config.is_stock_order)
+            inputs, labels = _split(batch, has_more=self.config.is_stock_order)
             has_starts = self._is_first and documents != "off"
-            starts = _find_starts(inputs, documents, self._config.sequence_dim) if has_starts else None
+            starts = _find_starts(inputs, documents, self.config.sequence_dim) if has_starts else None
             return ReadBatch(inputs, labels, starts)
-        read = read_dict(batch, self._config)
+        read = read_dict(batch, self.config)
         if read.labels is None and self._is_last and needs_labels:
             raise BatchError(
                 "a dict batch has neither labels nor shift_labels: give labels, which may be the input_ids themselves; "
@@ -211,14 +193,14 @@ class BatchSource:
 
     def _tells_nothing(self, labels: Any) -> bool:
         """Return whether labels do not show the sequences. In DeepSpeed's own order they may be of any kind."""
-        if not self._config.is_stock_order:
+        if not self.config.is_stock_order:
             return _is_absent(labels)
         tensors = (labels,) if torch.is_tensor(labels) else labels if isinstance(labels, (tuple, list)) else ()
         return all(torch.is_tensor(t) and t.dim() == 0 for t in tensors)
 
     def _labels(self, inputs: Any, labels: Any, needs_labels: bool) -> SliceableTensors:
-        if self._config.is_stock_order and self._tells_nothing(labels):
-            tensors, dim = inputs if isinstance(inputs, (tuple, list)) else (inputs,), self._config.sequence_dim
+        if self.config.is_stock_order and self._tells_nothing(labels):
+            tensors, dim = inputs if isinstance(inputs, (tuple, list)) else (inputs,), self.config.sequence_dim
             length = next((max(1, t.size(dim)) for t in tensors if torch.is_tensor(t) and t.dim() > dim), 1)
             return UncutLabels((), (), 0, False, _copied(labels), length)
         if not _is_absent(labels):
@@ -228,15 +210,15 @@ class BatchSource:
                 "there are no labels, from which come the sequence length and the weights of the slices' losses. Give "
                 "(inputs, labels); only eval_batch(compute_loss=False) goes without"
             )
-        indices = self._config.sliced_inputs or (0,)
+        indices = self.config.sliced_inputs or (0,)
         # one tensor of numbers that any loss takes for labels: slices may be measured with it
         like = self._labels_of(as_tuple(inputs, "the inputs")[indices[0] :]).deciding
         return self._labels_of(torch.zeros_like(like))
 
     def _labels_of(self, labels: Any) -> SliceableTensors:
         """Return labels to cut. In DeepSpeed's order, labels without `sequence_dim` (a class per image) are whole."""
-        dim = self._config.sequence_dim
-        if self._config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
+        dim = self.config.sequence_dim
+        if self.config.is_stock_order and not any(t.dim() > dim for t in as_tuple(labels, "the labels")):
             dim = 0
         return SliceableTensors.of_labels(labels, dim)
 
@@ -245,14 +227,14 @@ class BatchSource:
         if length == 0:
             raise BatchError(f"a batch with labels of shape {list(labels.deciding.shape)} has no tokens")
         if isinstance(labels, UncutLabels):
-            if self._is_cut(length):
+            if self.is_cut(length):
                 kind = type(labels.value).__name__
                 raise BatchError(f"labels of type {kind} cannot be cut: give tensors, or set no slices by hand")
-        elif length % self._length_multiple:
+        elif length % self.length_multiple:
             raise BatchError(
-                f"a sequence of {length} tokens: the model's slice_length_multiple is {self._length_multiple}, so that "
+                f"a sequence of {length} tokens: the model's slice_length_multiple is {self.length_multiple}, so that "
                 "each slice divides over the ranks of sequence parallelism, and the whole sequence does not. Give "
-                f"sequences of a multiple of it, such as {length + -length % self._length_multiple} tokens (collators "
+                f"sequences of a multiple of it, such as {length + -length % self.length_multiple} tokens (collators "
                 "have pad_to_multiple_of), or switch sequence parallelism off."
             )
         return MicroBatchShape.of(labels)
@@ -260,16 +242,16 @@ class BatchSource:
     def slice_inputs(self, inputs: Any, shape: MicroBatchShape, plan: SlicePlan) -> SliceableTensors:
         """Return the inputs of a micro-batch, marked with which of them `plan` cuts."""
         sliceable = self._sliceable(inputs, shape, plan.num_slices > 1)
-        if plan.num_slices > 1 and self._tells:
-            self._tells = False
+        if plan.num_slices > 1 and self.tells:
+            self.tells = False
             logger.info("%s", sliceable.describe())
         return sliceable
 
     def _sliceable(self, inputs: Any, shape: MicroBatchShape, is_cut: bool) -> SliceableTensors:
-        dim, indices = self._config.sequence_dim, self._config.sliced_inputs
-        is_whole = self._config.is_stock_order and not is_cut  # not with slices that were set by hand
+        dim, indices = self.config.sequence_dim, self.config.sliced_inputs
+        is_whole = self.config.is_stock_order and not is_cut  # not with slices that were set by hand
         sliceable = SliceableTensors.of_inputs(inputs, shape.length, dim, indices, is_whole)
-        documents = self._config.documents
+        documents = self.config.documents
         if isinstance(documents, int) and not sliceable.sliced[documents]:
             ids = list(sliceable.tensors[documents].shape)
             raise BatchError(

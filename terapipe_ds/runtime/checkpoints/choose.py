@@ -126,11 +126,7 @@ def _names_without_list(place: Path, with_optimizer: bool) -> list[str]:
 
 
 def _read_tag(latest: Path) -> str:
-    """Return the tag that a file names.
-
-    Raises:
-        CheckpointError: the file names none.
-    """
+    """Return the tag that a file names; raise CheckpointError if it names none."""
     try:
         tag = read_bytes(latest).decode("utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:

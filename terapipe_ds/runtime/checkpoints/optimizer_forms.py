@@ -24,8 +24,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor
 
-Groups = tuple[tuple[str, ...], ...]
-"""Names of parameters by group of an optimizer, in its order."""
+Groups = tuple[tuple[str, ...], ...]  # names of parameters by group of an optimizer, in its order
 
 Shapes = Mapping[str, tuple[int, ...]]
 State = Mapping[str, Any]
@@ -59,8 +58,7 @@ class Content(NamedTuple):
 
 
 Contents = dict[Piece, Content]
-Received = Mapping[str, Sequence[tuple[Piece, Content]]]
-"""By parameter, whole pieces as other ranks hold them."""
+Received = Mapping[str, Sequence[tuple[Piece, Content]]]  # by parameter, whole pieces as other ranks hold them
 
 
 @dataclass(frozen=True)
@@ -103,11 +101,7 @@ class Shard:
         return [piece for vectors in self._vectors for vector in vectors for piece in vector.offsets]
 
     def take(self, state: State) -> Contents:
-        """Take a saved state apart.
-
-        Raises:
-            StateError: the state belongs to other parameters.
-        """
+        """Take a saved state apart; raise StateError if it belongs to other parameters."""
         # Raise now if anything does not fit, before elements of other parameters are taken for these
         counts = [len(group["params"]) for group in self._inner(state)["param_groups"]]
         wanted = [len(vectors) for vectors in self._vectors]

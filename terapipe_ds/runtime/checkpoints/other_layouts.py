@@ -57,8 +57,7 @@ PARAMETERS_ALONE = (
 _MODULE_ONLY = f"{PARAMETERS_ALONE}; moments begin anew"
 
 
-Orders = tuple[Groups, ...]
-"""The parameters of each stage, by group of its optimizer."""
+Orders = tuple[Groups, ...]  # the parameters of each stage, by group of its optimizer
 
 
 @dataclass(frozen=True)

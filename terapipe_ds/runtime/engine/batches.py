@@ -59,12 +59,9 @@ class IncomingBatches:
     ) -> None:
         engine, layout = to_plan.engine, to_plan.layout
         self._engine, self._config, self._plans, self._layout = engine, to_plan.config, plans, layout
-        self._stage_id, self._wires, self._verify_only = stage.stage_id, wires, verify_only
-        self._links, self._guard_again, self._world = stage.links, guard_again, to_plan.groups.world
-        self._drawing = stage.watchdog.drawing
-        places = layout.places(stage.stage_id)
-        self._sequence = stage.sequence
-        self._has_first = any(place.is_first for place in places)
+        self._stage, self._wires, self._verify_only = stage, wires, verify_only
+        self._guard_again, self._world = guard_again, to_plan.groups.world
+        self._has_first = any(place.is_first for place in layout.places(stage.stage_id))
         self._num_micro_batches = 0  # of the batch that is drawn
         self.announces_again = False  # set it on any rank, and all announce the shapes of their messages again
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
@@ -93,7 +90,8 @@ class IncomingBatches:
 
     def _renew(self, is_new: bool) -> None:
         """Treat the next batch as the first one, because the model is another one on some rank."""
-        self._links.forget_announced()  # stages may hand on tensors that require gradients, where they did not before
+        # stages may hand on tensors that require gradients, where they did not before
+        self._stage.links.forget_announced()
         if is_new:
             # norms count all parameters, also those that a program adds between batches
             try:
@@ -104,7 +102,7 @@ class IncomingBatches:
             count_every_stage_in_norm(self._engine.module, self._engine.grid)
             self._first_batch.renew()
             self._guard_again()
-            self._links.expect_new_kernels()  # gradients of weights that were frozen, for example
+            self._stage.links.expect_new_kernels()  # gradients of weights that were frozen, for example
 
     def _check_inputs(self, inputs: Any, starts: Starts | None) -> None:
         """Let the module and its layers refuse the inputs of whole rows, before any slice runs."""
@@ -113,7 +111,7 @@ class IncomingBatches:
 
     def _next_batch(self) -> Any:
         """Return the next batch of the user's iterator, which may take longer than a wait for another rank."""
-        with self._drawing():
+        with self._stage.watchdog.drawing():
             return self._engine._next_batch()
 
     def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
@@ -140,7 +138,7 @@ class IncomingBatches:
         is_planned = training and len(shapes) == engine.micro_batches and schedule.name == choice.schedule
         is_planned = is_planned and {shape.length for shape in shapes} == {choice.sequence_length}
         predicted = choice.predicted if is_planned else None
-        batch = BatchInFlight(schedule, self._stage_id, training, micro_batches, predicted=predicted)
+        batch = BatchInFlight(schedule, self._stage.stage_id, training, micro_batches, predicted=predicted)
         # this returns at once unless the batch shows something that was not checked yet
         self._first_batch.run(batch, engine._compute_loss, self._verify_only)
         self._changes.batch_came()
@@ -206,7 +204,7 @@ class IncomingBatches:
     ) -> MicroBatchInFlight:
         inputs = self._source.slice_inputs(drawn.inputs, shape, plan) if self._has_first else None
         labels, loss_fn = drawn.labels, self._engine.module.loss_fn
-        size, rank = self._sequence.size, self._sequence.rank
+        size, rank = self._stage.sequence.size, self._stage.sequence.rank
         shares = plan.divided(size)
         weights = () if labels is None else weights_of(labels, shares, self._config, loss_fn)
         if labels is not None and not any(weights):
@@ -269,9 +267,8 @@ class OpenBatch:
         if stage.flops is not None:
             stage.flops.open_batch(batch.training)
         stage.own_time.open_batch(batch.training)
-        listens = getattr(stage.tracer, "listens", True)
         self._names_ranges = names_ranges()
-        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens or self._names_ranges
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or stage.tracer.listens or self._names_ranges
 
     @contextmanager
     def running(self) -> Iterator[None]:

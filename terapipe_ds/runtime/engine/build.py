@@ -12,24 +12,13 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
+import terapipe_ds.runtime.engine.deepspeed_faults as faults
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, gather, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
-from terapipe_ds.runtime.engine.deepspeed_faults import (
-    count_nothing_as_zero,
-    forget_marks,
-    forget_replaced_parameters,
-    join_in_each_group,
-    may_overflow,
-    problem_of_curriculum,
-    problem_of_grad_scaler,
-    problem_of_memory,
-    skips_nan,
-    warn_of_first_step,
-)
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
@@ -80,21 +69,15 @@ _ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Hold the settings that are final before DeepSpeed builds its engine.
+    """Hold the settings that are final before DeepSpeed builds its engine."""
 
-    `config` has a granularity that the layers can be cut by. `parameters` are the `model_parameters` of
-    `deepspeed.initialize`, for the layers that this stage holds now. `trained` are these and the tensors that the user
-    gave `optimizer` directly; the list is complete once the optimizer is made. `sequence` are the ranks that divide the
-    tokens of each slice; their number divides `slice_length_multiple`.
-    """
-
-    config: TeraPipeConfig
+    config: TeraPipeConfig  # its granularity is one that the layers can be cut by
     slice_length_multiple: int
     layout: Layout
-    parameters: Any
+    parameters: Any  # the `model_parameters` of `deepspeed.initialize`, for the layers that this stage holds now
     optimizer: Any
-    trained: list[torch.Tensor]
-    sequence: SequenceRanks
+    trained: list[torch.Tensor]  # these and the user's tensors in `optimizer`, complete once the optimizer is made
+    sequence: SequenceRanks  # divide the tokens of each slice; their number divides `slice_length_multiple`
     own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod
@@ -110,8 +93,8 @@ class EngineSetup:
             refuse_other_grid(module, config)
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
-            problem = problem_of_grad_scaler(options["config_class"], module.num_stages)
-            problem = problem or problem_of_curriculum(options["config_class"], module.num_stages)
+            problem = faults.problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem or faults.problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
@@ -125,7 +108,7 @@ class EngineSetup:
         deepspeed.set_optimizer_flags(options["config_class"], module)  # Muon's; layers that moved here lack them
 
         def trained_here() -> Any:
-            if problem := problem_of_memory(module):
+            if problem := faults.problem_of_memory(module):
                 raise TeraPipeConfigError(problem)
             return never_none_at_all(module, chosen)  # this consumes an iterator of the program
 
@@ -187,14 +170,14 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     if config.check_finite == "every_step":
         is_collected = hooks_without_need(engine.optimizer) is None  # else gradients stay in `.grad`
         where = store, engine.stage_id, groups.world
-        finite = FiniteCheck(module, *where, not may_overflow(engine), is_collected, weights.sums)
+        finite = FiniteCheck(module, *where, not faults.may_overflow(engine), is_collected, weights.sums)
     if config.compile:
         compile_layers(module)
     setattr(module, _ENGINE, id(engine))
-    warn_of_first_step(engine)
-    count_nothing_as_zero(engine.optimizer)
-    forget_replaced_parameters(engine.optimizer)
-    join_in_each_group(engine.optimizer, groups.world)
+    faults.warn_of_first_step(engine)
+    faults.count_nothing_as_zero(engine.optimizer)
+    faults.forget_replaced_parameters(engine.optimizer)
+    faults.join_in_each_group(engine.optimizer, groups.world)
     # from here on the watch-dog reports a stage that hangs
     watchdog = Watchdog(
         engine.global_rank,
@@ -214,7 +197,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         store,
         watchdog,
         weights,
-        BatchResults(engine, config.sequence_dim, setup.sequence, sums_outputs=skips_nan(engine)),
+        BatchResults(engine, config.sequence_dim, setup.sequence, sums_outputs=faults.skips_nan(engine)),
         Tracer(config.trace_dir, engine.global_rank, engine.stage_id, engine.num_stages, is_monitored),
         setup.own_time,
         finite,
@@ -233,6 +216,6 @@ def give_back(engine: PipelineEngine) -> None:
     uncompile_layers(module)
     leave_to_autograd(module)
     forget_recompute(module)
-    forget_marks(module)
+    faults.forget_marks(module)
     for name in [name for name in module._parameters if name.startswith(NOTHING_TRAINED)]:
         del module._parameters[name]

@@ -50,23 +50,18 @@ import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
 from deepspeed.runtime.utils import clip_grad_norm_
 
+import terapipe_ds.runtime.engine.deepspeed_faults as faults
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.agreement import ErrorsUnwrapped, refuse_in_batch
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError
 from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, SafeCheckpoints, warn_of_checkpoints
 from terapipe_ds.runtime.engine.batches import CLOSING, BatchEnd, IncomingBatches, OpenBatch
 from terapipe_ds.runtime.engine.build import EngineSetup, build_stage, give_back
-from terapipe_ds.runtime.engine.deepspeed_faults import (
-    clip_sparse,
-    steps_between_prints,
-    tell_of_clipping,
-    tied_copies_left_out,
-)
 from terapipe_ds.runtime.engine.model_ends import ModelEndsEngine
 from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.engine.refused_calls import check_eval_call
 from terapipe_ds.runtime.engine.step_report import StepReport
-from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import pass_over_absent
 from terapipe_ds.runtime.layers.sliceable import OutsideLayers, WrittenParameters, check_compile_call
 from terapipe_ds.runtime.layout.parted_module import activate
@@ -290,12 +285,12 @@ class TeraPipeEngine(ModelEndsEngine):
         return super().__getattr__(name)
 
     @property
-    def tracer(self) -> ActionTracer:
+    def tracer(self) -> Tracer:
         """Return the tracer of this rank's computations; a benchmark may set one of its own."""
         return self._stage.tracer
 
     @tracer.setter
-    def tracer(self, tracer: ActionTracer) -> None:
+    def tracer(self, tracer: Tracer) -> None:
         self._stage.tracer = tracer
 
     # -- a batch, from drawing it to the optimizer's step ------------------------------------------------------------
@@ -335,7 +330,7 @@ class TeraPipeEngine(ModelEndsEngine):
     def _exec_schedule(self, pipe_schedule: Any) -> None:
         # the first training batch shows which values, except gradients, layers change
         if self._batch.is_training and self._batch.is_first_of_its_mode:
-            tell_of_clipping(self)
+            faults.tell_of_clipping(self)
             is_whole = self.terapipe_config.is_one_slice
             self._written = None if is_whole else WrittenParameters(self.module)
             trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
@@ -404,13 +399,13 @@ class TeraPipeEngine(ModelEndsEngine):
         self.own_time.layers_end()
         super()._backward_epilogue()
 
-    steps_per_print = steps_between_prints
+    steps_per_print = faults.steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
         """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once. Keep the norm."""
-        with tied_copies_left_out(self.module):
+        with faults.tied_copies_left_out(self.module):
             self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
-        clip_sparse(self.module, self.gradient_clipping(), self._global_grad_norm)
+        faults.clip_sparse(self.module, self.gradient_clipping(), self._global_grad_norm)
 
     # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
     #

@@ -35,7 +35,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight, PartInFlight
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.deepspeed_faults import missing_loss_scale
 from terapipe_ds.runtime.engine.own_time import OwnTime
-from terapipe_ds.runtime.engine.trace import ActionTracer
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.watchdog import Watchdog
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpointing_with_gradients,
@@ -59,26 +59,22 @@ _NOTHING = nullcontext()
 
 @dataclass
 class Stage:
-    """Hold all objects that the parts of one stage share; parts reach DeepSpeed's engine only by `DeepSpeedCalls`.
-
-    In `store` each part has names of its own. Only if the config enables them are there `finite`, which searches for
-    numbers that are not finite, `flops`, which counts operations, and `offload`, which brings saved tensors to the
-    host. `sequence` are the ranks that divide the tokens of each slice.
-    """
+    """Hold all objects that the parts of one stage share; parts reach DeepSpeed's engine only by `DeepSpeedCalls`."""
 
     stage_id: int
     deepspeed: DeepSpeedCalls
     links: StageLinks
-    store: SliceStore
+    store: SliceStore  # each part has names of its own in it
     watchdog: Watchdog
     weight_gradients: WeightGradients
     results: BatchResults
-    tracer: ActionTracer
+    tracer: Tracer
     own_time: OwnTime
+    # the config enables these and `offload`: they search for numbers that are not finite, and count operations
     finite: FiniteCheck | None = None
     flops: StageFlops | None = None
-    sequence: SequenceRanks = field(default_factory=SequenceRanks)
-    offload: ActivationOffload | None = None
+    sequence: SequenceRanks = field(default_factory=SequenceRanks)  # divide the tokens of each slice
+    offload: ActivationOffload | None = None  # brings saved tensors to the host
 
 
 class DeepSpeedCalls:

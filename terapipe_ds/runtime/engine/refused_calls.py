@@ -30,9 +30,7 @@ def check_checkpointing(in_stock_order: bool) -> None:
 def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
     """Return whether the caller gets each loss, and whether there is a loss to monitor.
 
-    Refuse impossible arguments on every rank, before the batch.
-
-    DeepSpeed fails after the batch, on the last stage only.
+    Refuse impossible arguments on every rank, before the batch: DeepSpeed fails after it, on the last stage only.
     """
     bound = inspect.signature(PipelineEngine.eval_batch).bind(None, *args, **kwargs)
     bound.apply_defaults()

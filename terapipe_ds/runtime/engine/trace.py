@@ -10,10 +10,10 @@ monitors, which record every step, events of the device tell the time instead, a
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -29,130 +29,73 @@ def is_traced(step: int, count: int) -> bool:
     return count <= 5 or step % 100 == 0
 
 
-class ActionTracer(Protocol):
-    """Define the interface of `TeraPipeEngine.tracer`, which learns of each computation of a rank and its time."""
+class Tracer:
+    """Record the computations of one rank: some steps if there is a directory, all steps if there are monitors.
 
-    @property
-    def listens(self) -> bool:
-        """Tell whether actions are recorded now; the engine calls `measure` only then."""
-
-    def begin(self, step: int | None) -> None:
-        """Begin a batch: a training step, counted from 1, or an evaluation (None)."""
-
-    def measure(self, action: Action) -> AbstractContextManager[None]:
-        """Return a context in which `action` runs."""
-
-    def input_is_here(self) -> None:
-        """Note that the current action has waited for its message, and computes from now on."""
-
-    def write(self, step: int) -> None:
-        """End the batch."""
-
-
-class HostClock:
-    """Tell the time of this rank's thread, as seconds since 1970; a mark waits for the device first."""
-
-    def __init__(self) -> None:
-        self._zero_s = time.time() - time.monotonic()
-
-    def now(self) -> float:
-        """Return the mark of a computation that begins, which `seconds` turns into a time."""
-        return self._zero_s + time.monotonic()
-
-    def mark(self) -> float:
-        """Return the mark of a computation that ends, or whose input has arrived."""
-        wait_for_computation()
-        return self.now()
-
-    def seconds(self, mark: float) -> float:
-        """Return the time of a mark."""
-        return mark
-
-
-class DeviceClock:
-    """Tell the time by events that the device records in its stream when it reaches them; no thread waits.
-
-    Args:
-        new_event: returns an event with `record`, `synchronize` and `elapsed_time` (milliseconds), like torch's.
+    While it `listens`, the engine calls `measure` for each action. A benchmark may give an engine a tracer of its own.
     """
 
-    def __init__(self, new_event: Callable[..., Any]) -> None:
-        self._new_event = new_event
-        self._last: Any = None
-        self._last_s = 0.0
-
-    def now(self) -> Any:
-        event = self._new_event(enable_timing=True)
-        event.record()
-        return event
-
-    mark = now
-
-    def end(self) -> None:
-        """Wait until the device is here, and read the wall clock: the times of all marks count back from this one."""
-        self._last = self.mark()
-        self._last.synchronize()
-        self._last_s = time.time()
-
-    def seconds(self, mark: Any) -> float:
-        """Return the time of a mark, after `end`."""
-        return self._last_s - float(mark.elapsed_time(self._last)) / 1e3
-
-
-class Tracer:
-    """Record the computations of one rank: some steps if there is a directory, all steps if there are monitors."""
+    last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
 
     def __init__(
         self, trace_dir: str | None, rank: int, stage_id: int, num_stages: int, is_monitored: bool = False
     ) -> None:
         self._dir, self._is_monitored = Path(trace_dir) if trace_dir else None, is_monitored
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
-        self._clock: HostClock | DeviceClock | None = None  # the clock of a recorded step
+        self.listens = self._on_device = False  # the step is recorded, by events of the device alone
+        self._zero_s = 0.0  # of the monotonic clock, as seconds since 1970
         self._marks: list[tuple[Action, Any, Any]] = []
         self._start: Any = None
         self._is_written, self._count = False, 0
         self._writing = Diagnostic(f"terapipe.trace_dir: cannot write to {trace_dir}")
-        self.last: tuple[TimelineEvent, ...] | None = None  # of the batch that has ended, if it was recorded
-
-    @property
-    def listens(self) -> bool:
-        return self._clock is not None
 
     def begin(self, step: int | None) -> None:
         """Start recording if `step`, counted from 1, is to be recorded; None: an evaluation."""
         self._count += step is not None  # a run that resumes begins with a later step
         self._is_written = self._dir is not None and step is not None and is_traced(step, self._count)
-        self._clock, self._marks, self.last = None, [], None
-        if self._is_written or (self._is_monitored and step is not None):
-            # if only monitors record, the device notes the times, so that the host does not wait for each action
-            on_host = self._is_written or get_accelerator().is_synchronized_device()
-            self._clock = HostClock() if on_host else DeviceClock(get_accelerator().Event)
+        self.listens = self._is_written or (self._is_monitored and step is not None)
+        # if only monitors record, the device notes the times, so that the host does not wait for each action
+        self._on_device = not (self._is_written or get_accelerator().is_synchronized_device())
+        self._zero_s, self._marks, self.last = time.time() - time.monotonic(), [], None
+
+    def _mark(self, waits: bool = True) -> Any:
+        """Return a mark of this moment: seconds since 1970, once the device is here if it `waits`, or an event."""
+        if self._on_device:
+            event = get_accelerator().Event(enable_timing=True)
+            event.record()
+            return event
+        if waits:
+            wait_for_computation()
+        return self._zero_s + time.monotonic()
 
     @contextmanager
     def measure(self, action: Action) -> Iterator[None]:
         """Record one action, if it computes and its step is recorded."""
-        if self._clock is None or action.kind not in COMPUTE_KINDS:
+        if not self.listens or action.kind not in COMPUTE_KINDS:
             yield
             return
-        self._start = self._clock.now()
+        self._start = self._mark(waits=False)
         yield
-        self._marks.append((action, self._start, self._clock.mark()))
+        self._marks.append((action, self._start, self._mark()))
 
     def input_is_here(self) -> None:
         """Let the computation of the current action start now: its wait for a message is over."""
-        if self._clock is not None:
-            self._start = self._clock.mark()
+        if self.listens:
+            self._start = self._mark()
 
     def write(self, step: int) -> None:
         """Write `timeline-step{step}-rank{rank}.json` under the trace directory, whole or not at all."""
-        clock, self._clock = self._clock, None
-        if clock is None:
+        if not self.listens:
             return
-        if isinstance(clock, DeviceClock):
-            clock.end()
+        self.listens, now_s = False, 0.0
+        last = self._mark() if self._on_device else None
+        if last is not None:  # the times of all events count back from the last one
+            last.synchronize()
+            now_s = time.time()
         events = []
         for action, *marks in self._marks:
-            (start_s, end_s), unit = map(clock.seconds, marks), (action.micro_batch_id, action.slice_id)
+            unit = action.micro_batch_id, action.slice_id
+            start_s, end_s = (mark if last is None else now_s - mark.elapsed_time(last) / 1e3 for mark in marks)
             times = start_s, max(start_s, end_s)
             kind = action.kind.value
             events.append(TimelineEvent(self._stage_id, str(action), *unit, kind, *times, action.chunk_id))

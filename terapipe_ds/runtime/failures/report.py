@@ -14,7 +14,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -50,21 +50,20 @@ class Wait(NamedTuple):
     ranks: tuple[int, ...] = ()
 
 
+@dataclass(eq=False)
 class Doing:
     """Describe the action of the main thread. It is replaced as a whole, because the watching thread reads it.
 
-    Each action of a batch makes one, so the text is formatted only when somebody reads it. `action` is "" outside a
-    batch, or any object that prints as its name; `wait` may be a function that returns it.
+    Each action of a batch makes one, so the text is formatted only when somebody reads it. `what` is "" outside a
+    batch, or any object that prints as its name; `awaited` may be a function that returns the wait.
     """
 
-    opening = False  # draws data and meets the other ranks, which may be busy outside a batch
-    is_long = False  # a call outside a batch that may take long: saving a checkpoint
-    draws = False  # waits in the user's iterator, which has a limit of its own
-
-    def __init__(self, action: object, wait: Wait | Callable[[], Wait] | None = None, **kind: bool) -> None:
-        self.what, self._wait, self.since_s = action, wait, time.monotonic()
-        if kind:
-            vars(self).update(kind)
+    what: object
+    awaited: Wait | Callable[[], Wait] | None = None
+    opening: bool = False  # draws data and meets the other ranks, which may be busy outside a batch
+    is_long: bool = False  # a call outside a batch that may take long: saving a checkpoint
+    draws: bool = False  # waits in the user's iterator, which has a limit of its own
+    since_s: float = field(default_factory=time.monotonic)
 
     @property
     def action(self) -> str:
@@ -74,16 +73,7 @@ class Doing:
     @property
     def wait(self) -> Wait | None:
         """Return the wait of the action; None if it waits for nothing."""
-        return self._wait() if callable(self._wait) else self._wait
-
-    @property
-    def waits(self) -> bool:
-        """Return whether the action waits for something."""
-        return self._wait is not None
-
-    def again(self) -> Doing:
-        """Return the same action, begun now."""
-        return Doing(self.what, self._wait, opening=self.opening, is_long=self.is_long, draws=self.draws)
+        return self.awaited() if callable(self.awaited) else self.awaited
 
     def __str__(self) -> str:
         action, wait = self.action, self.wait
@@ -208,7 +198,7 @@ class RankRecord:
         try:
             yield
         finally:
-            self.doing = before.again()
+            self.doing = replace(before, since_s=time.monotonic())
 
     def note(self, action: object) -> None:
         """Note an action that the main thread begins."""
@@ -224,7 +214,7 @@ class RankRecord:
         before = self.doing
         action = before.what or "no action"
         # Otherwise the report would show the action twice, once without any duration
-        if self._recent[-1] is before and not before.waits:
+        if self._recent[-1] is before and before.awaited is None:
             self._recent.pop()  # an action that begins by waiting is one entry
         self.now(Doing(action, wait))
         return action
@@ -303,9 +293,7 @@ def stall_report(
 ) -> str:
     """Return the whole report. Without states, it says that no rank can be asked.
 
-    Args:
-        key: the key of the section that sets the limit.
-        asynchronous: the device runs behind the host.
+    `key` of the section sets the limit. `asynchronous`: the device runs behind the host.
     """
     head = f"no progress for {limit_s:g} s (terapipe.{key}):"
     if not states:

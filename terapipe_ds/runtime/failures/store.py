@@ -120,7 +120,7 @@ class WatchStore:
         self._ended = ""
         self._asked = self._answered = 0
         self._silent: list[int] = []  # ranks, by the last report
-        self._turn = threading.Lock()
+        self._turn = threading.RLock()
         self._questions: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.failure: Failure | None = None  # the first one of the job, once it is known here
         self.lost_at: float | None = None
@@ -139,16 +139,12 @@ class WatchStore:
     def _is_gone(self) -> bool:
         """Return whether the store gives no answers now: its server has ended, or is still to answer a question."""
         with self._turn:  # a question of another thread at this moment does not mean that
-            return self._has_no_answer
-
-    @property
-    def _has_no_answer(self) -> bool:
-        return self._store is None or self.lost_at is not None or self._asked > self._answered
+            return self._store is None or self.lost_at is not None or self._asked > self._answered
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
         """Return the store's answer; None without a store, or if its server is gone or silent."""
         with self._turn:
-            if self._has_no_answer or sys.is_finalizing():
+            if self._is_gone or sys.is_finalizing():
                 return None
             answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
             self._questions.put((question, answers))

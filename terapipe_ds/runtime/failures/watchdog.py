@@ -52,24 +52,17 @@ _GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\
 
 
 class Watchdog:
-    """Watch the main thread of this rank and the other ranks. One per engine; a collective to build.
-
-    Args:
-        store: for tests; a clone of the default store otherwise.
-        asynchronous: the device runs behind the host, which may wait for it anywhere, also outside a batch.
-        trace_dir: each rank leaves its last actions there when the job fails.
-        data_timeout_s: timeout for the user's iterator.
-    """
+    """Watch the main thread of this rank and the other ranks. One per engine; a collective to build."""
 
     def __init__(
         self,
         rank: int,
         stage_id: int,
         stall_timeout_s: float,
-        store: Any | None = None,
-        asynchronous: bool = False,
-        trace_dir: str | None = None,
-        data_timeout_s: float = 1800.0,
+        store: Any | None = None,  # for tests; a clone of the default store otherwise
+        asynchronous: bool = False,  # the device runs behind the host, which may wait for it outside a batch, too
+        trace_dir: str | None = None,  # each rank leaves its last actions there when the job fails
+        data_timeout_s: float = 1800.0,  # of the user's iterator
     ) -> None:
         self._rank = rank
         self._stall_timeout_s, self._data_timeout_s = stall_timeout_s, data_timeout_s

@@ -77,24 +77,18 @@ class MessageBuffers:
 
 @dataclass(frozen=True)
 class Wire:
-    """Describe the path of the messages of one channel; an engine gets its wires from `PipelineGroups.connect`.
+    """Describe the path of the messages of one channel; an engine gets its wires from `PipelineGroups.connect`."""
 
-    `peer` is the rank at the other end, `control` the group on the CPU, and `name` "activations to stage 1" for
-    messages. With `staged` they go by way of the host's memory. `streamed`: a message is a kernel in a stream of the
-    device, as over NCCL. `tag` tells this link from others of the same two ranks; backends without tags have a group
-    for each. `wire_format` is the format of packed activations, or None.
-    """
-
-    peer: int
+    peer: int  # the rank at the other end
     group: Any
-    control: Any
+    control: Any  # the group on the CPU
     device: torch.device
-    name: str
-    staged: bool = False
-    streamed: bool = False
+    name: str  # "activations to stage 1"
+    staged: bool = False  # messages go by way of the host's memory
+    streamed: bool = False  # a message is a kernel in a stream of the device, as over NCCL
     peer_stage_id: int = -1
-    tag: int = 0
-    wire_format: str | None = None
+    tag: int = 0  # tells this link from others of the same two ranks; backends without tags have a group for each
+    wire_format: str | None = None  # of packed activations
 
     def packing(self, spec: MessageSpec) -> Packing | None:
         """Return how messages of that form are packed into one buffer; None if they travel unpacked."""
@@ -190,12 +184,7 @@ class SendChannel(_Channel):
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
-        """Send without blocking.
-
-        Args:
-            consumed_at: the index in the peer's order of the unit that waits for it.
-            spec: the form of the message for both ends, if the wire has a format for it.
-        """
+        """Send without blocking; `consumed_at` indexes the waiting unit in the peer's order, `spec` is to pack by."""
         # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:
@@ -239,17 +228,11 @@ class _Posted:
 
 
 class ReceiveChannel(_Channel):
-    """Receive on one direction of a link.
+    """Receive on one direction of a link; `spec_of` returns the spec of a unit's message, or None while unknown."""
 
-    `spec_of` returns the spec of a unit's message, or None while it is unknown. `learn` gets it at the latest moment,
-    and may block.
-    """
-
-    def __init__(
-        self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None], learn: Callable[[SliceKey], None]
-    ) -> None:
+    def __init__(self, wire: Wire, spec_of: Callable[[SliceKey], MessageSpec | None]) -> None:
         super().__init__(wire)
-        self._spec_of, self._learn = spec_of, learn
+        self.spec_of = spec_of
         self._posted: deque[_Posted] = deque()
         self._started = 0  # the number of started receives, from the first on
 
@@ -267,7 +250,7 @@ class ReceiveChannel(_Channel):
         while self._started < (min(1, len(self._posted)) if self.wire.streamed else len(self._posted)):
             posted, wire = self._posted[self._started], self.wire
             # Messages arrive in order, so that a later one cannot be received into the memory of this one
-            spec = posted.spec = self._spec_of(posted.unit)
+            spec = posted.spec = self.spec_of(posted.unit)
             if spec is None:
                 return
             packing = posted.packing = wire.packing(spec)
@@ -300,25 +283,25 @@ class ReceiveChannel(_Channel):
         came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
+    def _learn(self, unit: SliceKey) -> None:
+        """Get the spec of a unit at the latest moment; this may block."""
+        raise LinkError(f"{self.wire.name}: the message of {unit} is due, but its form was never announced")
+
     def assert_empty(self) -> None:
         """Check, at the end of a batch, that every posted receive was used."""
         if self._posted:
             raise LinkError(f"{self.wire.name}: never used the message of {[p.unit for p in self._posted]}")
 
 
-class AnnouncedSpecs:
-    """Hold the specs that the sender announces: the receiving side of `SendChannel.announce`."""
+class AnnouncedChannel(ReceiveChannel):
+    """Receive messages whose forms the sender announces: the other end of `SendChannel.announce`."""
 
     def __init__(self, wire: Wire, signature_of: Callable[[SliceKey], Signature]) -> None:
-        self._wire = wire
-        self._signature_of = signature_of
         self.known: dict[Signature, MessageSpec] = {}
+        self._signature_of = signature_of
+        super().__init__(wire, lambda unit: self.known.get(signature_of(unit)))
 
-    def spec_of(self, unit: SliceKey) -> MessageSpec | None:
-        return self.known.get(self._signature_of(unit))
-
-    def learn(self, unit: SliceKey) -> None:
-        """Receive the announcement of the unit's signature: the next one that the sender has made."""
+    def _learn(self, unit: SliceKey) -> None:
         announcement = MessageSpec.blank()
-        torch_dist.recv(announcement, self._wire.peer, group=self._wire.control, tag=self._wire.tag)
+        torch_dist.recv(announcement, self.wire.peer, group=self.wire.control, tag=self.wire.tag)
         self.known[self._signature_of(unit)] = MessageSpec.decode(announcement)

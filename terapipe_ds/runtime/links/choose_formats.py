@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
@@ -39,9 +41,12 @@ def _problem_of_fp8(device: torch.device) -> str | None:
 
 
 def packed_wires(wires: Wires, config: TeraPipeConfig, layout: Layout) -> Wires:
-    """Return the wires with the formats of the config."""
-    links = config.links
-    return wires if links.is_exact else wires.packed(links.forward, links.backward, _exact_wires(links, layout))
+    """Return the wires with the formats of the config for activations and gradients; some links stay exact."""
+    links, packed = config.links, dict(wires.by_ends)
+    for ends in packed.keys() - _exact_wires(links, layout):
+        there, back = packed[ends]
+        packed[ends] = replace(there, wire_format=links.forward), replace(back, wire_format=links.backward)
+    return replace(wires, by_ends=packed)
 
 
 def _exact_wires(links: LinksConfig, layout: Layout) -> set[WireEnds]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,61 +32,38 @@ MOST_CTAS = 4
 multiprocessor for as long as a receive waits."""
 
 
+@dataclass(frozen=True)
 class Wires:
     """Hold the wires of one stage, by their ends in the layout; `PipelineGroups.connect` has sent a number on each."""
 
-    def __init__(
-        self, by_ends: Mapping[WireEnds, tuple[Wire, Wire]], num_queues: int | None = None, loads_at_start: bool = False
-    ) -> None:
-        self._by_ends = by_ends
-        self.num_queues = num_queues  # hardware queues of the device with fewest; None without streamed wires
-        self.loads_at_start = loads_at_start  # every rank has loaded all kernels, and both ends of a wire know it
+    by_ends: Mapping[WireEnds, tuple[Wire, Wire]]
+    num_queues: int | None = None  # hardware queues of the device with fewest; None without streamed wires
+    loads_at_start: bool = False  # every rank has loaded all kernels, and both ends of a wire know it
 
     def between(self, ends: WireEnds) -> tuple[Wire, Wire]:
         """Return the wire of activations, from the first of the ends to the other, and the wire of gradients back."""
-        if ends in self._by_ends:
-            return self._by_ends[ends]
+        if ends in self.by_ends:
+            return self.by_ends[ends]
         what = f"no wire (source stage, chunk, stage, chunk) = {ends}"
-        raise LinkError(f"there is {what} here; connected are {sorted(self._by_ends)}")
-
-    def packed(self, forward: str | None, backward: str | None, exact: Collection[WireEnds]) -> Wires:
-        """Return the same wires with the formats of activations and gradients, except those that stay `exact`."""
-        return Wires(
-            {
-                ends: both
-                if ends in exact
-                else (replace(both[0], wire_format=forward), replace(both[1], wire_format=backward))
-                for ends, both in self._by_ends.items()
-            },
-            self.num_queues,
-            self.loads_at_start,
-        )
+        raise LinkError(f"there is {what} here; connected are {sorted(self.by_ends)}")
 
     @property
     def post_on_device(self) -> bool:
         """Tell whether a receive that is posted ahead occupies the device while it waits for its message."""
-        return any(wire.device.type != "cpu" and not wire.staged for both in self._by_ends.values() for wire in both)
+        return any(wire.device.type != "cpu" and not wire.staged for both in self.by_ends.values() for wire in both)
 
 
 @dataclass(frozen=True)
 class PipelineGroups:
-    """Hold the groups of this rank's pipeline.
-
-    Args:
-        by_wire: for each wire the group of activations and the group of gradients, so that neither waits behind the
-            other.
-        control: the group of the pipeline on the CPU; None with one stage.
-        everyone: the group of all ranks, on the CPU; None if this pipeline is the only one.
-        peers: the tensor-parallel or sequence ranks of this rank, including itself; None if it is alone.
-        index: the number of this pipeline among all `count` pipelines.
-    """
+    """Hold the groups of this rank's pipeline."""
 
     ranks: tuple[int, ...]
+    # for each wire the group of activations and the group of gradients, so that neither waits behind the other
     by_wire: Mapping[WireEnds, tuple[Any, Any]] = field(default_factory=dict)
-    control: Any = None
-    everyone: Any = None
-    peers: TensorPeers | None = None
-    index: int = 0
+    control: Any = None  # the group of the pipeline on the CPU; None with one stage
+    everyone: Any = None  # the group of all ranks, on the CPU; None if this pipeline is the only one
+    peers: TensorPeers | None = None  # the tensor-parallel or sequence ranks, with this one; None if it is alone
+    index: int = 0  # the number of this pipeline among all `count` pipelines
     count: int = 1
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
@@ -28,37 +29,33 @@ def loads_kernels_at_start() -> bool:
     return os.environ.get("CUDA_MODULE_LOADING") == "EAGER"
 
 
+@dataclass
 class QueueCheck:
-    """Check each schedule before its first batch.
+    """Check each schedule before its first batch."""
 
-    Args:
-        num_queues: of the rank with fewest, so that all ranks decide alike; None if no message is in a stream.
-        warns: this rank tries mappings and warns. One rank is enough, and no rank waits for it.
-    """
-
-    def __init__(self, num_queues: int | None, warns: bool) -> None:
-        self._num_queues, self._warns = num_queues, warns
-        self._checked: set[tuple[object, ...]] = set()
+    num_queues: int | None  # of the rank with fewest, so that all ranks decide alike; None if no message is in a stream
+    warns: bool  # this rank tries mappings and warns. One rank is enough, and no rank waits for it
+    _checked: set[tuple[object, ...]] = field(default_factory=set)
 
     def check(self, schedule: Schedule) -> None:
         """Raise TeraPipeConfigError on every rank if one queue hangs; warn if some mappings to several queues do."""
-        if self._num_queues is None:
+        if self.num_queues is None:
             return
-        if self._num_queues > 1 and (not self._warns or len(self._checked) >= _MOST_WARNED):
+        if self.num_queues > 1 and (not self.warns or len(self._checked) >= _MOST_WARNED):
             return
         # only now: a hash of all orders takes long for many actions
         sizes = schedule.name, schedule.num_stages, schedule.num_slices, schedule.forward_only, hash(schedule.orders)
         if sizes in self._checked:
             return
         self._checked.add(sizes)
-        count, tried = mappings_that_hang(schedule, self._num_queues)
+        count, tried = mappings_that_hang(schedule, self.num_queues)
         if not count:
             return
         what = (
             f"schedule {schedule.name!r} with {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches "
             f"and {max(schedule.num_slices)} slices"
         )
-        if self._num_queues == 1:
+        if self.num_queues == 1:
             raise RaisedEverywhere(
                 TeraPipeConfigError(
                     f"{QUEUES}=1 gives all streams of a GPU one queue, and in one queue {what} waits for itself and "
@@ -68,5 +65,5 @@ class QueueCheck:
             )
         logger.warning(
             "%s: %d of %d ways to spread its streams over %d queues of a GPU would hang; set %s=32",
-            *(what, count, tried, self._num_queues, QUEUES),
+            *(what, count, tried, self.num_queues, QUEUES),
         )

@@ -7,30 +7,30 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from terapipe_ds.attention.backends import plans_kept
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.batch.in_flight import BatchInFlight, OrderIndex
+from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.failures.report import Wait
 from terapipe_ds.runtime.layout.layout import Layout
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, ReceiveChannel, SendChannel, Signature, Wire
+from terapipe_ds.runtime.links.channel import AnnouncedChannel, ReceiveChannel, SendChannel, Signature
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
-BATCHES_BY_HOST = 3
-"""Batches of a kind whose messages go by way of the host: by then its kernels are loaded."""
+BATCHES_BY_HOST = 3  # batches of a kind whose messages go by way of the host: by then its kernels are loaded
 
 HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
+_Computation = tuple[int, Kind, int, SliceKey]  # the stage, F, B or W, the part, and the unit
 
 
 class _KindRun:
@@ -64,17 +64,6 @@ class _KindRun:
         self._planned.update(sizes if plans else ())
         both = zip(zip(*sizes, strict=True), self._ranges, strict=True)
         self._ranges = [(min(least, *each), max(largest, *each)) for each, (least, largest) in both]
-
-
-@dataclass
-class _PartChannels:
-    """Hold the up to four channels of one part at one place. A neighbour on the same stage has no channel."""
-
-    activations_in: ReceiveChannel | None = None
-    announced_in: AnnouncedSpecs | None = None
-    activations_out: SendChannel | None = None
-    gradients_in: ReceiveChannel | None = None
-    gradients_out: SendChannel | None = None
 
 
 class StageLinks:
@@ -111,39 +100,33 @@ class StageLinks:
         self._num_batches = self._num_by_host = 0
         self._plans = False, False
         self._batch: BatchInFlight | None = None
-        # The place of each action in the orders of all stages, and the budget of sends, take long to compute:
+        # The place of each computation in the orders of the peers, and the budget of sends, take long to compute:
         # keep them by the identity of a schedule, as long as it lives
-        self._of_schedules: dict[int, tuple[OrderIndex, int]] = {}
+        self._of_schedules: dict[int, tuple[dict[_Computation, int], int]] = {}
         self.outstanding_sends = 0  # the budget of each link in the open batch
-        self._channels = [_PartChannels() for _ in range(layout.chunks_per_stage)]
-        self._receiving: list[ReceiveChannel] = []
-        self._sending: list[SendChannel] = []
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
-        # A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
+        # By chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
+        self._activations_in: dict[int, AnnouncedChannel] = {}
+        self._activations_out: dict[int, SendChannel] = {}
+        self._gradients_in: dict[int, ReceiveChannel] = {}
+        self._gradients_out: dict[int, SendChannel] = {}
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
+            if stage_id in (source, target):
+                activations, gradients = wires.between(ends)
             if stage_id == source:
-                self._add_next(self._channels[source_chunk], *wires.between(ends))
+                spec_of = partial(self._gradient_spec, source_chunk)
+                self._activations_out[source_chunk] = SendChannel(activations)
+                self._gradients_in[source_chunk] = ReceiveChannel(gradients, spec_of)
             elif stage_id == target:
-                self._add_previous(self._channels[target_chunk], *wires.between(ends))
+                self._activations_in[target_chunk] = AnnouncedChannel(activations, self._signature)
+                self._gradients_out[target_chunk] = SendChannel(gradients)
+        self._receiving = *self._activations_in.values(), *self._gradients_in.values()
+        self._sending = *self._activations_out.values(), *self._gradients_out.values()
 
-    def _add_next(self, part: _PartChannels, activations: Wire, gradients: Wire) -> None:
-        sending = part.activations_out = SendChannel(activations)
-
-        def gradient_spec(unit: SliceKey) -> MessageSpec | None:
-            sent = sending.announced.get(self._signature(unit))
-            return None if sent is None else sent.gradient
-
-        part.gradients_in = ReceiveChannel(gradients, gradient_spec, _never_learned)
-        self._receiving.append(part.gradients_in)
-        self._sending.append(sending)
-
-    def _add_previous(self, part: _PartChannels, activations: Wire, gradients: Wire) -> None:
-        announced = part.announced_in = AnnouncedSpecs(activations, self._signature)
-        part.activations_in = ReceiveChannel(activations, announced.spec_of, announced.learn)
-        part.gradients_out = SendChannel(gradients)
-        self._receiving.append(part.activations_in)
-        self._sending.append(part.gradients_out)
+    def _gradient_spec(self, chunk_id: int, unit: SliceKey) -> MessageSpec | None:
+        sent = self._activations_out[chunk_id].announced.get(self._signature(unit))
+        return None if sent is None else sent.gradient
 
     def open_batch(self, batch: BatchInFlight) -> None:
         """Treat messages as those of `batch` from now on."""
@@ -164,9 +147,12 @@ class StageLinks:
         key = id(batch.schedule)
         if key not in self._of_schedules:
             self._queues.check(batch.schedule)
-            self._of_schedules[key] = OrderIndex(batch.schedule), budget_of_sends(batch.schedule)
+            peers = {channel.wire.peer_stage_id for channel in self._sending}
+            orders = {stage_id: enumerate(batch.schedule.orders[stage_id]) for stage_id in peers}
+            places = {(k, a.kind, a.part_id, a.unit): i for k, order in orders.items() for i, a in order}
+            self._of_schedules[key] = places, budget_of_sends(batch.schedule)
             weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
-        self._order_index, self.outstanding_sends = self._of_schedules[key]
+        self._places, self.outstanding_sends = self._of_schedules[key]
 
     @property
     def host_share(self) -> float | None:
@@ -219,24 +205,21 @@ class StageLinks:
 
     def forget_announced(self) -> None:
         """Announce each signature again. Call it between batches, on both ends of a link."""
-        for channels in self._channels:
-            if channels.announced_in is not None:
-                channels.announced_in.known.clear()
-            if channels.activations_out is not None:
-                channels.activations_out.announced.clear()
+        for receiving in self._activations_in.values():
+            receiving.known.clear()
+        for sending in self._activations_out.values():
+            sending.announced.clear()
 
     def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
         """Release the messages that `stage_id` has received: a message came that it sends after this computation."""
-        sent_at = self._order_index.find(stage_id, kind, part_id, unit)
+        sent_at = self._places[stage_id, kind, part_id, unit]
         for channel in self._sending:
             if channel.wire.peer_stage_id == stage_id:
                 channel.release(before=sent_at)
 
     def post(self, action: Action) -> None:
         """Begin to receive the input of a later F, or the gradients of a later B, while others are computed."""
-        channels = self._channels[action.chunk_id]
-        is_activation = action.kind is Kind.RECV_ACTIVATION
-        _there(channels.activations_in if is_activation else channels.gradients_in, action).post(action.unit)
+        _there(self._incoming(action), action).post(action.unit)
 
     def receive(self, action: Action) -> tuple[MessageSpec, Tensors]:
         """Return the input of F `action`, or of B a gradient for each output that requires one, once it has arrived."""
@@ -253,15 +236,16 @@ class StageLinks:
 
     def _incoming(self, action: Action) -> ReceiveChannel | None:
         """Return the channel of the message that an F or a B waits for."""
-        channels = self._channels[action.chunk_id]
-        return channels.activations_in if action.kind is Kind.FORWARD else channels.gradients_in
+        if action.kind in (Kind.FORWARD, Kind.RECV_ACTIVATION):
+            return self._activations_in.get(action.chunk_id)
+        return self._gradients_in.get(action.chunk_id)
 
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
-        channel = _there(self._channels[action.chunk_id].activations_out, action)
+        channel = _there(self._activations_out.get(action.chunk_id), action)
         unit = action.unit
         # The peer has received the message when something arrives that it sends after this action
-        needed_at = self._order_index.find(action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit)
+        needed_at = self._places[action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit]
         signature = self._signature(unit)
         announced = channel.announced.get(signature)
         # Both ends know the form of a signature from its first message on; another form is an error here
@@ -272,13 +256,12 @@ class StageLinks:
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
-        channel = _there(self._channels[action.chunk_id].gradients_out, action)
+        channel = _there(self._gradients_out.get(action.chunk_id), action)
         peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
-        needed_at = self._order_index.find(peer, Kind.BACKWARD, part_id, action.unit)
-        announced = self._channels[action.chunk_id].announced_in
-        assert announced is not None
+        needed_at = self._places[peer, Kind.BACKWARD, part_id, action.unit]
+        received = _there(self._activations_in.get(action.chunk_id), action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
-        activations = announced.spec_of(action.unit)
+        activations = received.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
         self._keep_budget(channel)
 
@@ -290,8 +273,7 @@ class StageLinks:
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         """Return whether the result of an F (B) of the part at `chunk_id` goes to another stage."""
-        channels = self._channels[chunk_id]
-        return (channels.activations_out if kind is Kind.FORWARD else channels.gradients_out) is not None
+        return chunk_id in (self._activations_out if kind is Kind.FORWARD else self._gradients_out)
 
     def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:
         """Keep the results of F or B `action` for the neighbour on this stage."""
@@ -316,7 +298,3 @@ def _there(channel: _Channel | None, action: Action) -> _Channel:
 
 def _wait_of_send(channel: SendChannel) -> Wait:
     return Wait(f"the arrival of {channel.wire.name}", (channel.wire.peer,))
-
-
-def _never_learned(unit: SliceKey) -> None:
-    raise LinkError(f"gradients of slice {unit} are due, but its activations were never sent")

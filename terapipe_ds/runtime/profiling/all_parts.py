@@ -47,8 +47,7 @@ from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
 
-Specs = dict[int, MessageSpec]
-"""What a part sends, by the tokens of a slice."""
+Specs = dict[int, MessageSpec]  # what a part sends, by the tokens of a slice
 
 _LINK_REPEATS = 5
 _STATES = {"adagrad": 1, "lion": 1, "sgd": 1, "muon": 1}  # tensors per parameter; Adam and its kin have two
@@ -65,14 +64,6 @@ class StageToPlan:
     token_multiple: int  # of the lengths of slices, for the layers
 
 
-@dataclass
-class LinkTimes:
-    """Hold the link of one part to the next, and the time that messages take from the stage itself."""
-
-    samples: list[LinkSample] = field(default_factory=list)
-    message_s: dict[int, float] = field(default_factory=dict)  # of one F or B, by the tokens of a slice
-
-
 @dataclass(frozen=True)
 class PartMeasured:
     """Hold the measurements of one rank for one of its parts."""
@@ -81,22 +72,22 @@ class PartMeasured:
     replica_id: int
     samples: tuple[CostSample, ...]
     memory: PartMemory | None  # None: a profiler ran on one of the ranks
-    links: LinkTimes
     layers: tuple[LayerMeasured, ...] | None = None  # None: they were not timed one by one
+    links: list[LinkSample] = field(default_factory=list)  # to the next part
+    message_s: dict[int, float] = field(default_factory=dict)  # of the stage itself, in one F or B, by its tokens
 
 
 def measure_parts(
     stage: StageToPlan,
     wires: Wires,
-    micro_batch: DrawnMicroBatch,
+    micro_batch: DrawnMicroBatch,  # the longest of this pipeline, which is stretched if it is too short
     shape: MicroBatchShape,
     sequence_length: int,
-    progress: Callable[[float], None],
+    progress: Callable[[float], None],  # gets the finished share, between 0 and 1
 ) -> list[PartMeasured]:
     """Return the costs of this rank's parts, for slices of sequences of `sequence_length` tokens.
 
-    A part at several places is measured at its home. `micro_batch` and `shape` are the longest of this pipeline; this
-    stretches the micro-batch if it is too short. `progress` gets the finished share, between 0 and 1.
+    A part at several places is measured at its home.
     """
     engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
     # copies of a part cost the same, so its home alone is measured
@@ -120,7 +111,7 @@ def measure_parts(
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    _measure_links({part.part_id: part.links for part in measured}, specs, layout, wires, engine.stage_id, peers)
+    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, peers)
     return measured
 
 
@@ -206,14 +197,14 @@ def _measure_part(
         trials = Trials(stage.groups.peer_ranks, engine.global_rank, config.stall_timeout_s)
         layers = measure_layers(timer, kinds, samples, memory, trials)
     replica_id = engine.grid.get_data_parallel_rank()
-    return PartMeasured(place.part_id, replica_id, samples, memory, LinkTimes(), layers)
+    return PartMeasured(place.part_id, replica_id, samples, memory, layers)
 
 
 # -- links -----------------------------------------------------------------------------------------------------------
 
 
 def _measure_links(
-    times: Mapping[int, LinkTimes],
+    measured: Mapping[int, PartMeasured],
     specs: Mapping[int, Specs],
     layout: Layout,
     wires: Wires,
@@ -221,9 +212,9 @@ def _measure_links(
     peers: Peers,
 ) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
-    lengths = sorted(specs[next(iter(times))])
+    lengths = sorted(specs[next(iter(measured))])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
-    for part in times.values():
+    for part in measured.values():
         part.message_s.update(dict.fromkeys(chosen, 0.0))
     homes = [layout.homes(part_id)[0] for part_id in range(layout.num_parts)]
     ways = ((part_id, (*ends[0], *ends[1])) for part_id, ends in enumerate(itertools.pairwise(homes)))
@@ -244,12 +235,12 @@ def _measure_links(
                 _there_and_back(spec, out, back, sends)
                 trips = [_there_and_back(spec, outgoing, incoming, sends) for _ in range(_LINK_REPEATS)]
                 sent_s, own_s = map(statistics.median, zip(*trips, strict=True))
-                times[part_id if sends else part_id + 1].message_s[tokens] += own_s
+                measured[part_id if sends else part_id + 1].message_s[tokens] += own_s
                 if sends:
                     both_ways = [*(outgoing.packing(spec) or spec).tensors, *(incoming.packing(spec) or spec).tensors]
                     num_bytes = sum(t.num_bytes for t in both_ways) // 2 or None
                     sample = LinkSample(tokens, sent_s, part_id, repeats=_LINK_REPEATS, num_bytes=num_bytes)
-                    times[part_id].samples.append(sample)
+                    measured[part_id].links.append(sample)
 
 
 def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bool) -> tuple[float, float]:
@@ -259,7 +250,7 @@ def _there_and_back(spec: MessageSpec, outgoing: Wire, incoming: Wire, sends: bo
     a CPU the own time is all processor time of sending or receiving, on an accelerator only the time of the calls.
     """
     there = [torch.zeros(t.shape, dtype=t.dtype, device=outgoing.device) for t in spec.tensors]
-    sender, receiver = SendChannel(outgoing), ReceiveChannel(incoming, lambda unit: spec, lambda unit: None)
+    sender, receiver = SendChannel(outgoing), ReceiveChannel(incoming, lambda unit: spec)
     get_accelerator().synchronize()
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     receiver.post((0, 0))

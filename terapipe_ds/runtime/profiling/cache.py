@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import statistics
@@ -49,46 +48,42 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
     # peers share each slice, replicas share the step
     for part_id, replicas in by_part.items():
         ranks = [rank for peers in replicas.values() for rank in peers]
-        layers.append(_layers_of_part(list(replicas.values())))
+        layers.append([[rank.layers for rank in peers] for peers in replicas.values()])
         # none has its bytes if a profiler ran on one rank
         memories = [dataclasses.asdict(rank.memory) for rank in ranks if rank.memory is not None]
         memory = max(memories, key=lambda numbers: numbers["static_bytes"], default=None)
         samples = _merged([[_with_messages(rank) for rank in peers] for peers in replicas.values()])
         # messages add time to the layers of a part, to F and B alike: the median of its ranks
-        points = sorted(set.intersection(*(set(rank.links.message_s) for rank in ranks)))
-        added = {tokens: statistics.median(rank.links.message_s[tokens] for rank in ranks) for tokens in points}
+        points = sorted(set.intersection(*(set(rank.message_s) for rank in ranks)))
+        added = {tokens: statistics.median(rank.message_s[tokens] for rank in ranks) for tokens in points}
         overheads = tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in added.items())
         parts.append(PartProfile(part_id, tuple(samples), None, memory, overheads))
-        links += _merged([[rank.links.samples for rank in peers] for peers in replicas.values()])
+        links += _merged([[rank.links for rank in peers] for peers in replicas.values()])
     return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages, layers_of_parts(layers))
 
 
-def layers_of_parts(parts: Sequence[Sequence[LayerMeasured] | None]) -> LayerProfiles | None:
-    """Return the layers of all parts, with the median times of equal layers; None if one is unknown."""
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    of_kind: dict[str, list[LayerProfile]] = {}
-    for layer in itertools.chain.from_iterable(known):
-        of_kind.setdefault(layer.kind, []).append(layer.profile)
-    kinds = list(of_kind)
-    kind_of = [kinds.index(layer.kind) for part in known for layer in part]
-    medians = [
-        dataclasses.replace(same[0], samples=tuple(_merged([[layer.samples] for layer in same])), memory=_memory(same))
-        for same in of_kind.values()
-    ]
-    return LayerProfiles(tuple(medians), tuple(kind_of), tuple(itertools.accumulate(map(len, known), initial=0)))
+def layers_of_parts(parts: Sequence[Sequence[Sequence[Sequence[LayerMeasured] | None]]]) -> LayerProfiles | None:
+    """Return the layers of all parts, with the median times of equal layers; None if one is unknown.
 
-
-def _layers_of_part(replicas: Sequence[Sequence[PartMeasured]]) -> list[LayerMeasured] | None:
-    """Return the layers of one part with the times of all its ranks; None if a rank has none."""
-    first, merged = replicas[0][0].layers, []
-    if first is None or any(rank.layers is None for peers in replicas for rank in peers):
-        return None
-    for index, (kind, profile) in enumerate(first):
-        same = [[rank.layers[index].profile.samples for rank in peers if rank.layers] for peers in replicas]
-        merged.append(LayerMeasured(kind, dataclasses.replace(profile, samples=tuple(_merged(same)))))
-    return merged
+    `parts` has the layers of each part by replica and tensor-parallel peer.
+    """
+    seen: dict[str, list[list[LayerProfile]]] = {}  # of each kind of layer, the profiles of peers
+    kind_of, bounds = list[str](), [0]
+    for replicas in parts:
+        for peers in replicas:
+            known = [layers for layers in peers if layers is not None]
+            if len(known) < len(peers):
+                return None
+            for same in zip(*known, strict=True):
+                seen.setdefault(same[0].kind, []).append([layer.profile for layer in same])
+        kind_of += [layer.kind for layer in known[0]]
+        bounds.append(len(kind_of))
+    medians = []
+    for runs in seen.values():
+        samples = tuple(_merged([[profile.samples for profile in peers] for peers in runs]))
+        medians.append(dataclasses.replace(runs[0][0], samples=samples, memory=_memory([peers[0] for peers in runs])))
+    kinds = list(seen)
+    return LayerProfiles(tuple(medians), tuple(map(kinds.index, kind_of)), tuple(bounds))
 
 
 def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
@@ -127,7 +122,7 @@ def memory_of(profile: Profile) -> MemoryModel | None:
 
 def _with_messages(costs: PartMeasured) -> list[CostSample]:
     """Add to each sample the own time of the stage for its messages; F and B have equally many."""
-    tokens, seconds = list(costs.links.message_s), list(costs.links.message_s.values())
+    tokens, seconds = list(costs.message_s), list(costs.message_s.values())
     own_s = [float(np.interp(sample.tokens, tokens, seconds)) for sample in costs.samples]
     return [_longer(sample, each, each) for sample, each in zip(costs.samples, own_s, strict=True)]
 

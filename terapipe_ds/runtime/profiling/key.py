@@ -22,14 +22,10 @@ from terapipe_ds.runtime.layout.parted_module import parameters_of_part
 
 
 class LayersOfPart(NamedTuple):
-    """Describe the layers of one part by values that two parts share exactly when their layers are the same.
+    """Describe the layers of one part by values that two parts share exactly when their layers are the same."""
 
-    `together` has [[kind, arguments, keywords] of each layer], parameters, checkpoint interval. `one_by_one` has each
-    layer with its parameters; joined over the parts these do not tell how layers are cut.
-    """
-
-    together: list[Any]
-    one_by_one: list[Any]
+    together: list[Any]  # [[kind, arguments, keywords] of each layer], parameters, checkpoint interval
+    one_by_one: list[Any]  # with the parameters of each; joined over the parts these do not tell how layers are cut
 
 
 def describe_part(module: PipelineModule) -> LayersOfPart:
@@ -57,22 +53,15 @@ def kinds_of_part(module: PipelineModule, is_first: bool, is_last: bool) -> list
 def profile_key(
     parts: Sequence[LayersOfPart],
     *,
-    module: PipelineModule,
+    module: PipelineModule,  # of any part, for the dtype, and for whether layers that recompute keep their attention
     device: torch.device,
     rows: int,
     length: int,
     tensor_parallel: int = 1,
-    autocast: torch.dtype | None = None,
-    slice_length_multiple: int = 1,
+    autocast: torch.dtype | None = None,  # the dtype of `torch.autocast` if the layers run under it
+    slice_length_multiple: int = 1,  # beyond 1 layers divide tokens over ranks, which their arguments need not show
 ) -> ProfileKey:
-    """Return the key of a profile of sequences of `length` tokens, `rows` of them in a micro-batch.
-
-    Args:
-        module: of any part, for the dtype, and for whether layers that recompute keep their attention.
-        autocast: the dtype of `torch.autocast` if the layers run under it.
-        slice_length_multiple: of the module. Beyond 1 its layers divide tokens over ranks, so they move other bytes and
-            repeat other work, which their arguments need not show.
-    """
+    """Return the key of a profile of sequences of `length` tokens, `rows` of them in a micro-batch."""
     # a part may have functions alone
     parameter = next(module.parameters(), torch.empty(0, device="cpu"))
     names = [kind for part in parts for kind, *_ in part.together[0]]

@@ -111,7 +111,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
                 if (warning := noise_warning(samples)) is not None:
                     warn(f"part {part_id}: {warning}")
         parts.append(PartProfile(part_id, known[kinds][0]))
-        measured.append(known[kinds][1])
+        measured.append([[known[kinds][1]]])
     # the key says for which runs these numbers are good
     device = torch.device(get_accelerator().device_name())
     key = profile_key(described, module=module, device=device, rows=int(job.inputs.shape[0]), length=length)
@@ -121,8 +121,7 @@ def profile_model(job: OfflineJob, progress: Callable[[int, float], None], warn:
 def partition(layers: Sequence[LayerSpec], num_stages: int) -> list[int]:
     """Return the cuts between layers that `PipelineModule` makes by itself (deepspeed/runtime/pipe/module.py).
 
-    Raises:
-        ValueError: more stages than layers.
+    Raises ValueError for more stages than layers.
     """
     if not 1 <= num_stages <= len(layers):
         raise ValueError(f"{num_stages} stages for a model of {len(layers)} layers: give between 1 and {len(layers)}")

@@ -23,8 +23,7 @@ from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
-Point = tuple[int, int]
-"""(tokens, prefix)."""
+Point = tuple[int, int]  # (tokens, prefix)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
 WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
@@ -61,18 +60,13 @@ ALONE = Peers()
 def time_part(
     timer: SliceTimer,
     granularity_tokens: int,
-    num_stages: int,
+    num_stages: int,  # of a training step, whose unsliced time limits the measuring
     num_micro_batches: int,
     *,
     peers: Peers = ALONE,
-    progress: Callable[[float], Any] = lambda share: None,
+    progress: Callable[[float], Any] = lambda share: None,  # called with the finished share, between 0 and 1
 ) -> tuple[CostSample, ...]:
-    """Return the seconds of one part; a collective over `peers`.
-
-    Args:
-        num_stages, num_micro_batches: of a training step, whose unsliced time limits the measuring.
-        progress: called with the finished share, between 0 and 1.
-    """
+    """Return the seconds of one part; a collective over `peers`."""
     length = timer.sequence_length
     points = grid(length, granularity_tokens, shortest_slice_on(timer.module))
     # a job must not wait longer for its plan than for a few of its steps

@@ -55,8 +55,7 @@ class LayerKept(NamedTuple):
     windows: tuple[int | None, ...] = ()  # of the layers of its attention
 
 
-Handed = list[tuple[torch.Tensor, torch.Tensor]]
-"""Tensors, and the leaves that a layer takes in their places."""
+Handed = list[tuple[torch.Tensor, torch.Tensor]]  # tensors, and the leaves that a layer takes in their places
 
 
 class LayerByLayer:

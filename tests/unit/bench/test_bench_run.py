@@ -292,9 +292,9 @@ def configured(tmp_path: Path, **section: Any) -> Job:
 def test_what_a_config_says_of_its_schedule_is_run(tmp_path: Path) -> None:
     dapple = configured(tmp_path, schedule="dapple", slices=8, schedule_options={"policy": "B"}).cases[-1]
     assert dapple == Case("terapipe", "dapple", 8, options=(("policy", "B"),))
-    assert dapple.schedule_options == {"policy": "B"} and dapple.label == "terapipe dapple policy=B, 8 slices"
+    assert dict(dapple.options) == {"policy": "B"} and dapple.label == "terapipe dapple policy=B, 8 slices"
     zbv = configured(tmp_path, schedule="zbv", slices=4, chunks_per_stage=2, schedule_options={"max_live_slices": 16})
-    assert zbv.cases[-1].schedule_options == {"max_live_slices": 16} and zbv.cases[-1].given_chunks is None
+    assert dict(zbv.cases[-1].options) == {"max_live_slices": 16} and zbv.cases[-1].given_chunks is None
     looped = configured(tmp_path, schedule="interleaved", chunks_per_stage=3).cases[-1]
     assert (looped.chunks_per_stage, looped.cut, looped.slices) == (3, "3 parts per stage", PLAN)
     assert configured(tmp_path, schedule="auto").cases[-1] == Case("terapipe", "auto", PLAN)

@@ -22,7 +22,7 @@ def test_the_timed_and_the_recorded_step(on_device: bool, expected: list[str], m
 
     def step(batch: Any) -> float:
         with recorder.span("F", 0, 0):
-            happened.append("recorded step" if recorder.on else "step")
+            happened.append("recorded step" if recorder.listens else "step")
         return float(next(losses))
 
     def read_clock() -> float:
@@ -42,4 +42,4 @@ def test_the_timed_and_the_recorded_step(on_device: bool, expected: list[str], m
     assert happened == expected * 2
     assert run["losses"] == [1.0, 2.0, 3.0, 4.0][: 4 if on_device else 2] and run["seconds"] == [1.0, 1.0]
     assert [[event.kind for event in events] for events in run["events"]] == [["F"], ["F"]]
-    assert recorder.on
+    assert recorder.listens

@@ -78,7 +78,7 @@ def test_the_last_part_keeps_nothing_of_an_evaluation() -> None:
 def test_inputs_labels_keys_and_values_of_a_micro_batch(training: bool, is_first: bool, is_last: bool) -> None:
     slices = part(training=training, is_first=is_first, is_last=is_last)
     [micro_batch] = slices.batch.micro_batches
-    released = slices._store.release  # type: ignore[attr-defined]
+    released = slices.store.release  # type: ignore[attr-defined]
     finish(slices, Kind.FORWARD)
     assert micro_batch.inputs is not None and micro_batch.labels is not None and not released.called
     slices.keep(Action(Kind.FORWARD, 0, 1), (), torch.ones(()), torch.ones(()))
@@ -112,13 +112,6 @@ def test_a_batch_keeps_slices_by_unit_and_ends_with_none() -> None:
     for wrong in (1, 3):
         with pytest.raises(in_flight.InFlightError, match=f"held 2 live slices at once, the schedule says {wrong}"):
             batch.assert_done(expected_peak=wrong)
-
-
-def test_the_index_of_a_computation_is_that_in_the_order_of_its_stage() -> None:
-    schedule = build("seq1f1b", 3, 2, 2)
-    indices = in_flight.OrderIndex(schedule)
-    for stage_id, order in enumerate(schedule.orders):
-        assert [indices.find(stage_id, a.kind, a.part_id, a.unit) for a in order] == list(range(len(order)))
 
 
 def test_packed_rows_run_other_kernels() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
-from terapipe_ds.runtime.links.channel import AnnouncedSpecs, MessageBuffers, ReceiveChannel, SendChannel, Wire
+from terapipe_ds.runtime.links.channel import AnnouncedChannel, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule import placement_for
@@ -76,8 +76,7 @@ def signature_of(unit: SliceKey) -> str:
 
 def ends(streamed: bool = False) -> tuple[SendChannel, ReceiveChannel]:
     there, here = (replace(wire(f"activations {name}"), streamed=streamed) for name in ("to stage 1", "from stage 0"))
-    announced = AnnouncedSpecs(here, signature_of)
-    return SendChannel(there), ReceiveChannel(here, announced.spec_of, announced.learn)
+    return SendChannel(there), AnnouncedChannel(here, signature_of)
 
 
 def send(channel: SendChannel, unit: SliceKey, *tensors: Tensor, at: int = 0) -> None:

@@ -17,7 +17,7 @@ from terapipe_ds.costs.profile import CostSample, LayerProfile, LinkSample, Over
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.profiling import profiles
-from terapipe_ds.runtime.profiling.all_parts import LinkTimes, PartMeasured
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured
 from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
@@ -34,8 +34,7 @@ def rank(
     """A rank that has measured slices of 16 and of 64 tokens."""
     samples = tuple(CostSample(t, 0, f, b) for t, f, b in zip((16, 64), forward, backward, strict=True))
     links = [LinkSample(16, send, stage_id)] if stage_id == 0 else []
-    link_times = LinkTimes(links, dict(messages))
-    return PartMeasured(stage_id, replica_id, samples, PartMemory(1, 1.0), link_times)
+    return PartMeasured(stage_id, replica_id, samples, PartMemory(1, 1.0), links=links, message_s=dict(messages))
 
 
 def times(profile: Profile, part_id: int) -> list[tuple[float, float]]:

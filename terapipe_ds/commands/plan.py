@@ -107,7 +107,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
         section["slices"] = list(plan.lengths)
     if result.recompute is not None:
         section["recompute"] = "auto"
-    elif section.get("recompute") == "off" and options.activation_checkpointing:  # an option goes before the config
+    elif options.given.get("activation_checkpointing"):  # an option goes before the config
         section["recompute"] = "full"
     num_parts = count_parts(result.schedule, result.num_stages, result.chunks_per_stage)
     if (bounds := setup.bounds_of(num_parts)) is not None:

@@ -189,6 +189,9 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
         if asked not in (None, "auto", has):
             problem = f"{path} was measured with {name.replace('_', '-')} {has}, asked for is {asked}"
             raise CommandError(f"{problem}: give the same, or measure again with `terapipe profile`")
+    if "zero_stage" in options.given and not options.model:
+        problem = f"--zero-stage: the states of optimizers in {path} have the bytes of the job that measured them"
+        raise CommandError(f"{problem}; leave it out, or measure again with `terapipe profile`")
     stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
     return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
 

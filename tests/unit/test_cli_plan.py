@@ -409,6 +409,7 @@ def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str
     assert "micro-batch-size 1, asked for is 4" in refused(capsys, *measured, "--micro-batch-size", "4")
     assert "tensor-parallel 1, asked for is 2" in refused(capsys, *measured, "--tensor-parallel", "2")
     assert "measure again" in refused(capsys, *measured, "--activation-checkpointing")
+    assert "have the bytes of the job that measured them" in refused(capsys, *measured, "--zero-stage", "1")
     config.write_text(json.dumps({"train_micro_batch_size_per_gpu": 3}))
     assert "asked for is 3" in refused(capsys, *measured, "--config", str(config))
     config.write_text(json.dumps({"pipeline": {"activation_checkpoint_interval": 1}}))

@@ -24,8 +24,11 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.integrations.trainer.refusals import check_optimizer
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
+from terapipe_ds.models.hugging_face.refusals import refused_on_all_ranks
+from terapipe_ds.models.hugging_face.weights.stored import named
 from terapipe_ds.models.rank_gradients import of_all_stages
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
@@ -116,6 +119,13 @@ class Stages:
                 seed=seed,
                 activation_checkpoint_interval=0,  # recomputation is a key of the section
             )
+        adapters = self.module.blueprint.adapters
+        with refused_on_all_ranks():
+            if adapters is not None and adapters.beside:  # else the first save would end the training
+                raise ModelRefusedError(
+                    f"{named(adapters.beside)} of the model are trained beside the adapters, and files that Trainer "
+                    "saves cannot hold them: name their modules in modules_to_save of LoraConfig, or freeze them"
+                )
 
     # -- DeepSpeed's config -------------------------------------------------------------------------------------------
 
@@ -155,11 +165,8 @@ class Stages:
         lay_out(self.module, config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
-        if optimizer is not None and any(each.is_meta for group in optimizer.param_groups for each in group["params"]):
-            raise ModelRefusedError(
-                "create_optimizer of this class gives the optimizer parameters of trainer.model, which has no weights: "
-                "let it call super().create_optimizer()"
-            )
+        if optimizer is not None:
+            check_optimizer(optimizer, self.module, config)
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
         if not hasattr(self.engine.optimizer, "defaults"):  # DeepSpeed's wrappers have none, and schedulers read them
             self.engine.optimizer.defaults = self.engine.basic_optimizer.defaults

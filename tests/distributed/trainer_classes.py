@@ -170,6 +170,8 @@ def refusals(folder: str) -> dict[str, str]:
         "zero_optimization.stage = 2 cannot be combined": of_ds(zero_optimization={"stage": 2}),
         "pipeline.stages = 3: give": of_ds(pipeline={"stages": 3}),
         "pipeline.stages = 2, tensor_parallel.autotp_size = 2: give": of_ds(tensor_parallel={"autotp_size": 2}),
+        "pipeline = 'auto' cannot be combined": of_ds(pipeline="auto"),
+        "terapipe.strategy = 'none.json': cannot read it": {"given": {"section": {"strategy": "none.json"}}},
         "did you mean terapipe.slices": {"given": {"section": {"slicess": 2}}},
         "compute_loss_func: stages compute": {"given": {}, "compute_loss_func": print},
         "model_init: stages are cut once": {"given": {}, "model_init": print},

@@ -317,3 +317,12 @@ def test_an_optimizer_has_the_weights_of_the_stages(device: str, monkeypatch: py
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device=device).parameters())
     with pytest.raises(ModelRefusedError, match=r"super\(\).create_optimizer\(\), and give no \"params\""):
         stages.start_engine({}, optimizer)
+
+
+@pytest.mark.parametrize(("params", "problem"), [
+    ({"cycle_min_lr": "auto"}, r'scheduler.params.cycle_min_lr = "auto": only'),  # Trainer does not fill it in
+    ({"warmup_num_steps": "10"}, "scheduler.params.warmup_num_steps = '10': text"),
+])  # fmt: skip
+def test_a_scheduler_has_numbers(params: dict[str, str], problem: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match=problem):
+        without_start(Stages).own_scheduler({"scheduler": {"type": "WarmupLR", "params": params}})

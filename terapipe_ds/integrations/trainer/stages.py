@@ -21,6 +21,7 @@ from transformers.trainer_pt_utils import nested_detach
 
 from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.conflicts import problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
@@ -82,7 +83,10 @@ class Stages:
         TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
         path = self.section.get("strategy")
         if path is not None:
-            strategy = read_strategy(path)
+            try:
+                strategy = read_strategy(str(path))
+            except ValueError as error:
+                raise TeraPipeConfigError(f"terapipe.strategy = {path!r}: {error}") from None
             count = self._raw.get("pipeline", {}).get("stages", "auto")
             if count not in ("auto", strategy.grid["pipe"]):
                 raise TeraPipeConfigError(
@@ -179,6 +183,9 @@ class Stages:
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
+        section = {"scheduler": config["scheduler"]}  # the engine's config has none
+        if problem := problem_of_auto(section) or problem_of_quotes(section):
+            raise TeraPipeConfigError(problem)
         name, options = config["scheduler"]["type"], config["scheduler"].get("params", {})
         owner = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
         self.engine.lr_scheduler = getattr(owner, name)(self.engine.optimizer, **options)

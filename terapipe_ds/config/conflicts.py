@@ -65,7 +65,7 @@ CONFLICTS = (
              "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
     Conflict("pipeline", lambda value: not _has_keys_of(value, _OF_PIPELINE),
              "it is no object, or has a key that DeepSpeed silently ignores",
-             f"its keys are {', '.join(_OF_PIPELINE)}"),
+             f"give an object with the keys {', '.join(_OF_PIPELINE)}"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

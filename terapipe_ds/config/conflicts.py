@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,10 @@ def _offloads(value: Any) -> bool:
     return value.get("device") not in (None, "none") if isinstance(value, dict) else _is_given(value)
 
 
+def _has_keys_of(value: Any, names: Sequence[str]) -> bool:
+    return value is None or (isinstance(value, dict) and value.keys() <= {*names})
+
+
 _OF_PIPELINE = ("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned",
                 "grad_partitioned", "use_reentrant")  # fmt: skip
 
@@ -57,11 +61,11 @@ CONFLICTS = (
              "ZenFlow counts backward passes, and slices bring many of them to one step", "remove it"),
     Conflict("compile.deepcompile", is_on,
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
-    Conflict("tensor_parallel", lambda value: isinstance(value, dict) and bool(value.keys() - {"autotp_size"}),
+    Conflict("tensor_parallel", lambda value: not _has_keys_of(value, ["autotp_size"]),
              "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
-    Conflict("pipeline", lambda value: isinstance(value, dict) and not value.keys() <= {*_OF_PIPELINE},
-             "it has a key that DeepSpeed silently ignores",
-             f"its keys are {', '.join(_OF_PIPELINE)}"),
+    Conflict("pipeline", lambda value: not _has_keys_of(value, _OF_PIPELINE),
+             "it is no object, or has a key that DeepSpeed silently ignores",
+             f"give an object with the keys {', '.join(_OF_PIPELINE)}"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",
@@ -82,16 +86,18 @@ CONFLICTS = (
 )  # fmt: skip
 
 
-# sections that give "auto" a meaning, or may have it as a name
-_OWN_AUTO = ("terapipe", "pipeline", "autotuning", "tensorboard", "wandb", "csv_monitor", "comet")
-_OWN_AUTO_KEY = ("data_types", "keep_in_fp32_modules")  # DeepSpeed's default
+# sections and keys that give "auto" a meaning, and sections that may have it as a name
+_OWN_AUTO = ("terapipe", "autotuning")
+_OWN_AUTO_KEYS = {("data_types", "keep_in_fp32_modules"), ("pipeline", "stages"), ("pipeline", "partition")}
+_MONITORS = ("tensorboard", "wandb", "csv_monitor", "comet")
 
 
 def unfilled_in(ds_config: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
     """Yield the keys whose value "auto" waits for transformers' Trainer to fill it in."""
     for key, value in ds_config.items():
         inner = (*path, str(key))
-        if value == "auto" and inner != _OWN_AUTO_KEY:
+        is_name = inner[0] in _MONITORS and inner[1:] != ("enabled",)
+        if value == "auto" and inner not in _OWN_AUTO_KEYS and not is_name:
             yield ".".join(inner)
         elif isinstance(value, Mapping) and inner[0] not in _OWN_AUTO:
             yield from unfilled_in(value, inner)
@@ -104,8 +110,8 @@ def problem_of_auto(ds_config: Mapping[str, Any]) -> str | None:
     if not (keys := list(unfilled_in(ds_config))):
         return None
     return (
-        f'{", ".join(keys)} = "auto": transformers\' Trainer fills such values in, and DeepSpeed itself ignores '
-        "them or fails; set each value, or remove the key for DeepSpeed's default"
+        f'{", ".join(keys)} = "auto": only transformers\' Trainer fills such values in, and not for all keys; '
+        "DeepSpeed itself ignores them or fails; set each value, or remove the key for DeepSpeed's default"
     )
 
 

@@ -23,7 +23,7 @@ ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
 
 
 CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # the section, other options, texts of the error
-    ({}, {"optimizer": ADAM}, ['optimizer.params.lr, optimizer.params.betas = "auto": transformers']),
+    ({}, {"optimizer": ADAM}, ['optimizer.params.lr, optimizer.params.betas = "auto": only transformers']),
     ({}, {"data_efficiency": CURRICULUM}, [
         "data_efficiency.data_sampling.curriculum_learning.enabled = true with 2 stages",
         "order the data in your own loader",

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import peft
 import torch
 import trl
-from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer
+from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin
@@ -145,6 +146,13 @@ def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any)
     return trainer_jobs.PipelineTrainer(model=trainer_jobs.model_of(setting), args=args, data_collator=collator)
 
 
+def beside_adapters(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
+    model = peft.get_peft_model(trainer_jobs.model_of(setting), peft.LoraConfig(target_modules=["q_proj"]))
+    model.get_base_model().model.norm.weight.requires_grad_(True)
+    args = TrainingArguments(folder, deepspeed=deepspeed, use_cpu=True, report_to=[])
+    return trainer_jobs.PipelineTrainer(model=model, args=args)
+
+
 def refusals(folder: str) -> dict[str, str]:
     """Return the text of each refusal, the same on all ranks, by the words that it must have; "" without one."""
 
@@ -162,6 +170,8 @@ def refusals(folder: str) -> dict[str, str]:
         "zero_optimization.stage = 2 cannot be combined": of_ds(zero_optimization={"stage": 2}),
         "pipeline.stages = 3: give": of_ds(pipeline={"stages": 3}),
         "pipeline.stages = 2, tensor_parallel.autotp_size = 2: give": of_ds(tensor_parallel={"autotp_size": 2}),
+        "pipeline = 'auto' cannot be combined": of_ds(pipeline="auto"),
+        "terapipe.strategy = 'none.json': cannot read it": {"given": {"section": {"strategy": "none.json"}}},
         "did you mean terapipe.slices": {"given": {"section": {"slicess": 2}}},
         "compute_loss_func: stages compute": {"given": {}, "compute_loss_func": print},
         "model_init: stages are cut once": {"given": {}, "model_init": print},
@@ -175,6 +185,7 @@ def refusals(folder: str) -> dict[str, str]:
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
         "padding on the left": {"given": {}, "make": left_padded},
+        "model.norm.weight of the model are trained beside": {"given": {}, "make": beside_adapters},
         "torch_compile: set ": {"given": {}, "make": by_position},
         f"GKD{whole}": {"given": {}, "kind": over_stages(GKDTrainer), "make": sft_trainer_of},
         **{f"{name}{whole}": {"given": {}, "make": of_trl(name)} for name in ("DPO", "KTO", "GRPO", "Reward")},

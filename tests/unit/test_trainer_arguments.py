@@ -19,7 +19,13 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin, refusals
-from terapipe_ds.integrations.trainer.refusals import _REFUSED_ARGS, _of_args, _of_given, outer_arguments
+from terapipe_ds.integrations.trainer.refusals import (
+    _REFUSED_ARGS,
+    _of_args,
+    _of_given,
+    check_optimizer,
+    outer_arguments,
+)
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config
 from terapipe_ds.integrations.trainer.token_loss import TokenLoss
 from terapipe_ds.models.hugging_face import ModelRefusedError
@@ -168,6 +174,7 @@ def test_each_argument_is_served_or_refused_by_name() -> None:
     ({"optim": "schedule_free_adamw"}, {}, "optim=schedule_free_adamw: "),
     ({"optim": "adafactor"}, {"zero_optimization": {"stage": 0}}, ""),
     ({"optim": "adafactor"}, {"zero_optimization": {"stage": 1}}, "optim=adafactor: "),
+    ({"optim": "stable_adamw"}, {"zero_optimization": {"stage": 1}}, "optim=stable_adamw: "),
     ({"optim": "adafactor", "bf16": True}, {}, "optim=adafactor: "),
 ])  # fmt: skip
 def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
@@ -284,9 +291,38 @@ def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.Mo
         trainer._inner_training_loop()
 
 
-def test_an_optimizer_has_the_weights_of_the_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+class HasOtherWeightsInEvaluation(torch.optim.SGD):
+    def train(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("kind", "config", "problem"), [
+    (torch.optim.SGD, {}, ""),
+    (torch.optim.Adafactor, {"zero_optimization": {"stage": 0}, "bf16": {"enabled": "auto"}}, ""),
+    (torch.optim.Adafactor, {"zero_optimization": {"stage": 1}}, "the optimizer Adafactor looks at whole weights"),
+    (torch.optim.Adafactor, {"bf16": {"enabled": True}}, "the optimizer Adafactor looks at whole weights"),
+    (HasOtherWeightsInEvaluation, {}, "or has other weights in evaluation"),
+])  # fmt: skip
+def test_stages_serve_the_optimizer_of_a_class(kind: Any, config: dict[str, Any], problem: str) -> None:
+    """ZeRO flattens weights, and Adafactor of flat ones is another: weights differed by half from those of Trainer."""
+    stage = torch.nn.Linear(2, 2, bias=False)
+    with pytest.raises(ModelRefusedError, match=problem) if problem else contextlib.nullcontext():
+        check_optimizer(kind(stage.parameters(), lr=0.1), stage, config)
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu"])  # trainer.model's, or kept from before the Trainer was made
+def test_an_optimizer_has_the_weights_of_the_stages(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("terapipe_ds.integrations.trainer.stages.lay_out", lambda module, config: None)
     stages = without_start(Stages, _raw={}, module=torch.nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device="meta").parameters())
-    with pytest.raises(ModelRefusedError, match=r"let it call super\(\).create_optimizer"):
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2, device=device).parameters())
+    with pytest.raises(ModelRefusedError, match=r"super\(\).create_optimizer\(\), and give no \"params\""):
         stages.start_engine({}, optimizer)
+
+
+@pytest.mark.parametrize(("params", "problem"), [
+    ({"cycle_min_lr": "auto"}, r'scheduler.params.cycle_min_lr = "auto": only'),  # Trainer does not fill it in
+    ({"warmup_num_steps": "10"}, "scheduler.params.warmup_num_steps = '10': text"),
+])  # fmt: skip
+def test_a_scheduler_has_numbers(params: dict[str, str], problem: str) -> None:
+    with pytest.raises(TeraPipeConfigError, match=problem):
+        without_start(Stages).own_scheduler({"scheduler": {"type": "WarmupLR", "params": params}})

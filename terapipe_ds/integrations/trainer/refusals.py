@@ -44,9 +44,10 @@ _REFUSED_ARGS = {
     "past_index": "stages return no states of the model: leave it out",
     "jit_mode_eval": "stages do not trace the model: leave it out",
 }
-_REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise", "grokadamw", "schedule_free")
+# Parts of the names of arguments and classes, without "_"
+_REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise", "grokadamw", "schedulefree", "prodigy", "dadapt")
 # These compare the numbers of a weight. DeepSpeed flattens or divides weights in half precision and with ZeRO.
-_OPTIMIZERS_OF_WHOLE_WEIGHTS = ("adafactor", "stable_adamw")
+_OPTIMIZERS_OF_WHOLE_WEIGHTS = ("adafactor", "stableadamw", "muon", "shampoo", "soap", "lamb", "lars")
 _REFUSED_GIVEN = {
     "compute_loss_func": "stages compute the loss of the Trainer's class in slices: pass a loss_fn to "
     "terapipe_ds.from_pretrained and train without Trainer",
@@ -126,14 +127,38 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
             "micro-batches and ranks, and does not average them: install 5.15 or a newer version"
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
-    keys = ("zero_optimization", "stage"), ("tensor_parallel", "autotp_size"), ("terapipe", "strategy")
-    divides = args.bf16 or args.fp16 or any((ds_config.get(key) or {}).get(name) for key, name in keys)
-    if any(name in optimizer for name in _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides):
+    if _needs_more(optimizer, ds_config, is_half=args.bf16 or args.fp16):
         yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
     if unserved := sorted(set(options) - {"use_reentrant"}):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
         yield f'{names} {unserved}: set "recompute" in the terapipe section'
+
+
+def _needs_more(optimizer: str, ds_config: Mapping[str, Any], is_half: bool = False) -> bool:
+    """Return whether the optimizer of that name needs the whole model, or whole weights that DeepSpeed divides."""
+    keys = {"zero_optimization": "stage", "tensor_parallel": "autotp_size", "terapipe": "strategy"}
+    keys |= dict.fromkeys(("bf16", "fp16"), "enabled")
+    values = [(ds_config.get(key) or {}).get(name) for key, name in keys.items()]
+    divides = is_half or any(value for value in values if value != "auto")  # these are the arguments'
+    refused = _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides
+    return any(name in optimizer.lower().replace("_", "") for name in refused)
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module, ds_config: Mapping[str, Any]) -> None:
+    """Raise ModelRefusedError for an optimizer of the user's class or method that the stage `module` cannot serve."""
+    own = {id(each) for each in module.parameters()}
+    if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
+        raise ModelRefusedError(
+            "the optimizer has parameters that no stage trains, as those of trainer.model, which has no weights: let "
+            'create_optimizer call super().create_optimizer(), and give no "params" in optimizer_cls_and_kwargs'
+        )
+    name = type(optimizer).__name__
+    if _needs_more(name, ds_config) or hasattr(optimizer, "train"):
+        raise ModelRefusedError(
+            f"the optimizer {name} looks at whole weights or the whole model, which stages, ZeRO and half "
+            "precision divide, or has other weights in evaluation: give one that treats each number by itself"
+        )
 
 
 def _of_given(given: Mapping[str, Any]) -> Iterator[str]:

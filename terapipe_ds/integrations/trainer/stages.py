@@ -21,11 +21,15 @@ from transformers.trainer_pt_utils import nested_detach
 
 from terapipe_ds.compat.unread_section import is_enabled
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.conflicts import problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import read_strategy
 from terapipe_ds.config.unknown_keys import refuse_misspelt_section
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.integrations.trainer.refusals import check_optimizer
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, Sums, TokenLoss
 from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError, from_pretrained
+from terapipe_ds.models.hugging_face.refusals import refused_on_all_ranks
+from terapipe_ds.models.hugging_face.weights.stored import named
 from terapipe_ds.models.rank_gradients import of_all_stages
 from terapipe_ds.runtime.agreement import everywhere, gather
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
@@ -79,7 +83,10 @@ class Stages:
         TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
         path = self.section.get("strategy")
         if path is not None:
-            strategy = read_strategy(path)
+            try:
+                strategy = read_strategy(str(path))
+            except ValueError as error:
+                raise TeraPipeConfigError(f"terapipe.strategy = {path!r}: {error}") from None
             count = self._raw.get("pipeline", {}).get("stages", "auto")
             if count not in ("auto", strategy.grid["pipe"]):
                 raise TeraPipeConfigError(
@@ -116,6 +123,13 @@ class Stages:
                 seed=seed,
                 activation_checkpoint_interval=0,  # recomputation is a key of the section
             )
+        adapters = self.module.blueprint.adapters
+        with refused_on_all_ranks():
+            if adapters is not None and adapters.beside:  # else the first save would end the training
+                raise ModelRefusedError(
+                    f"{named(adapters.beside)} of the model are trained beside the adapters, and files that Trainer "
+                    "saves cannot hold them: name their modules in modules_to_save of LoraConfig, or freeze them"
+                )
 
     # -- DeepSpeed's config -------------------------------------------------------------------------------------------
 
@@ -155,11 +169,8 @@ class Stages:
         lay_out(self.module, config)
         trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         chosen: dict[str, Any] = {"model_parameters": trained} if optimizer is None else {"optimizer": optimizer}
-        if optimizer is not None and any(each.is_meta for group in optimizer.param_groups for each in group["params"]):
-            raise ModelRefusedError(
-                "create_optimizer of this class gives the optimizer parameters of trainer.model, which has no weights: "
-                "let it call super().create_optimizer()"
-            )
+        if optimizer is not None:
+            check_optimizer(optimizer, self.module, config)
         self.engine = deepspeed.initialize(model=self.module, config=config, **chosen)[0]
         if not hasattr(self.engine.optimizer, "defaults"):  # DeepSpeed's wrappers have none, and schedulers read them
             self.engine.optimizer.defaults = self.engine.basic_optimizer.defaults
@@ -172,6 +183,9 @@ class Stages:
 
     def own_scheduler(self, config: Mapping[str, Any]) -> Any:
         """Make the scheduler that DeepSpeed's config names, and let the engine step it."""
+        section = {"scheduler": config["scheduler"]}  # the engine's config has none
+        if problem := problem_of_auto(section) or problem_of_quotes(section):
+            raise TeraPipeConfigError(problem)
         name, options = config["scheduler"]["type"], config["scheduler"].get("params", {})
         owner = lr_schedules if hasattr(lr_schedules, name) else torch.optim.lr_scheduler
         self.engine.lr_scheduler = getattr(owner, name)(self.engine.optimizer, **options)

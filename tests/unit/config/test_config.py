@@ -555,10 +555,16 @@ def test_what_trainer_would_fill_in_is_named() -> None:
     filled["data_types"] = {"keep_in_fp32_modules": "auto"}  # DeepSpeed's own default
     TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled})
     TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": False}, "train_batch_size": "auto"})
-    unfilled = {"train_batch_size": "auto", "optimizer": {"params": {"lr": "auto", "betas": ["auto", 0.9]}}}
+    unfilled: dict[str, Any] = {
+        "train_batch_size": "auto",
+        "optimizer": {"params": {"lr": "auto", "betas": ["auto", 0.9]}},
+        "pipeline": {"stages": 2, "activation_checkpoint_interval": "auto"},
+        "wandb": {"enabled": "auto", "team": "auto"},
+    }
     with pytest.raises(TeraPipeConfigError) as error:
         TeraPipeConfig.from_deepspeed({"terapipe": {"enabled": True}, **filled, **unfilled})
-    assert str(error.value).startswith('train_batch_size, optimizer.params.lr, optimizer.params.betas = "auto": ')
+    keys = "pipeline.activation_checkpoint_interval, train_batch_size, optimizer.params.lr, optimizer.params.betas, "
+    assert str(error.value).startswith(f'{keys}wandb.enabled = "auto": ')
 
 
 @pytest.mark.parametrize(("section", "near"), [

@@ -12,9 +12,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Compiled modules are kept, whatever the environment says: tests start hundreds of processes that import the same ones.
 export PYTHONDONTWRITEBYTECODE :=
 
-# The ends of what is tested, with environments of their own: make test-versions PYTHON_NEWEST=/path/to/python3.12
+# The ends of what is tested, with environments of their own: make test-versions PYTHON_NEWEST=/path/to/python3.13
 PYTHON_OLDEST ?= python3.11
-PYTHON_NEWEST ?= python3.12
+PYTHON_NEWEST ?= python3.13
 TORCH_OLDEST ?= 2.11.0
 TORCH_NEWEST ?= 2.15.0
 

@@ -29,7 +29,7 @@ TESTED_RANGES = {
 # Version of transformers -> the names under which a model's forward takes its cache since then, the newest version
 # first. The later names of an entry belong to models outside transformers. In 5.23 `cache` is something else (XLM).
 CACHE_ARGUMENTS = {"5.24": ("cache", "past_key_values", "cache_params"), "4.57": ("past_key_values", "cache_params")}
-TESTED_PYTHONS = ("3.11", "3.12")
+TESTED_PYTHONS = ("3.11", "3.12", "3.13")
 _OPTIONAL = ("megatron-core", "transformers")
 # Optional package -> the module and the names in it that are used: of flash-attn those with the log-sum-exp. On PyPI
 # apex is another package, without `FusedAdam`.

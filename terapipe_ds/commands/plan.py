@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Progress, write_json
@@ -85,7 +86,11 @@ def run(options: PlanOptions) -> None:
     print("\n".join([setup.title, "", *(f"  {line}".rstrip() for line in lines), ""]))
     if section["schedule"] == _ORDER:
         print(f"  --order {_ORDER} writes the order to the file that follows")
-    print(f'  in the DeepSpeed JSON:\n  "terapipe": {json.dumps(section)}')
+    # lines break between keys, and not within their values
+    items = ", ".join(f"{json.dumps(key)}: {json.dumps(value)}".replace(" ", "\0") for key, value in section.items())
+    wrap = textwrap.TextWrapper(96, "  ", " " * 15, break_long_words=False, break_on_hyphens=False)
+    text = wrap.fill(f'"terapipe": {{{items}}}').replace("\0", " ")
+    print(f"  in the DeepSpeed JSON:\n{text}")
 
 
 def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:

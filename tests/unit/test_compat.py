@@ -73,7 +73,9 @@ def test_several_versions_of_a_package() -> None:
 def test_another_python_and_missing_packages() -> None:
     for version in ("3.10", "3.14"):
         (warning,) = versions.check_versions(TESTED, version)
-        assert warning.startswith(f"python {version} is not a version that terapipe_ds is tested with (3.11, 3.12, 3.13)")
+        assert warning.startswith(
+            f"python {version} is not a version that terapipe_ds is tested with (3.11, 3.12, 3.13)"
+        )
     missing = ["deepspeed is not installed: pip install deepspeed==0.19.8"]
     assert versions.check_versions({"torch": "2.13.0"}, "3.11") == missing
     assert len(versions.check_versions({}, "3.11")) == 2  # megatron-core is optional

@@ -105,9 +105,9 @@ def difference(
 
 @contextlib.contextmanager
 def _sketches(layer: nn.Module) -> Iterator[Sketches]:
-    """Sketch the gradients of the parameters by linear functions of them, [64]; the gradients are not kept.
+    """Sketch the gradients of the parameters by 64 sums with random signs; the gradients are not kept.
 
-    The sketch of a sum is the sum of the sketches, and gradients that differ have other sketches.
+    The sketch of a sum is the sum of the sketches.
     """
     sketches: Sketches = {}
     with contextlib.ExitStack() as hooks:
@@ -122,6 +122,10 @@ def _sketches(layer: nn.Module) -> Iterator[Sketches]:
 def _note(sketch: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None
     flat, parameter.grad = parameter.grad.float().flatten(), None
+    # plain sums miss gradients whose sums are zero, such as those of a router, which softmax shifts
+    generator = torch.Generator(flat.device).manual_seed(0)
+    signs = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device=flat.device)
+    flat = flat * (2 * signs - 1)
     sketch += F.pad(flat, (0, -len(flat) % len(sketch))).view(-1, len(sketch)).sum(0)
 
 

@@ -15,17 +15,22 @@ import torch
 import torch.distributed as torch_dist
 from deepspeed.module_inject.layers import set_autotp_mode
 from deepspeed.module_inject.tp_shard import AutoTPMeta, get_shard_size_list
-from torch import nn
+from torch import Tensor, nn
 
 from terapipe_ds.messages import in_short
 from terapipe_ds.models.hugging_face.forward.outline import Outline
-from terapipe_ds.models.hugging_face.forward.probe import Sketches, Way, difference, draws, trial_of
+from terapipe_ds.models.hugging_face.forward.probe import Way, difference, draws, trial_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
-from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, RowLinear, SharedHeads, VocabEmbedding
-from terapipe_ds.models.rank_gradients import is_split
+from terapipe_ds.models.hugging_face.tensor_parallel.layers import (
+    ColumnLinear,
+    RowLinear,
+    SharedHeads,
+    VocabEmbedding,
+    copies_in,
+)
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
-_COLUMNS, _ROWS = "colwise", "rowwise"
+_COLUMNS, _ROWS, _SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _ALONE = ("colwise_gather_output", "colwise_rep", "rowwise_split_input")  # their inputs and outputs are whole
 _OF_ADAPTERS = re.compile(r"\.(base_layer|lora_A\.\w+|lora_B\.\w+)$")
 _OF_HEADS = ("k_proj", "v_proj")
@@ -63,6 +68,9 @@ class TensorRanks(VocabularyRanks):
     def _divide_layer(self, module: nn.Module, inner: str, style: str) -> None:
         path, part = _split(inner)
         layer, owner = module.get_submodule(inner), module.get_submodule(path.rpartition(".")[0])
+        if style == _SUMMED:
+            layer.is_partial = True  # type: ignore[assignment]
+            return
         if not isinstance(layer, nn.Linear):
             return
         new: nn.Module = layer
@@ -138,45 +146,62 @@ def check_division(outline: Outline, index: int, layer: nn.Module, way: Way, ran
         ModelRefusedError: the ranks do not compute together as the whole decoder layer does: a layer may mix the heads
             of several ranks, its plan may be wrong, or its router may add noise.
     """
-    trial, name, partial = trial_of(outline, layer).to(ranks.device), outline.layer_name(index), list[str]()
+    trial, name = trial_of(outline, layer).to(ranks.device), outline.layer_name(index)
+    _fill_zeros(trial)
+    shown, copies, sketches = f"decoder layer {index} ({type(layer).__name__})", dict[str, bool](), list[Tensor]()
+    cannot = f"{shown} cannot be divided over {ranks.size} tensor-parallel ranks by its plan: "
     try:
         if draws(outline, index, trial, way):
             raise ModelRefusedError(
-                f"decoder layer {index} ({type(layer).__name__}) draws random numbers in training, such as noise of a "
-                f"router: {ranks.size} tensor-parallel ranks would draw numbers of their own. Set its noise to 0, or "
-                "leave out the axis 'model'"
+                f"{shown} draws random numbers in training, such as noise of a router: {ranks.size} tensor-parallel "
+                "ranks would draw numbers of their own. Set its noise to 0, or leave out the axis 'model'"
             )
         problem, whole, here = difference(outline, index, trial, lambda: ranks.divide(name, trial), way)
-        copies = [key for key, parameter in trial.named_parameters() if key in here and not is_split(parameter)]
-        if copies and not problem:
-            partial, problem = _sums(copies, whole, here, ranks)
-    except ModelRefusedError:
-        raise
+        problem = problem and cannot + problem
+        copies = {key: is_known for key, is_known in copies_in(trial).items() if key in here}
+        sketches = [torch.stack([each[key] for key in copies]).cpu() for each in (whole, here) if copies]
+    except ModelRefusedError as error:
+        problem = str(error)
     except Exception as error:  # of the model's own code, which expects all heads
-        problem = f"{type(error).__name__}: {error}"
+        problem = f"{cannot}{type(error).__name__}: {error}"
+    # the ranks decide alike, by the numbers of all
+    everyone: list[Any] = [None] * ranks.size
+    torch_dist.all_gather_object(everyone, (problem, sketches), group=ranks.group)
+    problem, partial = next((text for text, _ in everyone if text), ""), list[str]()
+    if copies and not problem:
+        partial, wrong = _sums(copies, everyone[0][1][0], torch.stack([both[1] for _, both in everyone]))
+        if wrong:
+            problem = f"{cannot}the ranks' gradients of {in_short(wrong)} are not whole, and their sum is neither"
     if problem:
-        raise ModelRefusedError(
-            f"decoder layer {index} ({type(layer).__name__}) cannot be divided over {ranks.size} tensor-parallel ranks "
-            f"by its plan: {problem}"
-        )
+        raise ModelRefusedError(problem)
     return way._replace(partial=tuple(partial))
 
 
-def _sums(copies: list[str], whole: Sketches, here: Sketches, ranks: TensorRanks) -> tuple[list[str], str]:
-    """Return the parameters whose gradient is the sum over the ranks, and which have another one than this or all."""
-    wanted, ours = (torch.stack([sketches[key] for key in copies]) for sketches in (whole, here))
-    everyone = [torch.empty_like(ours) for _ in range(ranks.size)]
-    torch_dist.all_gather(everyone, ours, group=ranks.group)
-    size, apart = wanted.norm(dim=1).clamp_min(1e-30), torch.stack(everyone) - wanted
-    is_partial = apart.norm(dim=2).amax(0) / size > _DIFFERENCE
-    # a gradient that is zero but for rounding, such as of biases of keys, may be summed
-    of_sum = (torch.stack(everyone).sum(0) - wanted).norm(dim=1) / size.clamp_min(1e-4 * float(size.max()))
-    partial, wrong = (
-        [key for key, is_one in zip(copies, chosen.tolist(), strict=True) if is_one]
-        for chosen in (is_partial, is_partial & (of_sum > _DIFFERENCE))
-    )
-    problem = f"the ranks' gradients of {in_short(wrong)} are not whole, and their sum is neither"
-    return partial, problem if wrong else ""
+def _fill_zeros(trial: nn.Module) -> None:
+    """Give weights that are all zero, as training may start from, other values: they hide gradients behind them."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trial.parameters():
+            if parameter.is_floating_point() and not parameter.any():
+                parameter.copy_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+def _sums(copies: Mapping[str, bool], whole: Tensor, everyone: Tensor) -> tuple[list[str], list[str]]:
+    """Return the parameters whose gradient is the sum over the ranks, and those whose gradient is not even that.
+
+    Args:
+        copies: the parameters that each rank has, and whether their gradients are known to be sums.
+        whole, everyone: sketches of their gradients, [copies, 64], and of each rank's.
+    """
+    # a gradient that is zero but for rounding tells nothing
+    scale = whole.norm(dim=1)
+    scale = scale.clamp_min(max(1e-4 * float(scale.max()), 1e-30))
+    is_apart = (everyone - whole).norm(dim=2).amax(0) / scale > _DIFFERENCE
+    is_no_sum = (everyone.sum(0) - whole).norm(dim=1) / scale > _DIFFERENCE
+    either = zip(copies.items(), is_apart.tolist(), strict=True)
+    partial = [key for (key, is_known), apart in either if is_known or apart]
+    wrong = [key for key, no_sum in zip(copies, is_no_sum.tolist(), strict=True) if no_sum and key in partial]
+    return partial, wrong
 
 
 def _dropout_in(module: nn.Module) -> Iterator[str]:

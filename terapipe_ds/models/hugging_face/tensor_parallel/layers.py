@@ -96,8 +96,10 @@ class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
 class SharedHeads(nn.Linear):
     """Compute one head of several; every rank has all weights, for there are fewer heads than ranks.
 
-    The gradient of the weights is partial.
+    The gradient of the weights is partial: `is_partial`.
     """
+
+    is_partial = True
 
     def __init__(self, linear: nn.Linear, group: Any, heads: int) -> None:
         nn.Module.__init__(self)
@@ -116,6 +118,12 @@ def share_of(parameter: Tensor, whole: Tensor) -> Tensor:
     """Return the share of `whole` that `parameter` holds: all of it if no layer here has it."""
     layer = getattr(getattr(parameter, "gather_params", None), "__self__", None)
     return layer.share(whole) if isinstance(layer, _Share) else whole
+
+
+def copies_in(module: nn.Module) -> dict[str, bool]:
+    """Return the names of the parameters that each rank has whole, and whether their gradients are known to be sums."""
+    marked = {id(p) for layer in module.modules() if getattr(layer, "is_partial", False) for p in layer.parameters()}
+    return {name: id(p) in marked for name, p in module.named_parameters() if not is_split(p)}
 
 
 def gathered_copy(module: nn.Module) -> nn.Module:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,35 @@ class TestFlops:
             assert not any("flops_profiler: step" in text for text in rank["printed"])
         assert all("fwd_microstep: " in text for text in ranks[0]["printed"])
         assert sorted(each.name for each in path.parent.iterdir()) == ["profile.txt", "profile.txt.stage1"]
+
+
+class OwnTracer:
+    """Has no `listens`: it records always."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def begin(self, step: int | None) -> None:
+        self.seen.append(f"begin {step}")
+
+    @contextlib.contextmanager
+    def measure(self, action: Any) -> Iterator[None]:
+        self.seen.append(str(action))
+        yield
+
+    def input_is_here(self) -> None: ...
+
+    def write(self, step: int) -> None:
+        self.seen.append(f"write {step}")
+
+
+def seen_by_own_tracer() -> list[str]:
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(slices=PLAN)) as engine:
+        engine.tracer = tracer = OwnTracer()
+        engines.train(engine, engines.batches(1))
+        return tracer.seen
+
+
+def test_a_tracer_of_ones_own_sees_each_computation() -> None:
+    for seen in rank_pool(2).run(seen_by_own_tracer):
+        assert (seen[0], seen[-1]) == ("begin 1", "write 1") and {"F0.0", "B1.2"} <= {*seen}, seen

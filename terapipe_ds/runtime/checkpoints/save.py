@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -113,19 +112,6 @@ class CheckpointPaths:
         if self.replaced.exists():
             self._drop_replaced()
 
-    def complete(self, manifest: Manifest) -> None:
-        """Write the list of the files, which makes the checkpoint whole."""
-        problem = manifest.problem(self.saving)
-        if problem is not None:  # another job has begun to save this tag, and has tidied up
-            raise CheckpointError(f"{problem} in {self.saving}: does another job save under this tag?")
-        manifest.write(self.saving)
-
-    def publish(self, manifest: Manifest) -> None:
-        """Give the whole checkpoint its name, and name it in `latest`."""
-        self.commit()
-        if manifest.is_latest:
-            write_text(self.folder / LATEST, self.tag, durable=True)
-
     def _drop_replaced(self) -> None:
         """Remove the older checkpoint, but keep the files that a user has put into it."""
         old = _readable(self.replaced)
@@ -149,15 +135,21 @@ def _readable(folder: Path) -> Manifest | None:
 
 def save_checkpoint(
     engine: PipelineEngine,
-    world: Any,  # a group of all ranks on the CPU; None for a single rank
-    save: Callable[[str | None, bool], T],  # DeepSpeed's own `save_checkpoint`, by `tag` and `save_latest`
+    world: Any,
+    save: Callable[[str | None, bool], T],
     save_dir: str,
     tag: str | None,
     save_latest: bool,
-    training: Mapping[str, Any],  # for the manifest
-    allow_pickle: bool = False,  # do not warn of files that a load reads only with this permission
+    training: Mapping[str, Any],
+    allow_pickle: bool = False,
 ) -> T:
     """Let DeepSpeed save a checkpoint, and name it when it is whole. A collective over all ranks.
+
+    Args:
+        world: a group of all ranks on the CPU; None for a single rank.
+        save: DeepSpeed's own `save_checkpoint`, as a function of `tag` and `save_latest`.
+        training: for the manifest.
+        allow_pickle: do not warn of files that a load reads only with this permission.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot go on. An older checkpoint of the tag stays whole.
@@ -165,39 +157,73 @@ def save_checkpoint(
     # DeepSpeed refuses a missing folder itself, and a decoupled writer writes the files later
     if not save_dir or engine.checkpoint_engine.is_decoupled():
         return save(tag, save_latest)
-    if (problem := problem_of_local_storage(engine)) is not None:
-        raise CheckpointError(problem)
-    # agree on the folder to save in, and make it
-    own_tag, leads = f"global_step{engine.global_steps}" if tag is None else str(tag), engine.global_rank == 0
-    everyone = gather((own_tag, _JOB), world)
-    if len(tags := sorted({tag for tag, _ in everyone})) > 1:
-        raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
-    paths = CheckpointPaths(Path(save_dir), *everyone[0])
-
-    _on_each_rank(world, paths.prepare if leads else None)
-    with _removed_after_an_error(paths, world, leads):
-        # let DeepSpeed write the files of all ranks
-        require_shared(paths.saving, world)
-        writer = _Writer(engine.checkpoint_engine, paths.saving)
-        with writer.in_place_of(engine):
-            saved = save(paths.tag_of(paths.saving), False)
-        files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
-        manifest = Manifest(
-            tag=paths.tag,
-            global_steps=int(engine.global_steps),
-            is_latest=bool(save_latest),
-            job=paths.job,
-            training=dict(training),
-            files={name: file.num_bytes for name, file in files.items()},
-            checksums={name: file.checksum for name, file in files.items()},
-        )
-        _on_each_rank(world, partial(paths.complete, manifest) if leads else None)
-    # from here on the saved files stay even after an error: a load finds them under the other name
-    _on_each_rank(world, partial(paths.publish, manifest) if leads else None)
+    paths = prepare(engine, world, Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag))
+    saved, files = write(engine, world, paths, save)
+    manifest = Manifest(
+        tag=paths.tag,
+        global_steps=int(engine.global_steps),
+        is_latest=bool(save_latest),
+        job=paths.job,
+        training=dict(training),
+        files={name: file.num_bytes for name, file in files.items()},
+        checksums={name: file.checksum for name, file in files.items()},
+    )
+    publish(engine, world, paths, manifest)
     refusals = [file.refusal.replace(str(paths.saving), str(paths.final)) for file in files.values() if file.refusal]
-    if refusals and not allow_pickle and leads:  # now, not when the checkpoint is needed
+    if refusals and not allow_pickle and engine.global_rank == 0:  # now, not when the checkpoint is needed
         logger.warning("a load will refuse %d of the files that were saved: %s", len(refusals), refusals[0])
     return saved
+
+
+def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> CheckpointPaths:
+    """Agree on the folder to save in, make it, and check that every rank sees it."""
+    if (problem := problem_of_local_storage(engine)) is not None:
+        raise CheckpointError(problem)
+    everyone = gather((tag, _JOB), world)
+    if len(tags := sorted({tag for tag, _ in everyone})) > 1:
+        raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
+    paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), engine.global_rank == 0
+    _on_each_rank(world, paths.prepare if leads else None)
+    with _removed_after_an_error(paths, world, leads):
+        require_shared(paths.saving, world)
+    return paths
+
+
+def write(
+    engine: PipelineEngine, world: Any, paths: CheckpointPaths, save: Callable[[str | None, bool], T]
+) -> tuple[T, dict[str, Written]]:
+    """Let DeepSpeed write the files of all ranks; return its result, and the files that this rank may publish."""
+    # Keep an error of one rank until DeepSpeed's collectives are over: raised at once, it would leave others waiting
+    writer = _Writer(engine.checkpoint_engine, paths.saving)
+    with ExitStack() as stack:
+        for name in _ALONE:
+            stack.enter_context(replaced(engine, name, writer.keeping(getattr(engine, name))))
+        stack.enter_context(replaced(engine, "checkpoint_engine", writer))
+        saved = save(paths.tag_of(paths.saving), False)
+    with _removed_after_an_error(paths, world, engine.global_rank == 0):
+        files = {name: file for of_rank in _on_each_rank(world, writer.files) for name, file in (of_rank or {}).items()}
+    return saved, files
+
+
+def publish(engine: PipelineEngine, world: Any, paths: CheckpointPaths, manifest: Manifest) -> None:
+    """Write the list of the files, which makes the checkpoint whole; then give it its name, and name it in `latest`."""
+
+    def complete() -> None:
+        problem = manifest.problem(paths.saving)
+        if problem is not None:  # another job has begun to save this tag, and has tidied up
+            raise CheckpointError(f"{problem} in {paths.saving}: does another job save under this tag?")
+        manifest.write(paths.saving)
+
+    def give_names() -> None:
+        paths.commit()
+        if manifest.is_latest:
+            write_text(paths.folder / LATEST, paths.tag, durable=True)
+
+    leads = engine.global_rank == 0
+    with _removed_after_an_error(paths, world, leads):
+        _on_each_rank(world, complete if leads else None)
+    # From here on the saved files stay even after an error: a load finds them under the other name
+    _on_each_rank(world, give_names if leads else None)
 
 
 @contextmanager
@@ -268,18 +294,6 @@ class _Writer(FirstError):
         self._writer, self._folder = writer, folder
         self._files: dict[str, Written] = {}
         self.save = self.keeping(self._save)
-
-    @contextmanager
-    def in_place_of(self, engine: PipelineEngine) -> Iterator[None]:
-        """Write for an engine, and keep an error of one rank until DeepSpeed's collectives are over.
-
-        Raised at once, it would leave others waiting.
-        """
-        with ExitStack() as stack:
-            for name in _ALONE:
-                stack.enter_context(replaced(engine, name, self.keeping(getattr(engine, name))))
-            stack.enter_context(replaced(engine, "checkpoint_engine", self))
-            yield
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._writer, name)

@@ -268,7 +268,8 @@ class OpenBatch:
             stage.flops.open_batch(batch.training)
         stage.own_time.open_batch(batch.training)
         self._names_ranges = names_ranges()
-        self.is_observed = stage.flops is not None or stage.own_time.is_on or stage.tracer.listens or self._names_ranges
+        listens = getattr(stage.tracer, "listens", True)  # of a tracer of the user's own
+        self.is_observed = stage.flops is not None or stage.own_time.is_on or listens or self._names_ranges
 
     @contextmanager
     def running(self) -> Iterator[None]:

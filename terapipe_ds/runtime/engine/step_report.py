@@ -17,6 +17,7 @@ from terapipe_ds.messages import logger
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.engine.part_runner import Stage
+from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.failures.device_memory import allocator_retries
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
@@ -91,6 +92,7 @@ class StepReport:
         self._is_first_rank = engine.global_rank == 0
         self._is_monitored = engine.monitor.enabled and 0 in groups.ranks
         self._peak_flops = peak_flops(engine, config) if self._is_monitored else None
+        self._tracer = stage.tracer if isinstance(stage.tracer, Tracer) else None
         self._retries = allocator_retries()  # of the allocator, up to the end of the last step
         self._ran: Ran | None = None
         self._steps: list[Took] = []
@@ -139,7 +141,7 @@ class StepReport:
         self._retries = now
         flops = self._stage.flops
         model_flops = 0.0 if flops is None else flops.of_model() * len(ran.schedule.num_slices)
-        own = model_flops, now - before, self._stage.tracer.last
+        own = model_flops, now - before, None if self._tracer is None else self._tracer.last
         everyone = [own for _ in self._groups.ranks]
         if self._groups.control is not None:
             with self._stage.watchdog.waiting("the times of all stages for the monitors"):

@@ -285,7 +285,9 @@ class ReceiveChannel(_Channel):
 
     def _learn(self, unit: SliceKey) -> None:
         """Get the spec of a unit at the latest moment; this may block."""
-        raise LinkError(f"{self.wire.name}: the message of {unit} is due, but its form was never announced")
+        raise LinkError(
+            f"{self.wire.name}: the message of {unit} is due, but the activations it belongs to were never sent"
+        )
 
     def assert_empty(self) -> None:
         """Check, at the end of a batch, that every posted receive was used."""

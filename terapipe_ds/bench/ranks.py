@@ -167,7 +167,7 @@ def prepare_rank(
     rendezvous: str,
     device: str = "cpu",
     share_device: bool = False,  # all are on the first device and talk over gloo, by way of the host
-    binds: bool = True,  # the group of all ranks to the device, as under DeepSpeed's launcher
+    binds: bool = True,  # bind the group of all ranks to the device, as DeepSpeed's launcher does
     pin: bool = True,
 ) -> None:
     """Pin this process to its core or device, with one thread, and meet the others. Call it before importing torch."""

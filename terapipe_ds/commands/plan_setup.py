@@ -310,9 +310,9 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
     parts = dataclasses.replace(parts, process_bytes=_process_bytes(options))
-    if (wanted := bounds) is not None and profile.layers is not None and len(models) > 1:
+    if (wanted := bounds) is not None and profile.layers is not None and parts.is_whole:
         bounds = bounds_among(profile.layers.kind_of, wanted)  # as the engine reads a partition for a model's size
-    if wanted and (len(models) == 1 or not parts.has_layers or not bounds):
+    if wanted and not (parts.is_whole and parts.has_layers and bounds):
         raise CommandError(
             f"terapipe.partition = {list(wanted)} in --config: {options.profile} knows no such layers (it has "
             f"{many(len(models), 'part')} and {len(parts.layers)} to cut); measure with the same config, or take "
@@ -327,7 +327,7 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
 
     def bounds_of(num_parts: int) -> Sequence[int] | None:
         # the planner evens out other numbers of parts, where the module's own method may cut elsewhere
-        is_new = parts.has_layers and num_parts != len(models) > 1
+        is_new = parts.has_layers and parts.is_whole and num_parts != len(models)
         return parts.bounds(num_parts) if bounds is None and is_new else bounds
 
     if not bounds and parts.cut(stages) is None:

@@ -88,7 +88,7 @@ class MemoryModel:
         return math.ceil(self.parts[part_id].static_bytes)
 
     def tied_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the static bytes that count twice where these parts are on one stage, which has a tied matrix once."""
+        """Return the static bytes that count twice if these parts are on one stage: it holds a tied matrix once."""
         last = len(self.parts) - 1
         return math.floor(self.parts[last].tied_bytes) if last > 0 and {0, last} <= {*part_ids} else 0
 

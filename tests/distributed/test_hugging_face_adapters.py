@@ -160,8 +160,8 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
 
 
 def resized(folder: str, family: str, **fields: Any) -> bool:
-    """Return whether peft reads all weights of a model whose vocabulary has grown since its folder."""
-    base, saved = f"{folder}/base", f"{folder}/saved"
+    """Return whether peft reads all weights of a model whose vocabulary has grown since its folder, and stages do."""
+    base, saved, again = f"{folder}/base", f"{folder}/saved", f"{folder}/again"
     write_model(family, base)
 
     def grown() -> Any:
@@ -174,8 +174,14 @@ def resized(folder: str, family: str, **fields: Any) -> bool:
     with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), SECTION) as engine:
         terapipe_ds.save_pretrained(engine, saved)
     torch_dist.barrier()
-    read = PeftModel.from_pretrained(grown(), saved).state_dict()
-    return all(torch.equal(value, read[key]) for key, value in model.state_dict().items() if "original_" not in key)
+    with engine_of(terapipe_ds.from_pretrained(grown(), num_stages=2, adapter=saved), SECTION) as engine:
+        terapipe_ds.save_pretrained(engine, again)
+    torch_dist.barrier()
+    for each in (saved, again):
+        read = PeftModel.from_pretrained(grown(), each).state_dict()
+        if not all(torch.equal(v, read[key]) for key, v in model.state_dict().items() if "original_" not in key):
+            return False
+    return True
 
 
 def by_key(tensors: dict[str, torch.Tensor]) -> list[torch.Tensor]:

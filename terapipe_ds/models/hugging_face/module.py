@@ -31,8 +31,8 @@ from terapipe_ds.models.positions import longest_run
 from terapipe_ds.models.rank_gradients import TensorParallelModule
 
 _ADVICE = (
-    "The ranks were given different samples: seed and divide the sampler by the data-parallel rank. Or the layer "
-    "computes otherwise in training: then leave out the axis 'model'"
+    "Either the ranks were given different samples: then seed and divide the sampler by the data-parallel rank. Or the "
+    "layer computes otherwise in training: then leave out the axis 'model'"
 )
 _IN_FP32 = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")  # whatever dtype the rest has
 Loss = Callable[[Tensor, Any], Tensor]

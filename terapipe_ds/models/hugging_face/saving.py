@@ -77,7 +77,7 @@ def _finish(publishing: Path) -> None:
 def _put_in_place(publishing: Path) -> None:
     descriptor = os.open(publishing, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # of a file system without locks
+        with contextlib.suppress(OSError):  # of a file system without locks of folders, such as NFS
             fcntl.flock(descriptor, fcntl.LOCK_EX)  # else another process may set the new files aside as old ones
         _move(publishing)
     finally:

@@ -37,13 +37,16 @@ class MeasuredParts:
     has_other_cuts: bool = True  # False: the number of parts cannot change
     offloads: bool = False  # the tensors that slices keep go to the host
     process_bytes: int = 0  # of each stage, outside of torch's allocator
+    is_whole: bool = True  # False: one part that stands for each stage
     _made: dict[Any, PartCosts] = field(default_factory=dict, compare=False)
 
     @classmethod
     def of_profile(cls, profile: Profile) -> MeasuredParts:
         layers, is_timed = layers_of_profile(profile), profile.layers is not None
         bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds
-        return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), gradient_itemsize(profile.key.dtype))
+        is_whole = len(bounds) > 2 or (is_timed and profile.pipeline_stages == 1)
+        itemsize = gradient_itemsize(profile.key.dtype)
+        return cls(layers, bounds, is_timed, link_bytes_per_s(profile.links), itemsize, is_whole=is_whole)
 
     def running(
         self,
@@ -124,8 +127,8 @@ class MeasuredParts:
         return both_ways_s(sizes, self.link_bytes_per_s, steps if len(steps) == len(parts) else [])
 
     def for_stages(self, num_stages: int) -> MeasuredParts:
-        """Return the measurements for so many stages, which are copies of the part where only one was measured."""
-        if len(self.bounds_measured) > 2:
+        """Return the measurements for so many stages: copies of the part that stands for each, if one does."""
+        if self.is_whole:
             return self
         last, copies = self.bounds_measured[-1], range(num_stages)
         layers = [dataclasses.replace(one, layer_id=last * k + i) for k in copies for i, one in enumerate(self.layers)]

@@ -107,9 +107,9 @@ class StageReport:
     error: BaseException | None = None
     sums: DataSums = field(default_factory=DataSums)
     seen: Shapes = ()  # of all labels that this rank got
-    starts: tuple[Starts | None, ...] = ()  # of documents in the micro-batches whose inputs this rank has drawn
+    starts: tuple[Starts | None, ...] = ()  # where documents start, in micro-batches whose inputs this rank has
     dicts: int = 0  # a checksum of the token ids of dict batches, which are the same on each stage that draws
-    contents: int = 0  # the same for labels of tuples; 0 if none are there, or others stand in for them
+    contents: int = 0  # the same for labels of tuples; 0 if this rank draws none
     # 0 if the code and the trained parameters of the layers are as in the batch before, 1 if they are as in an earlier
     # batch or shapes are to be announced again, else 2
     model_change: int = 0

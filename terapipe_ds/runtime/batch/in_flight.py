@@ -43,7 +43,7 @@ class MicroBatchInFlight:
     inputs: SliceableTensors | None = None
     labels: SliceableTensors | None = None
     weights: tuple[float, ...] = ()  # of each slice's loss on this rank
-    all_weights: tuple[float, ...] = ()  # of the shares of all sequence ranks in slices, in the order of their tokens
+    all_weights: tuple[float, ...] = ()  # of each sequence rank's share of each slice, in the order of tokens
 
     def to(self, device: torch.device) -> None:
         if self.inputs is not None:

@@ -41,7 +41,7 @@ class DrawnMicroBatch:
     inputs: Any = None
     labels: SliceableTensors | None = None
     seen: MicroBatchShape | None = None  # of the labels
-    starts: Starts | None = None  # of documents in the rows of the inputs
+    starts: Starts | None = None  # where documents start in the rows of the inputs
     dicts: int = 0  # a checksum of the token ids of a dict
     contents: int = 0  # a checksum of the labels of a tuple
 

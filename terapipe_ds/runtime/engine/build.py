@@ -77,7 +77,7 @@ class EngineSetup:
     parameters: Any  # the `model_parameters` of `deepspeed.initialize`, for the layers that this stage holds now
     optimizer: Any
     trained: list[torch.Tensor]  # these and the user's tensors in `optimizer`, complete once the optimizer is made
-    sequence: SequenceRanks  # divide the tokens of each slice; their number divides `slice_length_multiple`
+    sequence: SequenceRanks  # the ranks that divide each slice; their number divides `slice_length_multiple`
     own_time: OwnTime = field(default_factory=OwnTime)
 
     @classmethod

@@ -70,11 +70,10 @@ class Stage:
     results: BatchResults
     tracer: Tracer
     own_time: OwnTime
-    # the config enables these and `offload`: they search for numbers that are not finite, and count operations
-    finite: FiniteCheck | None = None
-    flops: StageFlops | None = None
-    sequence: SequenceRanks = field(default_factory=SequenceRanks)  # divide the tokens of each slice
-    offload: ActivationOffload | None = None  # brings saved tensors to the host
+    finite: FiniteCheck | None = None  # searches for numbers that are not finite, if the config enables it
+    flops: StageFlops | None = None  # counts operations, if the config enables it
+    sequence: SequenceRanks = field(default_factory=SequenceRanks)  # the ranks that divide the tokens of each slice
+    offload: ActivationOffload | None = None  # brings saved tensors to the host, if the config enables it
 
 
 class DeepSpeedCalls:

@@ -42,7 +42,8 @@ class Tracer:
     ) -> None:
         self._dir, self._is_monitored = Path(trace_dir) if trace_dir else None, is_monitored
         self._rank, self._stage_id, self._num_stages = rank, stage_id, num_stages
-        self.listens = self._on_device = False  # the step is recorded, by events of the device alone
+        self.listens = False  # this step is recorded
+        self._on_device = False  # events of the device tell the time
         self._zero_s = 0.0  # of the monotonic clock, as seconds since 1970
         self._marks: list[tuple[Action, Any, Any]] = []
         self._start: Any = None

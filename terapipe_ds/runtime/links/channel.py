@@ -88,7 +88,7 @@ class Wire:
     streamed: bool = False  # a message is a kernel in a stream of the device, as over NCCL
     peer_stage_id: int = -1
     tag: int = 0  # tells this link from others of the same two ranks; backends without tags have a group for each
-    wire_format: str | None = None  # of packed activations
+    wire_format: str | None = None  # of packed messages; None: they travel as they are
 
     def packing(self, spec: MessageSpec) -> Packing | None:
         """Return how messages of that form are packed into one buffer; None if they travel unpacked."""
@@ -184,7 +184,7 @@ class SendChannel(_Channel):
             )
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
-        """Send without blocking; `consumed_at` indexes the waiting unit in the peer's order, `spec` is to pack by."""
+        """Send without blocking. `consumed_at` is the index in the peer's order of the unit that waits."""
         # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:

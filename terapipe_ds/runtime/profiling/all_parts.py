@@ -74,7 +74,7 @@ class PartMeasured:
     memory: PartMemory | None  # None: a profiler ran on one of the ranks
     layers: tuple[LayerMeasured, ...] | None = None  # None: they were not timed one by one
     links: list[LinkSample] = field(default_factory=list)  # to the next part
-    message_s: dict[int, float] = field(default_factory=dict)  # of the stage itself, in one F or B, by its tokens
+    message_s: dict[int, float] = field(default_factory=dict)  # of a message from the stage, by tokens
 
 
 def measure_parts(

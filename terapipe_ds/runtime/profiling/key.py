@@ -25,7 +25,7 @@ class LayersOfPart(NamedTuple):
     """Describe the layers of one part by values that two parts share exactly when their layers are the same."""
 
     together: list[Any]  # [[kind, arguments, keywords] of each layer], parameters, checkpoint interval
-    one_by_one: list[Any]  # with the parameters of each; joined over the parts these do not tell how layers are cut
+    one_by_one: list[Any]  # each layer with its parameters; the same however layers are cut into parts
 
 
 def describe_part(module: PipelineModule) -> LayersOfPart:

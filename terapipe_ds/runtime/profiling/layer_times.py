@@ -102,7 +102,7 @@ def _run(
 
 
 def _shares(values: Any) -> Any:
-    """Return the shares of layers, the last axis, in their sums; equal ones where a sum is 0."""
+    """Divide by the sums over layers, the last axis; shares are equal where a sum is 0."""
     numbers = np.asarray(values, dtype=float)
     totals = numbers.sum(axis=-1, keepdims=True)
     return np.where(totals > 0, numbers / np.where(totals > 0, totals, 1.0), 1.0 / numbers.shape[-1])

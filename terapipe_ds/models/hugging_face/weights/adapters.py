@@ -72,10 +72,12 @@ class Adapters:
         saved = get_peft_model_state_dict(whole, state, save_embedding_layers=False)
         self._saved_as = {key_of[id(value)]: key for key, value in saved.items()}
         self._shapes = {key: value.shape for key, value in saved.items()}
+        of_tokens = re.compile(rf"{IN_PEFT}({outline.embedding}|{outline.head})\.(?!original_module|.*\.{_NAME}\.)")
+        matrices = {key: value.shape for key, value in state.items() if of_tokens.match(key)}
         if _is_resized(whole):  # the base model lacks the new rows, which need not be trained; peft saves them, too
-            of_tokens = re.compile(rf"{IN_PEFT}({outline.embedding}|{outline.head})\.(?!original_module|.*\.{_NAME}\.)")
-            self._saved_as |= {key.removeprefix(IN_PEFT): key for key in state if of_tokens.match(key)}
-        self._below = {key: value.shape for key, value in state.items() if ".base_layer." in key}
+            self._saved_as |= {key.removeprefix(IN_PEFT): key for key in matrices}
+        # what peft may save beside adapters
+        self._below = matrices | {key: value.shape for key, value in state.items() if ".base_layer." in key}
         self._trained = {key.removeprefix(IN_PEFT) for key, value in whole.named_parameters() if value.requires_grad}
         unsaved = sorted(self._trained - set(self._saved_as))
         if unsaved:
@@ -95,7 +97,7 @@ class Adapters:
 
     def _checked(self, stored: dict[str, Tensor]) -> dict[str, Tensor]:
         shapes = {key: value.shape for key, value in stored.items()}
-        # peft also saves the weights below adapters of an embedding or output matrix: they are read, and saved again
+        # peft also saves embedding and output matrix if they have adapters or new rows: they are read, and saved again
         self._saved_as |= {key.removeprefix(IN_PEFT): key for key in stored.keys() & self._below.keys()}
         below = self._below.items() - self._shapes.items()
         differ = sorted({key for key, _ in (shapes.items() ^ self._shapes.items()) - below})
@@ -110,6 +112,7 @@ class Adapters:
         """Return the module with frozen weights, and with adapters if the config names a part of it."""
         module.requires_grad_(False)
         if name not in self._owners:
+            self._put_stored(name, module)
             self._changes.put_onto(module, name)
             return module
         # peft goes by names in the whole model, but a stage only has one module of it
@@ -130,10 +133,14 @@ class Adapters:
         for key, parameter in injected.named_parameters():
             if parameter.requires_grad != (f"{name}.{key}" in self._trained):
                 raise ModelRefusedError(f"peft trains other weights of {name} alone than of it in the model ({key})")
-            if (stored := (self._stored or {}).get(self._saved_as.get(f"{name}.{key}", ""))) is not None:
-                parameter.data = stored.to("cpu", stored.dtype if self._keeps_dtypes else parameter.dtype, copy=True)
+        self._put_stored(name, injected)
         self._changes.put_onto(injected, name)
         return injected
+
+    def _put_stored(self, name: str, module: nn.Module) -> None:
+        for key, parameter in module.named_parameters():
+            if (stored := (self._stored or {}).get(self._saved_as.get(f"{name}.{key}", ""))) is not None:
+                parameter.data = stored.to("cpu", stored.dtype if self._keeps_dtypes else parameter.dtype, copy=True)
 
     def gathered(self, pieces: dict[str, dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the adapters of all stages by the keys of peft. A collective over all ranks."""

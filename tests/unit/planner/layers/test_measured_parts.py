@@ -97,7 +97,11 @@ def test_equal_parts_are_one_object() -> None:
     assert quarters is not None and all(part is quarters[0] for part in quarters)
     copies = parts.for_stages(3)
     assert copies.bounds_measured == (0, 8, 16, 24) and [one.layer_id for one in copies.layers] == list(range(24))
-    assert copies.for_stages(2) is copies  # of several parts none stands for the others
+    # the whole model on one stage is cut, and of several parts none stands for the others
+    on_one_stage = Profile(key, (PartProfile(0, samples(8, 8)),), (), 1, one)
+    for measured in (on_one_stage, profile([kind()] * 8, (0, 4, 8))):
+        whole = MeasuredParts.of_profile(measured)
+        assert whole.for_stages(2) is whole and whole.bounds(2) == [0, 4, 8]
 
 
 def test_what_was_not_measured_is_not_there() -> None:

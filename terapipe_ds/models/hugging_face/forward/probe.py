@@ -122,7 +122,7 @@ def _sketches(layer: nn.Module) -> Iterator[Sketches]:
 def _note(sketch: Tensor, parameter: Tensor) -> None:
     assert parameter.grad is not None
     flat, parameter.grad = parameter.grad.float().flatten(), None
-    # plain sums miss gradients whose sums are zero, such as those of a router, which softmax shifts
+    # plain sums miss gradients whose sum is zero, such as a router's: its softmax ignores a common shift
     generator = torch.Generator(flat.device).manual_seed(0)
     signs = torch.randint(2, flat.shape, generator=generator, dtype=torch.int8, device=flat.device)
     flat = flat * (2 * signs - 1)

@@ -83,7 +83,7 @@ class StoredWeights:
         state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
         filled, without_place = set[str](), list[str]()
         targets_of = {key: self._conversions.targets(key, state) for key in stored}
-        # some programs write tied weights as those of the output matrix alone
+        # some programs write tied weights under the name of the output matrix alone
         tied = [f"{name}.weight" for name in (outline.embedding, outline.head) if outline.tied is not None]
         stored_tied = [key for key in tied if any(key in targets for targets, _ in targets_of.values())]
         self._stored_as = {outline.embedding: outline.head} if stored_tied == tied[1:] != [] else {}

@@ -105,6 +105,7 @@ def train_divided(
         config = changed_config(family, fields)
         options: dict[str, Any] = {"loss_fn": loss_of_logits if all_logits else None, "topology": topology(grid)}
         if zeros:
+            torch.manual_seed(5)  # each rank makes the whole model
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
             with torch.no_grad():
                 [p.zero_() for name, p in model.named_parameters() if any(each in name for each in zeros)]

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import distributed
 from transformers import AutoModelForCausalLM
@@ -206,7 +207,11 @@ def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> 
     assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
 
 
-@pytest.mark.parametrize("how", ["beside an index", "named by config", "tied, as head", "tied, twice"])
+# versions before 5 leave a tied embedding empty that is stored as the output matrix
+TIED = ["tied, as head", "tied, twice"] if transformers.__version__.startswith("5.") else []
+
+
+@pytest.mark.parametrize("how", ["beside an index", "named by config", *TIED])
 def test_of_several_files_those_are_read_that_transformers_reads(how: str, tmp_path: Path) -> None:
     assert rank_pool(2).run(reads_as_transformers, folder=str(tmp_path), how=how) == [True, True]
 

@@ -301,7 +301,7 @@ CASES: dict[str, dict[str, Any]] = {
     "biases, clipping": {"family": "phi", "grid": BOTH, "clipping": 0.01},
     "zero bubble": {"family": "gpt_neox", "grid": BOTH, "schedule": "seq1f1b-zb"},
     # parameters on shares of a layer that no plan names: a scalar of the activation, norms of heads
-    "unnamed scalar": {"family": "apertus", "grid": BOTH},
+    "unnamed scalar": {"family": "apertus", "grid": BOTH, "fields": {"base_model_tp_plan": OLDER_PLAN}},
     "unnamed norms": {"family": "phi", "grid": BOTH, "fields": {"qk_layernorm": True}},
     # without rotation the bias of keys has no gradient, but for rounding
     "shared heads, biases": {
@@ -315,7 +315,10 @@ CASES: dict[str, dict[str, Any]] = {
     "zeros, shared head": {
         "family": "llama", "grid": (1, 1, 2), "zeros": ("o_proj", "down_proj"), "fields": {"num_key_value_heads": 1},
     },
-    "zeros, unnamed scalar": {"family": "apertus", "grid": BOTH, "zeros": ("o_proj", "down_proj")},
+    "zeros, unnamed scalar": {
+        "family": "apertus", "grid": BOTH, "zeros": ("o_proj", "down_proj"),
+        "fields": {"base_model_tp_plan": OLDER_PLAN},
+    },
     **{family: {"family": family, "grid": BOTH, **VERIFIED} for family in FAMILIES},
     **{f"{family} in bf16": {"family": family, "grid": BOTH, "is_bf16": True, **VERIFIED} for family in FAMILIES},
     "one shared head": {"family": "gemma", "grid": BOTH, "fields": {"num_key_value_heads": 1}},

@@ -231,7 +231,7 @@ class PlanSetup:
 
     @functools.cached_property
     def recomputable(self) -> list[PartLayers]:
-        """Return the parts of a measured model, of which any layers may recompute; each has its process's bytes."""
+        """Return the parts of a measured model, whose layers may recompute, with the bytes of their processes."""
         assert self.measured is not None, "refused before"
         return recomputable_parts(self.measured, self.measured.bounds(self.options.stages) or ())
 

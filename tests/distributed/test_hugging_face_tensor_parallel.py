@@ -22,6 +22,7 @@ from transformers.models.apertus.modeling_apertus import ApertusMLP
 import terapipe_ds
 from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Piece
+from terapipe_ds.models.hugging_face.tensor_parallel import divide
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import gathered_copy, share_of
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.strategy import Strategy
@@ -252,7 +253,12 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
     """Return the error of a model whose config and plan have other entries: None takes one out."""
     apart, is_used_twice = changes.pop("apart", False), changes.pop("is_used_twice", False)
-    forward = ApertusMLP.forward
+    forward, difference, is_alone = ApertusMLP.forward, divide.difference, changes.pop("is_alone", False)
+
+    def differ_alone(*args: Any) -> Any:
+        """Find a difference on one rank, which the others must learn of."""
+        problem, *sketches = difference(*args)
+        return "found by one rank" if torch_dist.get_rank() == 1 else problem, *sketches
 
     def use_twice(self: Any, hidden: Tensor) -> Tensor:
         """Use a parameter on the rank's share, and on what is whole."""
@@ -266,7 +272,10 @@ def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any
     terapipe = changes.pop("terapipe", SECTION)
 
     def act() -> None:
-        with mock.patch.object(ApertusMLP, "forward", use_twice if is_used_twice else forward):
+        with (
+            mock.patch.object(ApertusMLP, "forward", use_twice if is_used_twice else forward),
+            mock.patch.object(divide, "difference", differ_alone if is_alone else difference),
+        ):
             module = terapipe_ds.from_config(config, topology=topology(grid), adapter=adapter, dtype=torch.float32)
         with engine_of(module, terapipe, **changes) as engine:
             if step:
@@ -425,6 +434,7 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     "gradients of mlp.act_fn.alpha_p are not whole, and their sum is neither": (
         "ModelRefusedError", {"family": "apertus", "is_used_twice": True},
     ),
+    "by its plan: found by one rank": ("ModelRefusedError", {"is_alone": True}),
     "different gradients for 1 of 9 parameters": ("ReplicatedGradientError", {"step": True, "apart": True}),
     "the layers of the module are divided over 2 ranks": (
         "TeraPipeConfigError", {"tensor_parallel": {"autotp_size": 4}},

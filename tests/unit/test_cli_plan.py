@@ -116,6 +116,12 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
         section = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", *more)["terapipe"]
         assert section["enabled"] and {name: section[name] for name in kept} == {**kept, "recompute": recompute}
         assert section["slices"] != 9 and TeraPipeConfig.from_deepspeed({"terapipe": section}).schedule == "1f1b"
+    # whoever pastes the printed lines gets the same, also names with spaces
+    path.write_text(json.dumps({**config, "terapipe": {"trace_dir": "a folder of traces " * 9}}))
+    words = (*options, "--config", str(path), "--schedule", "1f1b", "--max-slices", "1")
+    printed = shown(capsys, "plan", *words).split("in the DeepSpeed JSON:")[1]
+    assert json.loads(f"{{{printed}}}") == {"terapipe": as_json(capsys, *words)["terapipe"]}
+    path.write_text(json.dumps({**config, "terapipe": {**kept, "enabled": False, "slices": 9, "partition": None}}))
     limited = as_json(capsys, *options, "--config", str(path), "--schedule", "1f1b", "--memory-limit-gb", "20")
     assert limited["terapipe"]["planner"] == {"memory_limit_gb": 20.0}
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "schedule": "1f1b", "compile": True}}))

@@ -37,6 +37,7 @@ from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
 
 _SMALLEST_BYTES = 1024  # below this size, a copy takes longer than the memory is worth
+_FILE_BYTES = 1 << 30  # of which the disk holds what has been written
 _MOST_BESIDES = 4.0  # times of a view's bytes; a larger memory has more in it than this slice's
 
 
@@ -60,6 +61,7 @@ class HostBuffers:
         self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self._mapped = torch.empty(0, dtype=torch.uint8, device="cpu")  # what no buffer has of the newest file
         self._ordinary: set[int] = set()  # ids of the pool's buffers that wait to be replaced by pinned ones
 
     def begin_batch(self) -> None:
@@ -89,8 +91,12 @@ class HostBuffers:
     def _new(self, num_bytes: int, is_pinned: bool = False) -> Tensor:
         if self._is_pinned:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
-        with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
-            return torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(num_bytes,)))
+        # a mapping keeps a descriptor, and a long batch has more buffers than a process may open files
+        if self._mapped.numel() < num_bytes:
+            with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
+                self._mapped = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(max(num_bytes, _FILE_BYTES),)))
+        buffer, self._mapped = self._mapped[:num_bytes], self._mapped[num_bytes:]
+        return buffer
 
 
 class Offloaded:

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from enum import Enum
 from types import CodeType, ModuleType
 from typing import Any
 
@@ -100,6 +101,8 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def check_arguments(args: Any) -> None:
     """Refuse what cannot be trained in slices, before anything is built. Inserted in `GPTModelPipe.__init__`.
 
+    Let checkpoints that hold the arguments be loaded.
+
     Raises:
         PatchError: names the argument, its value, why, and what to change.
     """
@@ -107,6 +110,9 @@ def check_arguments(args: Any) -> None:
         return
     if _MODEL in sys.modules and (problem := problem_of_insertions()) is not None:  # a model is being built
         raise PatchError(problem)
+    # upstream saves its arguments in each checkpoint, and the engine reads no classes but those that a program allows
+    enums = {type(value) for value in vars(args).values() if isinstance(value, Enum)}
+    torch.serialization.add_safe_globals([type(args), *enums])
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):

@@ -2,7 +2,9 @@
 
 import re
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import terapipe_ds
+from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from tests import mini_megatron
 
 import terapipe_patch as helpers  # isort: skip
@@ -121,6 +124,23 @@ def test_arguments_that_slices_cannot_train_are_refused(name: str, value: Any) -
         helpers.check_arguments(args)
     args.deepspeed_config_dict = {"terapipe": {"enabled": False}}
     helpers.check_arguments(args)
+
+
+class ModelType(Enum):
+    """As upstream's, a member of which is among its arguments."""
+
+    DECODER = 1
+
+
+@pytest.mark.usefixtures("registered")
+def test_checkpoints_that_hold_the_arguments_can_be_loaded(tmp_path: Path) -> None:
+    args = Namespace(**vars(mini_megatron.arguments(8, deepspeed_config_dict=ENABLED, model_type=ModelType.DECODER)))
+    torch.save({"args": args}, tmp_path / "states.pt")
+    with torch.serialization.safe_globals([]):  # as they were, afterwards
+        with pytest.raises(PickleRefused, match="Namespace"):
+            read_strictly(tmp_path / "states.pt")
+        helpers.check_arguments(args)
+        assert read_strictly(tmp_path / "states.pt") == {"args": args}
 
 
 @pytest.mark.usefixtures("registered")

@@ -111,8 +111,7 @@ def check_arguments(args: Any) -> None:
     if _MODEL in sys.modules and (problem := problem_of_insertions()) is not None:  # a model is being built
         raise PatchError(problem)
     # upstream saves its arguments in each checkpoint, and the engine reads no classes but those that a program allows
-    enums = {type(value) for value in vars(args).values() if isinstance(value, Enum)}
-    torch.serialization.add_safe_globals([type(args), *enums])
+    torch.serialization.add_safe_globals([type(value) for value in vars(args).values() if isinstance(value, Enum)])
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):

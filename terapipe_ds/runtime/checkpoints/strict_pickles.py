@@ -1,11 +1,12 @@
 """Read files of states without running the code in them.
 
-A pickle is a program. torch reads tensors and plain values from it without running it (`weights_only`). A few classes
-of DeepSpeed, which hold only numbers, are also allowed. Everything else needs the user's permission.
+A pickle is a program. torch reads tensors and plain values from it without running it (`weights_only`). Arrays of
+numbers and a few classes that hold only plain values are also allowed. Everything else needs the user's permission.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import pickle
 import pickletools
@@ -30,7 +31,8 @@ from terapipe_ds.runtime.checkpoints import numpy_arrays
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.log import first_line
 
-_ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler)  # in the states of ZeRO stage 1
+# In the states of ZeRO stage 1; and a program's arguments, which are as plain as the values in them
+_ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler, argparse.Namespace)
 _REFUSED = re.compile(r"GLOBAL \S+|more than .*")
 _ANOTHER = "Load another checkpoint, by its tag"
 _MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 60,000 tensors take the former

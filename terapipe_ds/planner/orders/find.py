@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.orders.holdings import Holdings, limited
 from terapipe_ds.planner.orders.play import Policy, play
 from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
-from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.schedule import SEARCH, SPLIT_SCHEDULES, Schedule, ScheduleError, build, placement_for, validate
 from terapipe_ds.simulator.peak_memory import Memory
 
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
@@ -102,7 +103,7 @@ class _Search:
         self.limits = tuple(max(0, min(most, int(has / least + 1e-9))) if least else most for has in room)
         self.best: Orders = []
         self.best_s = STUCK
-        self.best_named: tuple[Orders, float] = [], STUCK
+        self.named: list[tuple[float, Schedule]] = []  # those that keep the limits
         self.bound_s = nodes.lower_bound() * (1 + 1e-12)
         self.used = 0
 
@@ -125,9 +126,9 @@ class _Search:
             orders = nodes.of_schedule(schedule)
             if self.holdings.keeps(schedule, orders):
                 self.used += 1
-                seconds[name] = nodes.makespan(orders)
-                self._offer(orders, seconds[name])
-        self.best_named = self.best, self.best_s
+                seconds[name] = nodes.makespan(orders, has_whole_backwards=name not in SPLIT_SCHEDULES)
+                self._offer(orders, nodes.makespan(orders))
+                self.named.append((seconds[name], schedule))
         return seconds
 
     def schedule(self) -> Schedule | None:
@@ -140,8 +141,9 @@ class _Search:
         schedule = self.nodes.to_schedule(self.best)
         if self.holdings.keeps(schedule, self.best):
             return schedule
-        self.best, self.best_s = self.best_named
-        return None if self.best_s == STUCK else self.nodes.to_schedule(self.best)
+        # a named one as it is: with B and W apart it may hold more than with whole backwards
+        self.best_s, named = min(self.named, key=itemgetter(0), default=(STUCK, None))
+        return None if named is None else replace(named, name=SEARCH)
 
     def play_policies(self) -> None:
         """Play a grid of policies, then change the best one while half of the budget lasts."""

@@ -113,7 +113,7 @@ class _Search:
 
     def start_from_named(self, names: Sequence[str]) -> dict[str, float]:
         """Take the named schedules that keep the limits and return their seconds."""
-        nodes, seconds = self.nodes, {}
+        nodes, seconds = self.nodes, dict[str, float]()
         slices = [plan.num_slices for plan in nodes.plans]
         candidates: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
         if nodes.num_parts > nodes.num_stages:  # a V, by default or with what the limit has room for
@@ -123,12 +123,15 @@ class _Search:
             if name in seconds:
                 continue
             schedule = build(name, nodes.num_stages, len(slices), slices, **options)
-            orders = nodes.of_schedule(schedule)
+            orders, is_whole = nodes.of_schedule(schedule), name not in SPLIT_SCHEDULES
+            is_known = is_whole or nodes.is_split
+            if not is_known:  # nobody knows the seconds of its W: its order with whole backwards
+                schedule = nodes.to_schedule(orders)
             if self.holdings.keeps(schedule, orders):
                 self.used += 1
-                seconds[name] = nodes.makespan(orders, has_whole_backwards=name not in SPLIT_SCHEDULES)
+                seconds |= {name: nodes.makespan(orders, is_whole)} if is_known else {}
                 self._offer(orders, nodes.makespan(orders))
-                self.named.append((seconds[name], schedule))
+                self.named.append((nodes.makespan(orders, is_whole), schedule))
         return seconds
 
     def schedule(self) -> Schedule | None:

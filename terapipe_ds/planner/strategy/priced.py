@@ -46,7 +46,8 @@ class Priced(Estimated):
         kept: dict[Any, PartCosts] = {}
         parts = []
         for part_id, (span, stage_id) in enumerate(zip(itertools.pairwise(bounds), owners, strict=True)):
-            layers = costs[recompute[stage_id]][slice(*span)]
+            beyond = self.layers.overhead(self.candidate.setting, span[1] - 1)
+            layers = [*costs[recompute[stage_id]][slice(*span)], *beyond]
             send_s, send_gradient_s = wires[part_id + 1], wires[part_id]
             key = tuple(map(id, layers)), send_s, send_gradient_s
             part = PartCosts(layers, send_s=send_s, send_gradient_s=send_gradient_s)

@@ -25,7 +25,7 @@ def layer_seconds(
 ) -> tuple[Floats, Floats]:
     """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
     costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
-    times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
+    times = {key: seconds_of(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
     forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
     return forward, backward
 
@@ -48,7 +48,8 @@ def equal_cuts(
     return list(dict.fromkeys(cuts))
 
 
-def _seconds(cost: Any, plan: SlicePlan) -> list[float]:
+def seconds_of(cost: Any, plan: SlicePlan) -> list[float]:
+    """Return the seconds of all forwards and of all backwards of a micro-batch."""
     return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in _NAMES]
 
 

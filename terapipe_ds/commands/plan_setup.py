@@ -337,6 +337,8 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         notes += f" of {profile.pipeline_stages} stages"
     notes += "" if parts.has_layers else f"; {NOT_TIMED}"
     notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
+    if options.data_parallel > 1 and parts.has_memory and not options.model:
+        notes += "\noptimizer states have the bytes of the job that was measured, whatever the replicas"
     smallest = max(model.min_tokens for model in models)
     if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"

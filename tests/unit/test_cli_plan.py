@@ -526,6 +526,8 @@ def test_a_measured_plan_says_which_layers_recompute(
     more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}
     assert context == {Cluster("v100", 1, 1).process_bytes(Grid(2, 1, 1))}
+    beside = as_json(capsys, *given, "--memory-limit-gb", "1", "--data-parallel", "2")
+    assert beside["peak_bytes"] == roomy["peak_bytes"] and "bytes of the job that was measured" in beside["setup"]
     assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
     order = f"--order {tmp_path / 'o.csv'}"
     for words in ("--chunks-per-stage 2", "--schedule zbv", "--schedule search", order):

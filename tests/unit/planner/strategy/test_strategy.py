@@ -343,6 +343,7 @@ def test_every_schedule_is_planned_with_its_numbers_of_parts_and_refuses_others(
         {"tensor_parallel": 3},
         "num_heads = 8 of mini does not divide by it.*Give tensor_parallel = .*, the nearest that works here",
     ),
+    ({"tensor_parallel": 3, "stages": 4}, "Give tensor_parallel = 1, the nearest that works here"),
     ({"stages": 3}, "no strategy has stages = 3; give 2, the nearest that works"),
     ({"data_parallel": 4, "global_batch_size": 7}, "give global_batch_size = 8, the nearest that works"),
     ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),

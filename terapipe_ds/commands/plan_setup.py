@@ -362,6 +362,7 @@ def _process_bytes(options: PlanOptions) -> int:
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     size, process_bytes = size_of(options.model), _process_bytes(options)
+    on_cpu = bool(options.device) and device_card(options.device).is_cpu
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -374,6 +375,7 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
             zero_stage=options.zero_stage,
             sequence_parallel=options.sequence_parallel,
             process_bytes=process_bytes,
+            on_cpu=on_cpu,
             **options.shape,
         )
 

@@ -125,6 +125,16 @@ def test_the_fullest_node_has_the_sum_of_its_ranks() -> None:
     assert cluster.fullest_node(Grid(4, 1, 1, sequence=2, axes=("pipe", "data", "sequence")), np.arange(4.0)) == 10.0
 
 
+@pytest.mark.parametrize(("grid", "buffers"), [
+    (Grid(1, 1, 1), 0), (Grid(2, 1, 1), 16), (Grid(1, 2, 1), 64), (Grid(1, 1, 2), 64), (Grid(3, 2, 2), 16 + 64 + 64),
+    (Grid(1, 2, 1, ("pipe", "data", "sequence"), 2), 64 + 64),
+])  # fmt: skip
+def test_a_process_has_a_context_and_buffers_of_its_communicators(grid: Grid, buffers: int) -> None:
+    """4 channels of each of 4 wires, and 32 in both directions of the ring of each group, with 4 MiB each."""
+    assert Cluster("h100", 1, 8).process_bytes(grid) == (1343 + 4 * buffers) * 2**20
+    assert Cluster("cpu", 1, 8).process_bytes(grid) == 0
+
+
 def test_gradients_are_summed_over_sequence_ranks() -> None:
     cluster = Cluster("h100", 1, 4)
     sequence = cluster.all_reduce_s(Grid(1, 1, 1, ("pipe", "data", "sequence"), 4), 1e9, 0)

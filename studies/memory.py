@@ -134,7 +134,6 @@ def counted_model(engine: Any, work: Workload) -> Any:
         num_stages=work.stages,
         dtype="float32",
         micro_batch=work.micro_batch,
-        fused_norm=False,
         on_cpu=True,
         layers_per_part=layers,
     )

@@ -337,6 +337,8 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         notes += f" of {profile.pipeline_stages} stages"
     notes += "" if parts.has_layers else f"; {NOT_TIMED}"
     notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
+    if options.data_parallel > 1 and parts.has_memory and not options.model:
+        notes += "\noptimizer states have the bytes of the job that was measured, whatever the replicas"
     smallest = max(model.min_tokens for model in models)
     if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
@@ -360,6 +362,7 @@ def _process_bytes(options: PlanOptions) -> int:
 
 def _memory(options: PlanOptions, dtype: str) -> PartsOf:
     size, process_bytes = size_of(options.model), _process_bytes(options)
+    on_cpu = bool(options.device) and device_card(options.device).is_cpu
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -372,6 +375,7 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
             zero_stage=options.zero_stage,
             sequence_parallel=options.sequence_parallel,
             process_bytes=process_bytes,
+            on_cpu=on_cpu,
             **options.shape,
         )
 

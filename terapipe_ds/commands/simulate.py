@@ -321,4 +321,5 @@ def _costs(
     costs = analytic_costs(size, device, dtype=options.dtype, wire_formats=formats, devices=devices, **shape)
     dtype = device_card(device).resolve_dtype(options.dtype)
     shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_stages, 1, options.tensor_parallel))
+    shape["on_cpu"] = device_card(device).is_cpu
     return costs, MemoryModel.of_model(size, dtype=DTYPE_NAMES.get(dtype, dtype), **shape)

@@ -74,6 +74,10 @@ class DeviceCard:
         return hash(self.name)
 
     @property
+    def is_cpu(self) -> bool:
+        return self.name == "cpu-core"
+
+    @property
     def reachable_bytes_per_s(self) -> float:
         """Return the rate at which real kernels move the bytes of the memory."""
         return self.memory_bandwidth_bytes_per_s * self.bandwidth_efficiency

@@ -130,7 +130,7 @@ class Setup:
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
     gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
-    fused_norm: bool = True  # RMSNorm in one kernel
+    fused_norm: bool | None = None  # RMSNorm in one kernel; None: on a GPU, and plain operations on a CPU
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
     sequence_ranks: int = 1  # that divide the tokens of each slice; ZeRO divides states over them too
@@ -151,6 +151,7 @@ class Setup:
                 raise PlannerError(f"{name} = {show_value(value)}: give one of {', '.join(map(str, known))}")
         self.size.check_tensor_parallel(self.tensor_parallel, PlannerError)
         size = self.size
+        self.fused_norm = not self.on_cpu if self.fused_norm is None else self.fused_norm
         self._layers = size.layers_of_parts(self.num_stages, self.layers_per_part, PlannerError)
         self._item = ITEMSIZE[self.dtype]
         self._wide = max(4, self._item)  # bytes of a number in fp32 or wider

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.schedule.split_chunks import TAKE_LIMITS
@@ -48,6 +50,10 @@ class ScheduleShape(NamedTuple):
         # stages of several parts take micro-batches in groups of this size
         group = 1 if self.chunks_per_stage == 1 else 2 * self.num_stages
         return group * -(-count // group)
+
+    def few_of_many(self, offloads: bool) -> int:
+        """Return the number of micro-batches from which on each adds the same bytes, if all forwards come first."""
+        return self.filling if offloads else 3
 
     @property
     def most_live(self) -> tuple[int, bool]:
@@ -118,10 +124,10 @@ def replay_few(
             earlier_s = replay_of(half).ends_of_stages(plan, costs, memory)
             ends_s = tuple(end + times * (end - earlier) for end, earlier in zip(ends_s, earlier_s, strict=True))
             is_proven = False
-    if memory is not None and shape.schedule in FILL_DRAIN and num_micro_batches > 3 and not memory.offloads:
-        # from the second micro-batch on, each adds the same bytes
-        two, three = (replay_of(count).peak_bytes(plan, memory, stages) for count in (2, 3))
-        peaks = tuple(b + (num_micro_batches - 3) * (b - a) for a, b in zip(two, three, strict=True))
+    if memory is not None and shape.schedule in FILL_DRAIN:
+        few = num_micro_batches if memory.offloads and is_short else shape.few_of_many(memory.offloads)
+        peaks = tuple(of_many(lambda count: replay_of(count).peak_bytes(plan, memory, stages), few, num_micro_batches))
+        is_proven &= not memory.offloads or few >= num_micro_batches
     elif memory is not None:
         enough, is_sure = shape.most_live
         if memory.offloads:  # a slice is away for a while that the rest of the batch decides
@@ -131,3 +137,10 @@ def replay_few(
         peaks = replay_of(min(num_micro_batches, enough)).peak_bytes(plan, memory, stages)
         is_proven &= is_sure or enough >= num_micro_batches
     return Outcome(ends_s, peaks, is_proven)
+
+
+def of_many(numbers_of: Callable[[int], Any], few: int, many: int) -> Any:
+    """Return integers of a batch of `many` micro-batches, where each adds as much as the last of `few`."""
+    last = np.array(numbers_of(min(few, many)), np.int64)
+    more = (many - few) * (last - np.array(numbers_of(few - 1), np.int64)) if few < many else 0
+    return (last + more).tolist()

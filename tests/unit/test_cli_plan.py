@@ -9,7 +9,7 @@ import pytest
 
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
-from terapipe_ds.costs.devices import device_card
+from terapipe_ds.costs.devices import FILE, device_card
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import (
     CostSample,
@@ -406,6 +406,21 @@ def test_a_plan_and_its_simulation_agree(capsys: pytest.CaptureFixture[str], nam
     assert [stage["peak_bytes"] for stage in simulated["stages"]] == plan["peak_bytes"]
 
 
+def test_memory_on_a_cpu_has_its_norms_of_plain_operations(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Input and normalised input in fp32 and one number, beside the output, in place of input and two numbers."""
+    known = next(card for card in json.loads(FILE.read_text())["devices"] if card["name"] == "cpu-core")
+    (tmp_path / "gpu.json").write_text(json.dumps(known | {"name": "gpu", "aliases": []}))
+    words = ["--model", "mini", "--stages", "1", "--sequence-length", "1024", "--schedule", "1f1b", "--device"]
+    peaks = []
+    for device in ("cpu", str(tmp_path / "gpu.json")):
+        plan = as_json(capsys, *words, device, "--max-slices", "1")
+        simulated = json.loads(shown(capsys, "simulate", *words, device, "--slices", "1", "--json"))
+        peaks += [plan["peak_bytes"], [stage["peak_bytes"] for stage in simulated["stages"]]]
+    # 8 layers have two each; the one before the head is done when their backwards run
+    more = 1024 * 2 * 8 * (4 * 512 + 4 - 8)
+    assert peaks == [[peak + more for peak in peaks[2]]] * 2 + [peaks[2]] * 2
+
+
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, config = tmp_path / "profile.json", tmp_path / "ds.json"
     profile_of(2).save(path)
@@ -526,6 +541,8 @@ def test_a_measured_plan_says_which_layers_recompute(
     more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}
     assert context == {Cluster("v100", 1, 1).process_bytes(Grid(2, 1, 1))}
+    beside = as_json(capsys, *given, "--memory-limit-gb", "1", "--data-parallel", "2")
+    assert beside["peak_bytes"] == roomy["peak_bytes"] and "bytes of the job that was measured" in beside["setup"]
     assert tight["terapipe"]["planner"] == {"memory_limit_gb": pytest.approx(limit)}
     order = f"--order {tmp_path / 'o.csv'}"
     for words in ("--chunks-per-stage 2", "--schedule zbv", "--schedule search", order):

@@ -121,7 +121,6 @@ class CountedLayers(Layers):
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 (it goes with the planner that made it)
     def _parts(self, setting: Setting, counts: tuple[int, ...], recompute: int) -> tuple[PartMemory, ...]:
-        on_cpu = self._cluster.card.name == "cpu-core"
         setup = Setup(
             self.size,
             len(counts),
@@ -134,8 +133,7 @@ class CountedLayers(Layers):
             keeps_attention=recompute == Again.KEEPS_ATTENTION,
             layers_per_part=counts,
             sequence_ranks=setting.sequence,
-            fused_norm=not on_cpu,  # plain operations there
-            on_cpu=on_cpu,
+            on_cpu=self._cluster.card.is_cpu,
             fused_loss=self.fused_loss,
             offload_optimizer=setting.offload_optimizer,
         )

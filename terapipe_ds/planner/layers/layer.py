@@ -37,7 +37,6 @@ class Layer:
     output_bytes: float = 0.0  # per token, to the next layer
     layer_id: int = 0  # in the model
     overhead: OverheadCosts | None = None  # of every part, beyond its layers
-    layers_of_part: int = 1  # in the part in which it was measured
     send_s: Callable[[Any], Any] | None = None  # of a message of that part
     step_s: float | None = None  # its share of the optimizer's step, by trained parameters
 
@@ -58,8 +57,8 @@ class OverheadCosts:
 
     vectorized = True
 
-    def __init__(self, points: Sequence[Overhead], share: float = 1.0) -> None:
-        self._points, self._share = sorted(points, key=lambda point: point.tokens), share
+    def __init__(self, points: Sequence[Overhead]) -> None:
+        self._points = sorted(points, key=lambda point: point.tokens)
 
     def forward_s(self, tokens: Any, prefix: Any) -> Any:
         """Return seconds, linear between the measured points and constant beyond them."""
@@ -71,11 +70,8 @@ class OverheadCosts:
     def weight_s(self, tokens: Any, prefix: Any) -> Any:
         return 0.0 * tokens + 0.0 * prefix
 
-    def shared_by(self, layers: int) -> OverheadCosts:
-        return OverheadCosts(self._points, 1 / layers)
-
     def _between(self, seconds: Sequence[float], tokens: Any) -> Any:
-        return self._share * np.interp(tokens, [float(point.tokens) for point in self._points], seconds)
+        return np.interp(tokens, [float(point.tokens) for point in self._points], seconds)
 
 
 def layers_of_profile(profile: Profile) -> list[Layer]:
@@ -111,7 +107,6 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
                     kind.output_bytes_per_token,
                     len(layers),
                     overhead,
-                    stop - start,
                     send_s,
                     None if part.step_s is None else share * part.step_s,
                 )
@@ -150,14 +145,7 @@ def memory_of_part(layers: Sequence[Layer], recompute: int = False) -> PartMemor
 
 
 def costs_of_layers(layers: Sequence[Layer], rows: int = 1, recompute: int = False) -> list[Costs]:
-    """Return the costs of every layer for `rows` sequences, with its share of its part's overhead."""
-    made: dict[tuple[int, int], Costs] = {}
-    costs = []
-    for layer in layers:
-        key = id(layer.costs), id(layer.overhead)
-        if key not in made:  # equal layers of a part share their costs
-            over = [] if layer.overhead is None else [layer.overhead.shared_by(layer.layers_of_part)]
-            own = [layer.costs, *over] * rows
-            made[key] = PartCosts(own, own if recompute else ())
-        costs.append(made[key])
-    return costs
+    """Return the costs of every layer for `rows` sequences, without the overhead of its part; equal ones are shared."""
+    distinct = {id(layer.costs): [layer.costs] * rows for layer in layers}
+    made = {key: PartCosts(own, own if recompute else ()) for key, own in distinct.items()}
+    return [made[id(layer.costs)] for layer in layers]

@@ -105,6 +105,10 @@ class MeasuredLayers(Layers):
     def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
         return self._costs[_size(setting), Again(recompute)]
 
+    def overhead(self, setting: Setting, layer: int) -> Sequence[Costs]:
+        own = self._layers[_size(setting)][layer].overhead
+        return () if own is None else (own,)
+
     def output_bytes(self, setting: Setting) -> Floats:
         return np.array([layer.output_bytes for layer in self._layers[_size(setting)]], float)
 

@@ -81,6 +81,10 @@ class Layers(abc.ABC):
     def layer_costs(self, setting: Setting, recompute: int) -> Sequence[Costs]:
         """Return the costs of each layer; equal layers share one object."""
 
+    def overhead(self, setting: Setting, layer: int) -> Sequence[Costs]:
+        """Return the costs of each F and B of a part that ends with `layer`, beyond those of its layers."""
+        return ()
+
     @abc.abstractmethod
     def output_bytes(self, setting: Setting) -> Floats:
         """Return, per layer, the bytes per token that a micro-batch sends on after it."""

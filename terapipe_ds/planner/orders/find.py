@@ -10,13 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.orders.holdings import Holdings, limited
 from terapipe_ds.planner.orders.play import Policy, play
 from terapipe_ds.planner.orders.priced_nodes import STUCK, Orders, PricedNodes
-from terapipe_ds.schedule import Schedule, ScheduleError, build, placement_for, validate
+from terapipe_ds.schedule import SEARCH, SPLIT_SCHEDULES, Schedule, ScheduleError, build, placement_for, validate
 from terapipe_ds.simulator.peak_memory import Memory
 
 NAMED = ("seq1f1b-zb", "seq1f1b", "zb-h1", "1f1b", "gpipe", "terapipe")
@@ -102,7 +103,7 @@ class _Search:
         self.limits = tuple(max(0, min(most, int(has / least + 1e-9))) if least else most for has in room)
         self.best: Orders = []
         self.best_s = STUCK
-        self.best_named: tuple[Orders, float] = [], STUCK
+        self.named: list[tuple[float, Schedule]] = []  # those that keep the limits
         self.bound_s = nodes.lower_bound() * (1 + 1e-12)
         self.used = 0
 
@@ -112,7 +113,7 @@ class _Search:
 
     def start_from_named(self, names: Sequence[str]) -> dict[str, float]:
         """Take the named schedules that keep the limits and return their seconds."""
-        nodes, seconds = self.nodes, {}
+        nodes, seconds = self.nodes, dict[str, float]()
         slices = [plan.num_slices for plan in nodes.plans]
         candidates: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in names]
         if nodes.num_parts > nodes.num_stages:  # a V, by default or with what the limit has room for
@@ -122,12 +123,15 @@ class _Search:
             if name in seconds:
                 continue
             schedule = build(name, nodes.num_stages, len(slices), slices, **options)
-            orders = nodes.of_schedule(schedule)
+            orders, is_whole = nodes.of_schedule(schedule), name not in SPLIT_SCHEDULES
+            is_known = is_whole or nodes.is_split
+            if not is_known:  # nobody knows the seconds of its W: its order with whole backwards
+                schedule = nodes.to_schedule(orders)
             if self.holdings.keeps(schedule, orders):
                 self.used += 1
-                seconds[name] = nodes.makespan(orders)
-                self._offer(orders, seconds[name])
-        self.best_named = self.best, self.best_s
+                seconds |= {name: nodes.makespan(orders, is_whole)} if is_known else {}
+                self._offer(orders, nodes.makespan(orders))
+                self.named.append((nodes.makespan(orders, is_whole), schedule))
         return seconds
 
     def schedule(self) -> Schedule | None:
@@ -140,8 +144,9 @@ class _Search:
         schedule = self.nodes.to_schedule(self.best)
         if self.holdings.keeps(schedule, self.best):
             return schedule
-        self.best, self.best_s = self.best_named
-        return None if self.best_s == STUCK else self.nodes.to_schedule(self.best)
+        # a named one as it is: with B and W apart it may hold more than with whole backwards
+        self.best_s, named = min(self.named, key=itemgetter(0), default=(STUCK, None))
+        return None if named is None else replace(named, name=SEARCH)
 
     def play_policies(self) -> None:
         """Play a grid of policies, then change the best one while half of the budget lasts."""

@@ -73,9 +73,16 @@ class PricedNodes:
                 is_local = self.stage_of_part[part] == self.stage_of_part[part + step]
                 self.links[node] = -1 if is_local else kind * self.num_parts + part
 
-    def makespan(self, orders: Orders) -> float:
-        """Return when the last computation ends; `STUCK` where stages wait for one another for ever."""
-        return end_of_orders(orders, self.inputs, self.seconds, self.sends, self.links)
+    def makespan(self, orders: Orders, has_whole_backwards: bool = False) -> float:
+        """Return when the last computation ends; `STUCK` where stages wait for one another for ever.
+
+        With whole backwards a B takes the seconds of its W too, before it sends its gradient.
+        """
+        seconds = self.seconds
+        if has_whole_backwards and self.is_split:
+            forward, back, weight = np.split(np.array(seconds), 3)
+            seconds = [*forward.tolist(), *(back + weight).tolist(), *(0.0 * weight).tolist()]
+        return end_of_orders(orders, self.inputs, seconds, self.sends, self.links)
 
     def of_schedule(self, schedule: Schedule) -> Orders:
         """Return the orders of a schedule with the same placement; a whole B becomes a B and its W."""

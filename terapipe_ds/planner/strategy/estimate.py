@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from terapipe_ds.costs.devices import LinkCard
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.layers.parts import Again, Floats, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import owners_of
-from terapipe_ds.planner.strategy.rates import equal_cuts
+from terapipe_ds.planner.strategy.rates import equal_cuts, seconds_of
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
@@ -48,7 +49,8 @@ class Estimated(Bounded):
         stages = range(self.num_stages)
         # one matrix per stage: the work of every span of layers, recomputed where that alone fits
         kinds = self._kinds(shape.schedule)
-        work = [spans_matrix(np.add(*self._sliced(again, num_slices))) for again in kinds]
+        overhead = self._overhead_s(num_slices)
+        work = [spans_matrix(np.add(*self._sliced(again, num_slices))) + overhead for again in kinds]
         fits = [self._peaks(shape, num_slices, again) <= limit_bytes for again in kinds]
         kept = [self._rates[again]["slice"] for again in kinds]
         copied = self._copied(shape, num_slices)
@@ -133,7 +135,7 @@ class Estimated(Bounded):
         for again in set(recompute):
             done = np.concatenate(([0.0], np.cumsum(np.add(*self._sliced(again, num_slices)))))
             seconds = np.where(of_parts == again, done[stops] - done[starts], seconds)
-        return np.asarray(np.bincount(stages, seconds), float)
+        return np.asarray(np.bincount(stages, seconds + self._overhead_s(num_slices)[stops]), float)
 
     def _peaks_of(self, cut: Bounds, owners: Sequence[int], shape: Shape, num_slices: int, recompute: int) -> Floats:
         """Return about the peak bytes of each stage of one cut."""
@@ -168,7 +170,15 @@ class Estimated(Bounded):
     def even_s(self, shape: Shape, num_slices: int) -> float:
         """Return about the seconds with equal stages, in `num_slices` equal slices, and nothing recomputed."""
         rounds = self.num_micro_batches + self._waits(shape, num_slices) * (self.num_stages - 1) / num_slices
-        return rounds * sum(self._sums_s(num_slices)) / self.num_stages
+        overhead_s = shape.chunks * float(self._overhead_s(num_slices)[1:].min())
+        return rounds * (sum(self._sums_s(num_slices)) / self.num_stages + overhead_s)
+
+    @functools.lru_cache(maxsize=16)  # noqa: B019 (as long as the candidate; a search asks again for each shape)
+    def _overhead_s(self, num_slices: int) -> Floats:
+        """Return, by the end of a part, the seconds of a micro-batch in equal slices beyond its layers."""
+        setting, plan = self.candidate.setting, SlicePlan.equal(self.length, num_slices)
+        costs = [self.layers.overhead(setting, layer) for layer in range(self.layers.num_layers)]
+        return np.array([0.0, *(sum(map(sum, (seconds_of(one, plan) for one in of))) for of in costs)])
 
     def least_bytes(self, shape: Shape, num_slices: int) -> float:
         """Return approximately the least limit in which some cut fits, with nothing recomputed or everything."""

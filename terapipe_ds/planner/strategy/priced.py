@@ -20,7 +20,7 @@ from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, own
 from terapipe_ds.planner.strategy.estimate import Estimated
 from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.simulator import ScheduleShape, replay_few
-from terapipe_ds.simulator.few import FILL_DRAIN
+from terapipe_ds.simulator.few import FILL_DRAIN, of_many
 
 MOST_WHOLE = 3_000_000
 """Computations of a batch up to which a final answer is replayed whole: half a minute, a gigabyte."""
@@ -46,7 +46,8 @@ class Priced(Estimated):
         kept: dict[Any, PartCosts] = {}
         parts = []
         for part_id, (span, stage_id) in enumerate(zip(itertools.pairwise(bounds), owners, strict=True)):
-            layers = costs[recompute[stage_id]][slice(*span)]
+            beyond = self.layers.overhead(self.candidate.setting, span[1] - 1)
+            layers = [*costs[recompute[stage_id]][slice(*span)], *beyond]
             send_s, send_gradient_s = wires[part_id + 1], wires[part_id]
             key = tuple(map(id, layers)), send_s, send_gradient_s
             part = PartCosts(layers, send_s=send_s, send_gradient_s=send_gradient_s)
@@ -144,11 +145,9 @@ class Priced(Estimated):
             return 0
         of_stages = np.zeros(self.num_stages)
         if memory.offloads:  # else no schedule is built for it
-            few = min(self.num_micro_batches, shape.filling)
-            of_stages += replay_of(shape, few).host_bytes(plan, memory)
-            if shape.schedule in FILL_DRAIN and few < self.num_micro_batches:  # each more brings as many as the last
-                fewer = replay_of(shape, few - 1).host_bytes(plan, memory)
-                of_stages += (self.num_micro_batches - few) * (of_stages - fewer)
+            few, number = shape.filling, self.num_micro_batches
+            number = number if shape.schedule in FILL_DRAIN else min(few, number)
+            of_stages += of_many(lambda count: replay_of(shape, count).host_bytes(plan, memory), few, number)
         of_layers = self.layers.host_bytes(self.candidate.setting)
         for (start, stop), stage_id in zip(itertools.pairwise(bounds), owners, strict=True):
             of_stages[stage_id] += of_layers[start:stop].sum()
@@ -161,17 +160,11 @@ class Priced(Estimated):
         shape = ScheduleShape(schedule, self.num_stages, score.plan.num_slices, chunks)
         whole = self.memory(score.bounds, score.recompute, owners)
         kinds = {kind: whole.only(kind) for kind in MEMORY_KINDS}
-        number, memories = self.num_micro_batches, [whole, *kinds.values()]
-        few = min(number, max(shape.filling, shape.most_live[0]))
-        if score.shape.fills_and_drains:  # every micro-batch adds bytes
-            few = number if whole.offloads else min(number, 3)
-        found = replay_of(shape, few).peak_by_kind(score.plan, memories)
-        if few < number and score.shape.fills_and_drains:  # as many as the one before it, as in `replay_few`
-            fewer = replay_of(shape, few - 1).peak_by_kind(score.plan, memories)
-            found = [
-                tuple(b + (number - few) * (b - a) for a, b in zip(*of_stage, strict=True))
-                for of_stage in zip(fewer, found, strict=True)
-            ]
+        memories = [whole, *kinds.values()]
+        few = number = min(self.num_micro_batches, max(shape.filling, shape.most_live[0]))
+        if score.shape.fills_and_drains:
+            few, number = shape.few_of_many(whole.offloads), self.num_micro_batches
+        found = of_many(lambda count: replay_of(shape, count).peak_by_kind(score.plan, memories), few, number)
         by_kind = {kind: [of[index] for of in found] for index, kind in enumerate(kinds, 1)}
         # all else that the peak has belongs to the computation that runs
         rest = (peak - sum(of[1:]) for peak, of in zip(score.peak_bytes, found, strict=True))

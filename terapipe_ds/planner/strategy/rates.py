@@ -25,7 +25,7 @@ def layer_seconds(
 ) -> tuple[Floats, Floats]:
     """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
     costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
-    times = {key: _seconds(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
+    times = {key: seconds_of(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
     forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
     return forward, backward
 
@@ -48,7 +48,8 @@ def equal_cuts(
     return list(dict.fromkeys(cuts))
 
 
-def _seconds(cost: Any, plan: SlicePlan) -> list[float]:
+def seconds_of(cost: Any, plan: SlicePlan) -> list[float]:
+    """Return the seconds of all forwards and of all backwards of a micro-batch."""
     return [float(ask(cost, name, plan.lengths, plan.starts, PlannerError).sum()) for name in _NAMES]
 
 
@@ -58,16 +59,21 @@ def whole_of(cost: Any, length: int) -> tuple[float, float]:
 
 
 def least_of(cost: Any, length: int) -> tuple[float, float]:
-    """Return the least work of any possible slices, by a program over their ends, and the least first forward."""
+    """Return the least work of the slices that a search tries, and their least first forward.
+
+    Planned slices end at multiples of `granule_of`, so that a program over these finds the least. Equal ones need not.
+    """
     edges = [*range(0, length, granule_of(length)), length]
-    spans = list(itertools.combinations(edges, 2))
+    equal = [SlicePlan.equal(length, 1 << power).spans() for power in range((-(-length // 64)).bit_length())]
+    spans = list(dict.fromkeys(itertools.chain(itertools.combinations(edges, 2), *equal)))
     pairs = [stop - start for start, stop in spans], [start for start, _ in spans]
     both = (ask(cost, name, *pairs, PlannerError).tolist() for name in _NAMES)
     seconds = dict(zip(spans, zip(*both, strict=True), strict=True))
     least = {0: 0.0}
     for stop in edges[1:]:
         least[stop] = min(least[start] + sum(seconds[start, stop]) for start in edges if start < stop)
-    return least[length], min(seconds[0, stop][0] for stop in edges[1:])
+    work = min(least[length], *(sum(sum(seconds[span]) for span in of_plan) for of_plan in equal))
+    return work, min(forward for (start, _), (forward, _) in seconds.items() if start == 0)
 
 
 def granule_of(length: int) -> int:

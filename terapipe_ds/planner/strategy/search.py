@@ -385,6 +385,9 @@ class Search:
         """Replay a score with slices by `plan_slices`, where some fit."""
         owners = owners_of(score.shape.schedule, priced.num_stages, score.shape.chunks)
         self.work += _BUDGET
+        granule = granule_of(priced.length)
+        if self.space.layers.whole_is_least:  # other bounds are for multiples of the granule
+            granule = min(granule, max(64, priced.length // score.plan.num_slices))
         filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(
@@ -392,7 +395,7 @@ class Search:
                 priced.length,
                 priced.num_stages,
                 min(priced.num_micro_batches, filling),
-                min(granule_of(priced.length), max(64, priced.length // score.plan.num_slices)),
+                granule,
                 score.shape.schedule,
                 chunks_per_stage=score.shape.chunks,
                 max_slices=max(2 * score.plan.num_slices, 2),

@@ -159,8 +159,11 @@ class Space:
         if tensor is not None and why is None and cluster.devices_per_node % tensor:
             why = f"tensor_parallel = {tensor} does not divide the {cluster.devices_per_node} devices of a node"
         if tensor is not None and why is not None:
-            fits = [t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None]
-            nearest = min(fits, key=lambda degree: abs(degree - tensor), default=1)
+            free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, tensor_parallel=None))
+            fits = {candidate.grid.model for candidate in free.candidates()}
+            # where the other choices go with no number, one that suits the layers and a node
+            fits = fits or {t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None}
+            nearest = min(fits, key=lambda degree: (abs(degree - tensor), degree), default=1)
             return f"{asked}: {why}. Give tensor_parallel = {nearest}, the nearest that works here"
         # a batch near this one that has a strategy
         for distance in range(1, 4097):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from simulator_cases import MEMORY, Case, Table, cases, scanned_bytes, starts_and_ends
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.schedule import ScheduleError, build
 from terapipe_ds.simulator import Replay, ScheduleShape, SimulationError, UnitCosts, replay_few, simulate
 from terapipe_ds.timeline import COMPUTE_KINDS, Timeline
@@ -280,3 +281,14 @@ def test_long_batches_are_told_by_shorter_ones(name: str, monkeypatch: pytest.Mo
     assert whole.makespan_s == replay_of(shape, 100).makespan(plan, costs)
     assert told.ends_s == pytest.approx(whole.ends_s, rel=0.05 if name == "zbv" else 5e-3)
     assert told.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.1 if name in CHUNKED else 0)
+
+
+@pytest.mark.parametrize("lengths", [(8,), (4, 3, 1)])
+def test_long_batches_with_offloaded_slices_hold_more_with_each_micro_batch(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("terapipe_ds.simulator.few._FILLED", 1)
+    shape, plan = ScheduleShape("terapipe", 3, len(lengths)), SlicePlan(lengths)
+    memory = MemoryModel((PartMemory(10, 50, 20, 40, whole_bytes_per_token=30, staying_bytes_per_token=7),) * 3, True)
+    told = outcome_of(shape, 60, plan, memory=memory, most=0)
+    assert told.peak_bytes == replay_of(shape, 60).peak_bytes(plan, memory) and not told.is_proven

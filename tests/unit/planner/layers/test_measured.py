@@ -101,13 +101,16 @@ def test_any_part_takes_the_sum_of_its_layers(span: tuple[int, int]) -> None:
         assert costs.forward_s(64, 192) == pytest.approx(0.4 * forward, rel=1e-9)  # measured with a prefix
 
 
-def test_layers_carry_what_their_part_takes_beyond_them() -> None:
-    """A part of three layers takes 6 ms more per F and 9 ms per B; any two of them take two thirds of that more."""
+@pytest.mark.parametrize(("schedule", "parts"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("recompute", ["off", "full"])
+def test_every_part_takes_the_same_beyond_its_layers(schedule: str, parts: int, recompute: str) -> None:
+    """One micro-batch in one slice: 6 ms more per F and 9 ms more per B of every part, however many layers it has."""
     beyond = {"overheads": (Overhead(64, 6e-3, 9e-3), Overhead(LENGTH, 6e-3, 9e-3))}
-    layers = MeasuredLayers([profile(parts=beyond)], CLUSTER, LENGTH)
-    costs = PartCosts(layers.layer_costs(ONE, False)[1:3])
-    assert costs.forward_s(LENGTH, 0) == pytest.approx(by_hand(FORWARD, 0, 1, 3) + 4e-3, rel=1e-12)
-    assert costs.backward_s(64, 192) == pytest.approx(0.4 * by_hand(BACKWARD, 1, 1, 3) + 6e-3, rel=1e-9)
+    question: Any = {"global_batch_size": 1, "sequence_length": LENGTH, "stages": 2, "schedule": schedule}
+    planned = rank_strategies(profile(parts={"step_s": 0.0001}), CLUSTER, **question)[0]
+    strategy = planned.model_copy(update={"recompute": recompute})
+    plain, more = (price_strategy(strategy, profile(parts={"step_s": 1e-4} | p), CLUSTER) for p in ({}, beyond))
+    assert more.predicted_s - plain.predicted_s == pytest.approx(2 * parts * 15e-3, rel=1e-9)
 
 
 def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:

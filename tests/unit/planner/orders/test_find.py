@@ -8,10 +8,12 @@ import pytest
 from studies.orders import Costs, brute_force_s, merged
 from terapipe_ds import simulate
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.memory import MemoryModel, PartMemory
 from terapipe_ds.planner.orders.find import NAMED, find_order
 from terapipe_ds.planner.orders.ramps import find_order_and_slices
-from terapipe_ds.schedule import Kind, Schedule, ScheduleError, build, validate
+from terapipe_ds.schedule import SPLIT_SCHEDULES, Kind, Schedule, ScheduleError, build, validate
 from terapipe_ds.schedule.placement import v_shape
+from terapipe_ds.simulator import Replay
 from tests.costs import CostsOf
 
 LENGTH = 1024
@@ -45,8 +47,20 @@ def test_never_slower_than_the_named_schedules_with_the_same_limit(seed: int) ->
     assert result.lower_bound_s <= found_s * (1 + 1e-12)
     named = [build(name, stages, micro_batches, plan.num_slices) for name in NAMED]
     named_s = [simulate(one, plan, costs).makespan_s for one in named if max(one.peak_live_slices()) <= limit]
-    assert named_s
+    assert named_s and [*result.named_s.values()] == pytest.approx(named_s, rel=1e-12)
     assert found_s <= min(named_s) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("knows_weights", [True, False])
+def test_a_named_schedule_that_fits_only_with_whole_backwards_stays_whole(knows_weights: bool) -> None:
+    costs, plan, schedule = random_case(0)[0][:2], SlicePlan((512, 512)), build("seq1f1b", 2, 3, 2)
+    parts = costs if knows_weights else [CostsOf(cost.forward_s, cost.backward_s) for cost in costs]
+    memory = MemoryModel((PartMemory(0, 100, weight_bytes_per_token=400),) * 2)
+    limit = max(Replay(schedule).peak_bytes(plan, memory))
+    result = find_order(parts, plan, 2, 3, memory=memory, memory_limit_bytes=limit)
+    assert max(Replay(result.schedule).peak_bytes(plan, memory)) <= limit
+    assert simulate(result.schedule, plan, parts).makespan_s == pytest.approx(result.makespan_s, rel=1e-12)
+    assert knows_weights or not {*result.named_s} & {*SPLIT_SCHEDULES}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from terapipe_ds.config.strategy_file import contradictions, section_of
 from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.model_sizes import loss_chunk_tokens, model_size
+from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.parts import Again, Setting, Span
@@ -25,6 +26,10 @@ from terapipe_ds.planner.strategy import (
     simulate_strategy,
     size_of,
 )
+from terapipe_ds.planner.strategy.candidate import Candidate, Levers, replay_of
+from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.question import layers_of
+from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.offload import offloaded_until
@@ -120,6 +125,16 @@ def test_the_fullest_node_has_the_sum_of_its_ranks() -> None:
     assert cluster.fullest_node(Grid(4, 1, 1, sequence=2, axes=("pipe", "data", "sequence")), np.arange(4.0)) == 10.0
 
 
+@pytest.mark.parametrize(("grid", "buffers"), [
+    (Grid(1, 1, 1), 0), (Grid(2, 1, 1), 16), (Grid(1, 2, 1), 64), (Grid(1, 1, 2), 64), (Grid(3, 2, 2), 16 + 64 + 64),
+    (Grid(1, 2, 1, ("pipe", "data", "sequence"), 2), 64 + 64),
+])  # fmt: skip
+def test_a_process_has_a_context_and_buffers_of_its_communicators(grid: Grid, buffers: int) -> None:
+    """4 channels of each of 4 wires, and 32 in both directions of the ring of each group, with 4 MiB each."""
+    assert Cluster("h100", 1, 8).process_bytes(grid) == (1343 + 4 * buffers) * 2**20
+    assert Cluster("cpu", 1, 8).process_bytes(grid) == 0
+
+
 def test_gradients_are_summed_over_sequence_ranks() -> None:
     cluster = Cluster("h100", 1, 4)
     sequence = cluster.all_reduce_s(Grid(1, 1, 1, ("pipe", "data", "sequence"), 4), 1e9, 0)
@@ -158,6 +173,19 @@ def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:
     assert max(away.memory_by_kind["model_states"]) < 0.5 * max(plain.memory_by_kind["model_states"])
     assert away.host_memory_bytes > 18 * model_size("llama-3-8b").num_parameters()
     assert away.predicted_s > plain.predicted_s
+
+
+def test_bytes_by_kind_of_long_batches_come_from_few_micro_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, grid, plan = Cluster("h100", 1, 2), Grid(2, 1, 1), SlicePlan.equal(128, 2)
+    priced = Priced(layers_of("nano", cluster, 128, "auto"), cluster, 128, Candidate(grid, 1, 1000, 1, Levers(True)))
+    score = priced.price((0, 2, 4), Shape("terapipe"), plan, (Again.OFF,) * 2)
+    assert score is not None
+    asked: list[int] = []
+    few = "terapipe_ds.planner.strategy.priced.replay_of"
+    monkeypatch.setattr(few, lambda shape, count: asked.append(count) or replay_of(shape, count))
+    of_kinds = priced.peak_by_kind(score).values()
+    assert [sum(of) for of in zip(*of_kinds, strict=True)] == list(score.peak_bytes) and min(map(min, of_kinds)) >= 0
+    assert max(asked) < 500
 
 
 def test_a_host_without_room_limits_what_goes_there() -> None:

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.planner.strategy import Cluster, LayerChain, rank_strategies, simulate_strategy
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.question import layers_of
+from terapipe_ds.planner.strategy.rates import granule_of, least_of
 from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES, WHOLE, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space
@@ -21,6 +23,7 @@ from terapipe_ds.schedule import build
 from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
 from terapipe_ds.simulator.few import replay_few
 from terapipe_ds.strategy import Grid
+from tests.costs import CostsOf
 
 CLUSTER = Cluster("v100", 2, 2)
 SMALL: Any = {"global_batch_size": 4, "sequence_length": 512}
@@ -86,14 +89,37 @@ def test_no_schedule_cut_or_slices_beat_the_bound(seed: int) -> None:
     assert scored > (20 if limit == math.inf else 0)
 
 
-def equal_chain(num_layers: int, pipe: int) -> tuple[Search, Priced]:
+@pytest.mark.parametrize("length", [65, 200, 1000])
+def test_no_slices_that_a_search_tries_take_less_than_the_least(length: int) -> None:
+    """Short slices are cheap here, and equal ones end at multiples of no granule."""
+    work_s, first_s = least_of(CostsOf(lambda tokens, _: tokens**2, lambda tokens, _: 2 * tokens**2), length)
+    for slices in itertools.takewhile(lambda count: count <= -(-length // 64), (1, 2, 4, 8, 16)):
+        lengths = SlicePlan.equal(length, slices).lengths
+        assert work_s <= 3 * sum(tokens**2 for tokens in lengths) and first_s <= lengths[0] ** 2
+
+
+def test_planned_slices_end_at_the_granules_of_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    search, priced = equal_chain(4, 4, 8192)
+    score = priced.score((0, 1, 2, 3, 4), Shape("seq1f1b"), SlicePlan.equal(8192, 128), math.inf)
+    assert score is not None
+    planned: list[int] = []
+
+    def spy(*question: Any, **options: Any) -> Any:
+        planned.append(question[4])
+        return plan_slices(*question, **options)
+
+    monkeypatch.setattr("terapipe_ds.planner.strategy.search.plan_slices", spy)
+    search._plan_slices(priced, score)
+    assert planned == [granule_of(8192)] == [128]
+
+
+def equal_chain(num_layers: int, pipe: int, length: int = 4096) -> tuple[Search, Priced]:
     """Return a search over layers that cost the same, and its candidate of `pipe` stages and whole batches."""
     cluster, layer = Cluster("v100", 1, pipe), Layer(0.0, 1e-6, 0.0, 0.5)
-    whole_s = layer.forward_s(4096, 0)
+    whole_s = layer.forward_s(length, 0)
     numbers = ([number] * num_layers for number in (whole_s, 2 * whole_s, 0.0, 0.0, 0.0))
-    space = Space(
-        layers_of(LayerChain(*numbers, costs=[layer] * num_layers), cluster, 4096, "auto"), cluster, 1, 4096, math.inf
-    )
+    layers = layers_of(LayerChain(*numbers, costs=[layer] * num_layers), cluster, length, "auto")
+    space = Space(layers, cluster, 1, length, math.inf)
     [candidate] = [
         each for each in space.candidates() if each.grid.pipe == pipe and not any(vars(each.levers).values())
     ]

@@ -343,6 +343,7 @@ def test_every_schedule_is_planned_with_its_numbers_of_parts_and_refuses_others(
         {"tensor_parallel": 3},
         "num_heads = 8 of mini does not divide by it.*Give tensor_parallel = .*, the nearest that works here",
     ),
+    ({"tensor_parallel": 3, "stages": 4}, "Give tensor_parallel = 1, the nearest that works here"),
     ({"stages": 3}, "no strategy has stages = 3; give 2, the nearest that works"),
     ({"data_parallel": 4, "global_batch_size": 7}, "give global_batch_size = 8, the nearest that works"),
     ({"global_batch_size": 0}, "global_batch_size = 0: give an integer >= 1"),
@@ -361,8 +362,13 @@ def test_numbers_that_no_chain_and_no_cluster_has_are_refused() -> None:
         LayerChain([1], [1, 2], [1], [1], [1])
     with pytest.raises(PlannerError, match="saved_bytes: give one finite number >= 0"):
         LayerChain([1], [1], [1], [-1], [1])
-    with pytest.raises(PlannerError, match="between_bytes_per_s = 0: give a finite number > 0"):
-        Cluster("v100", 1, 1, between_bytes_per_s=0)
+    for name, value in (("between_bytes_per_s", 0), ("node_bytes_per_s", True), ("within_bytes_per_s", math.inf)):
+        with pytest.raises(PlannerError, match=f"{name} = .*: give a finite number > 0"):
+            Cluster("v100", 1, 1, **{name: value})
+    with pytest.raises(PlannerError, match="within_latency_s = -1: give a finite number >= 0"):
+        Cluster("v100", 1, 1, within_latency_s=-1)
+    with pytest.raises(PlannerError, match="nodes = 0: give an integer >= 1"):
+        Cluster("v100", 0, 1)
 
 
 # --- chains with slices, and searches that are stopped

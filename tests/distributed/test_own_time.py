@@ -7,7 +7,7 @@ from unittest import mock
 import pytest
 
 from terapipe_ds.runtime.batch.in_flight import PartInFlight
-from terapipe_ds.runtime.planning import auto_planner
+from terapipe_ds.runtime.planning import measure_and_share
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
@@ -60,13 +60,13 @@ def test_it_is_measured_without_the_layers_and_makes_slices_longer(kind: str) ->
 def job_same_plan() -> list[str]:
     """Return the reports of a planner that finds the same plan with the engine's own time."""
     found: list[Any] = []
-    plan = auto_planner.best_without_moving
+    plan = measure_and_share.best_without_moving
 
     def same(*arguments: Any) -> Any:
         found.append(found[0] if found else plan(*arguments))
         return found[0]
 
-    with mock.patch.object(auto_planner, "best_without_moving", same):
+    with mock.patch.object(measure_and_share, "best_without_moving", same):
         _, lines, _ = job({}, "float64")
     return [line for line in lines if line.startswith("planned ")]
 

@@ -18,7 +18,7 @@ from terapipe_ds.costs.profile import Profile, ProfileError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, plan_slices
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
-from terapipe_ds.runtime.planning import auto_planner, choose_plan
+from terapipe_ds.runtime.planning import choose_plan, measure_and_share
 from terapipe_ds.runtime.profiling import rounds
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
 from terapipe_ds.schedule import SCHEDULE_NAMES
@@ -362,7 +362,7 @@ def _many_lengths(section: dict[str, Any]) -> tuple[dict[str, float], list[int],
     lengths = [24, 21, 22, 17, 19, 20, 23, 18]
     micro_batches = [batches(1, 1, first_seed=seed, length=length)[0] for seed, length in enumerate(lengths)]
     data = [[*first, *second] for first, second in zip(micro_batches[::2], micro_batches[1::2], strict=True)]
-    planned, plan = [], auto_planner.best_without_moving
+    planned, plan = [], measure_and_share.best_without_moving
 
     def noted(stage: Any, cuts: Any, length: int, *rest: Any) -> Any:
         planned.append(length)
@@ -370,8 +370,12 @@ def _many_lengths(section: dict[str, Any]) -> tuple[dict[str, float], list[int],
         even = SlicePlan.equal(length, 3, 4)  # models as small as these are fastest unsliced
         return dataclasses.replace(result, plans=(even,) * len(result.plans)), lines
 
-    stays = mock.patch.object(auto_planner.AutoPlanner, "misjudged", return_value=[])
-    with mock.patch.object(auto_planner, "best_without_moving", noted), stays, engine_of(gpt_layers(), section) as ours:
+    stays = mock.patch.object(measure_and_share.AutoPlanner, "misjudged", return_value=[])
+    with (
+        mock.patch.object(measure_and_share, "best_without_moving", noted),
+        stays,
+        engine_of(gpt_layers(), section) as ours,
+    ):
         errors = differences(train(ours, data), run_training(gpt_layers, None, data, stages=1))
         starts = [list(ours.slice_plan(length).starts) for length in sorted(lengths)]  # type: ignore[attr-defined]
     return errors, planned, starts

@@ -25,7 +25,7 @@ import numpy as np
 
 from terapipe_ds.planner.search.pipeline import CachedCosts
 from terapipe_ds.planner.slice_program.branch_and_bound import Objective, Search, search_plans
-from terapipe_ds.planner.slice_program.dynamic_programs import Band, Floats
+from terapipe_ds.planner.slice_program.least_sums import Band, Floats
 
 MANY_GRANULES = 512  # above, one bound, and a limit on its work
 MAX_WORK = 400_000_000  # of one search, in array elements; about a second

@@ -15,7 +15,7 @@ from terapipe_ds.messages import gib, limit_text
 from terapipe_ds.planner.errors import TRY_SEQ1F1B, MemoryLimitError
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
-from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+from terapipe_ds.planner.slice_program.least_sums import Floats
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
 from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.schedule.show import many

@@ -13,7 +13,7 @@ from terapipe_ds.messages import show_value
 from terapipe_ds.plan import SlicePlan, count_granules
 from terapipe_ds.planner.errors import PlannerError, check_count
 from terapipe_ds.planner.slice_program.cost_table import CostTable, check_methods, tabulate
-from terapipe_ds.planner.slice_program.dynamic_programs import Floats
+from terapipe_ds.planner.slice_program.least_sums import Floats
 
 MAX_TABLE_ELEMENTS = 1 << 25  # over all different parts: 256 MiB for each of forward, backward, links each way
 

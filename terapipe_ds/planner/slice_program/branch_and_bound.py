@@ -28,7 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.slice_program.dynamic_programs import (
+from terapipe_ds.planner.slice_program.least_sums import (
     NO_LIMITS,
     Band,
     Bools,

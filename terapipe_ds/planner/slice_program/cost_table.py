@@ -13,7 +13,7 @@ from terapipe_ds.costs.interface import Costs, ask, method_of
 from terapipe_ds.messages import show_value
 from terapipe_ds.plan import count_granules
 from terapipe_ds.planner.errors import PlannerError
-from terapipe_ds.planner.slice_program.dynamic_programs import NO_LIMITS, Band, Bools, Floats, least_tails, trace
+from terapipe_ds.planner.slice_program.least_sums import NO_LIMITS, Band, Bools, Floats, least_tails, trace
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

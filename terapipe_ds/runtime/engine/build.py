@@ -62,7 +62,7 @@ from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_l
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.planning.auto_planner import warn_of_limit
+from terapipe_ds.runtime.planning.measure_and_share import warn_of_limit
 
 _ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that has prepared its layers last
 

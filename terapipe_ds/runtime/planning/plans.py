@@ -18,8 +18,8 @@ from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.layout.layout import placement_of
 from terapipe_ds.runtime.layout.sequence_axis import problem_of_lengths, shortest_slice_on
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.planning.auto_planner import AutoPlanner
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
+from terapipe_ds.runtime.planning.measure_and_share import AutoPlanner
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__

@@ -8,7 +8,7 @@ from planner_cases import KINDS, TableCosts, compositions, fill_drain_time, rand
 
 from studies.slice_program import solve
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.slice_program import dynamic_programs
+from terapipe_ds.planner.slice_program import least_sums
 from terapipe_ds.planner.slice_program.cost_table import equal_time, tabulate
 
 
@@ -50,7 +50,7 @@ def test_equals_brute_force(kind: str) -> None:
 @pytest.mark.parametrize("block", [1 << 16, 1, 20])
 def test_equals_brute_force_in_blocks(kind: str, num_stages: int, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """However the programs go through a band: row by row, or in blocks of a few numbers."""
-    monkeypatch.setattr(dynamic_programs, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(least_sums, "BLOCK_ELEMENTS", block)
     rng = np.random.default_rng(100 + KINDS.index(kind))
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 1)
     check_best(random_costs(rng, 11, 1, kind), 11, 1, num_stages, 2, most=4)

@@ -13,9 +13,9 @@ from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups
-from terapipe_ds.runtime.planning.auto_planner import warn_of_limit
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.choose_plan import best_without_moving
+from terapipe_ds.runtime.planning.measure_and_share import warn_of_limit
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate

@@ -33,6 +33,7 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_files import (
     TOKENIZER,
     change_and_move,
+    changed_skeletons,
     memory_of_reading,
     more_than_the_model,
     reading,
@@ -203,15 +204,28 @@ def test_weights_are_read_once_layers_have_their_stages(terapipe: dict[str, Any]
         assert found["read"] == found["held"]
 
 
-def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> None:
-    assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", "model.layers.2.mlp.up_proj.weight"),
+        ("deepseek_v3", "model.layers.2.mlp.gate.e_score_correction_bias"),  # a buffer
+    ],
+)
+def test_a_tensor_that_is_changed_before_goes_with_its_layer(family: str, changed: str, tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "family": family, "changed": changed}
+    assert rank_pool(2).run(change_and_move, **given) == [True, True]
+
+
+def test_a_skeleton_keeps_its_buffers_and_has_no_weights(tmp_path: Path) -> None:
+    for is_kept, (kind, text) in rank_pool(2).run(changed_skeletons, folder=str(tmp_path)):
+        assert is_kept and kind == "ModelRefusedError" and "1 of its weights have values" in text
 
 
 # versions before 5 leave a tied embedding empty that is stored as the output matrix
 TIED = ["tied, as head", "tied, twice"] if transformers.__version__.startswith("5.") else []
 
 
-@pytest.mark.parametrize("how", ["beside an index", "named by config", *TIED])
+@pytest.mark.parametrize("how", ["beside an index", "named by config", "named by config, in a subfolder", *TIED])
 def test_of_several_files_those_are_read_that_transformers_reads(how: str, tmp_path: Path) -> None:
     assert rank_pool(2).run(reads_as_transformers, folder=str(tmp_path), how=how) == [True, True]
 

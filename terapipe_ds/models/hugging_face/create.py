@@ -30,6 +30,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     check_arguments,
     check_config,
     language_model_of,
+    refuse_values,
     refused_on_all_ranks,
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
@@ -196,7 +197,8 @@ def _from_model(
             adapters.take_over(changes, keeps_dtypes=dtype is None)
         weights: Weights = HeldWeights(state, dtype)
         if source is not None:
-            weights = StoredWeights(source, model_without_weights(base.config, kept_dtype), outline)
+            empty = model_without_weights(base.config, kept_dtype)
+            weights = StoredWeights(source, empty, outline, changes.names)
         blueprint = Blueprint(outline, weights, adapters)
     # each decoder layer again in the backward, as transformers does; the caller may say otherwise
     if base.is_gradient_checkpointing:
@@ -261,6 +263,7 @@ def skeleton(
     with _family_named(config):
         model = _empty_model(config, dtype, folder)
     setattr(model, SOURCE, folder)
+    model.register_load_state_dict_pre_hook(refuse_values)
     return model
 
 

@@ -34,7 +34,8 @@ _BOOKKEEPING = """
 """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody reads.
-_WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
+# The last one is of a skeleton.
+_WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook", "refuse_values")
 
 
 @dataclass
@@ -46,6 +47,11 @@ class Changes:
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
     values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all in `values`, in the model."""
+        return {f"{name}.{key}" for name, of_module in self.values.items() for key in of_module}
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
         """Apply the settings to the module with this name in the model; the model itself has the name ""."""

@@ -155,6 +155,34 @@ def change_and_move(folder: str, family: str, changed: str) -> bool:
         return len(stages) == 1 and (changed not in own or bool((own[changed] == 0.125).all()))
 
 
+def generation_settings(folder: str, **of_model: Any) -> tuple[Any, Any]:
+    """Return the settings in a save of a model whose config has some of them, and in a save of what was read of it.
+
+    transformers would not save the model.
+    """
+    first, second = f"{folder}/first", f"{folder}/second"
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    for name, value in of_model.items():
+        setattr(model.config, name, value)
+    model.generation_config.temperature = 0.25  # without do_sample
+    with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), engines.section()) as engine:
+        terapipe_ds.save_pretrained(engine, first)
+    torch_dist.barrier()
+    saved = GenerationConfig.from_pretrained(first).temperature
+    torch_dist.barrier()
+    if torch_dist.get_rank() == 0:
+        Path(first, "generation_config.json").unlink()
+        path = Path(first, "config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | of_model))
+    torch_dist.barrier()
+    with engine_of(terapipe_ds.from_pretrained(first, num_stages=2), engines.section()) as engine:
+        terapipe_ds.save_pretrained(engine, second)
+    torch_dist.barrier()
+    read = GenerationConfig.from_pretrained(second)
+    AutoModelForCausalLM.from_pretrained(second)
+    return saved, {name: getattr(read, name) for name in of_model}
+
+
 def changed_skeletons(folder: str) -> tuple[bool, tuple[str, str]]:
     """Return whether buffers of a skeleton are kept, and the error if it has a weight of its own."""
     write_model("deepseek_v3", folder)

@@ -34,6 +34,7 @@ from tests.distributed.hugging_face_files import (
     TOKENIZER,
     change_and_move,
     changed_skeletons,
+    generation_settings,
     memory_of_reading,
     more_than_the_model,
     reading,
@@ -190,6 +191,13 @@ def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Pat
         assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
         assert max(found["evaluation"], found["logits"]) <= (1e-2 if is_bf16 else 1e-5)
         assert set(found["files"]) == COMMON | {"model.safetensors"} or "stages" not in options  # one file of one stage
+
+
+def test_settings_of_generation_cost_no_weights_and_stay(tmp_path: Path) -> None:
+    """Older models have them in the config."""
+    of_model = {"do_sample": True, "max_length": 50}
+    for saved, read in rank_pool(2).run(generation_settings, folder=str(tmp_path), **of_model):
+        assert saved == 0.25 and read == of_model
 
 
 @pytest.mark.sample(2)

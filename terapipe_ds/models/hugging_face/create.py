@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from terapipe_ds import compat
 from terapipe_ds.models.hugging_face.forward.outline import Outline
@@ -232,9 +233,11 @@ def _config_of(name: str | os.PathLike[str], folder: Path, quantization: Quantiz
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype | None, folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = model_without_weights(config, dtype)
-    # generation settings are only handed on to what is saved
-    with contextlib.suppress(OSError):  # most folders have some
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    # generation settings are only handed on to what is saved; older models have them in the config
+    for name, options in ((GENERATION_CONFIG_NAME, {}), (CONFIG_NAME, {"_from_model_config": True})):
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(folder, name, **options)
+            break
     return model
 
 

@@ -1,5 +1,6 @@
 """Read models of transformers from folders, train them, and write them back. Runs inside the ranks."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -181,6 +182,23 @@ def generation_settings(folder: str, **of_model: Any) -> tuple[Any, Any]:
     read = GenerationConfig.from_pretrained(second)
     AutoModelForCausalLM.from_pretrained(second)
     return saved, {name: getattr(read, name) for name in of_model}
+
+
+def saved_without_source(folder: str) -> tuple[bool, list[str]]:
+    """Return whether all weights are saved when the program left the folder that it named, and the folder is gone."""
+    write_model("llama", f"{folder}/first")
+    theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/first").state_dict()
+    with contextlib.chdir(folder):
+        module = terapipe_ds.from_pretrained("first", num_stages=2)
+    with engine_of(module, engines.section()) as engine, engines.logged() as lines:
+        torch_dist.barrier()
+        if torch_dist.get_rank() == 0:
+            Path(folder, "first").rename(f"{folder}/gone")
+        torch_dist.barrier()
+        terapipe_ds.save_pretrained(engine, f"{folder}/second")
+    torch_dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/second").state_dict()
+    return all(torch.equal(saved[name], value) for name, value in theirs.items()), lines
 
 
 def changed_skeletons(folder: str) -> tuple[bool, tuple[str, str]]:

@@ -42,6 +42,7 @@ from tests.distributed.hugging_face_files import (
     refused_reading,
     round_trip,
     save_apart,
+    saved_without_source,
 )
 from tests.hugging_face_families import CONFIGS, config_of, known
 
@@ -191,6 +192,11 @@ def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Pat
         assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
         assert max(found["evaluation"], found["logits"]) <= (1e-2 if is_bf16 else 1e-5)
         assert set(found["files"]) == COMMON | {"model.safetensors"} or "stages" not in options  # one file of one stage
+
+
+def test_a_folder_that_is_gone_costs_no_weights(tmp_path: Path) -> None:
+    for rank, (is_saved, lines) in enumerate(rank_pool(2).run(saved_without_source, folder=str(tmp_path))):
+        assert is_saved and sum("saved without a tokenizer" in line for line in lines) == (rank == 0)
 
 
 def test_settings_of_generation_cost_no_weights_and_stay(tmp_path: Path) -> None:

@@ -254,12 +254,20 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     if getattr(model, "generation_config", None) is not None:
         _write_settings(model.generation_config, folder / "generation_config.json")
     if module.source is not None and module.source.resolve() != folder.parent.resolve():
-        for file in module.source.iterdir():
-            if file.is_file() and _TOKENIZER.fullmatch(file.name):
-                shutil.copyfile(file, folder / file.name)
-        for file in (module.source / _TEMPLATES).glob("*.jinja"):
-            (folder / _TEMPLATES).mkdir(exist_ok=True)  # not copytree: it would copy that a folder is read-only
-            shutil.copyfile(file, folder / _TEMPLATES / file.name)
+        for name, content in _tokenizer_in(module.source).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def _tokenizer_in(source: Path) -> dict[Path, bytes]:
+    """Return the files of a tokenizer by their names. A folder that is gone by now costs no weights."""
+    try:
+        files = [file for file in source.iterdir() if file.is_file() and _TOKENIZER.fullmatch(file.name)]
+        files += (source / _TEMPLATES).glob("*.jinja")
+        return {file.relative_to(source): file.read_bytes() for file in files}
+    except OSError as error:
+        logger.warning("the model is saved without a tokenizer, which cannot be read: %s", error)
+        return {}
 
 
 def _write_settings(settings: PretrainedConfig | GenerationConfig, path: Path) -> None:

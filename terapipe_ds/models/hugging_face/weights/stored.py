@@ -171,11 +171,20 @@ class HeldWeights:
     """Hold a model's weights in memory, by their keys in its state dict. Values are copied, in a dtype or their own."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        self._state, self._dtype = state, dtype
+        self._state: Mapping[str, torch.Tensor] | None = state
+        self._dtype = dtype
+
+    def release(self) -> None:
+        """Hold no more weights: from now on modules are only built to take values from another stage, or for trials."""
+        self._state = None
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Copy the parameters and saved buffers."""
+        """Copy the parameters and saved buffers; once they are released, draw small numbers for parameters."""
+        if self._state is None:
+            for parameter in module.parameters():
+                parameter.normal_(0.0, 0.02)
+            return
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()
             value.data = held.to(value.device, held.dtype if self._dtype is None else value.dtype, copy=True)

@@ -151,6 +151,8 @@ def check_config(config: Any) -> None:
     for name, reason in _NOT_OF_SLICES.items():
         if value := getattr(config.get_text_config(), name, None):
             raise ModelRefusedError(f"{name} is {value}: {reason}")
+    if not getattr(config, "return_dict", True):
+        raise ModelRefusedError("return_dict is False: stages read the outputs of its forward by name. Set it to True")
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
     if family is None or other:

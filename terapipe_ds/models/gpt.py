@@ -11,6 +11,7 @@ Shapes: B batch, T tokens of the slice (or of the sequence), H heads, D head dim
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, Protocol
@@ -190,8 +191,9 @@ class TokenEmbedding(nn.Module):
         super().__init__()
         shape = (config.vocab_size, config.hidden_size)
         self.weight = _normal(shape, config, config.generator(0), config.init_std)
+        self._is_learned = config.positions == "learned"
         # with learned positions, the next layer applies dropout to the sum of both embeddings
-        self.dropout = config.dropout if config.positions == "rope" else 0.0
+        self.dropout = 0.0 if self._is_learned else config.dropout
         self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
         self._rows_count_anew: bool | None = None  # some position ids so far, of rows without documents
 
@@ -201,6 +203,8 @@ class TokenEmbedding(nn.Module):
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
         """Look at position ids while they are on the host: no slice then waits for its device to read them."""
+        if self._is_learned and isinstance(inputs, tuple) and _are_with_ids(inputs):
+            _require_from_0(inputs[1], starts)
         if starts is None and isinstance(inputs, tuple) and _are_with_ids(inputs):
             self._rows_count_anew = bool(self._rows_count_anew) or _count_anew(*inputs)
 
@@ -208,6 +212,8 @@ class TokenEmbedding(nn.Module):
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
             _check_position_ids(tokens, others, self._rows_count_anew)
+            if self._is_learned and active_slice() is None:
+                _require_from_0(others[0], None)
         return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
@@ -215,6 +221,19 @@ def _count_anew(tokens: Tensor, position_ids: Tensor) -> bool:
     """Return whether position ids count anew within a row. Ids that merely start later in the row do not."""
     offsets = position_ids - torch.arange(tokens.shape[1], device=tokens.device)
     return bool(((offsets != offsets[:, :1]) | (offsets < first_position())).any())
+
+
+def _require_from_0(position_ids: Tensor, starts: Starts | None) -> None:
+    """Raise GPTConfigError for a row or document that begins at another learned position; turns do not depend on it."""
+    rows, length = position_ids.shape
+    for ids, of_row in zip(position_ids, starts or [(0,)] * rows, strict=True):
+        # each token of padding counts as a document, with any number
+        begins = [start for start, stop in itertools.pairwise((*of_row, length)) if stop - start > 1]
+        if (first := next(filter(None, ids[begins].tolist()), 0)) != 0:
+            raise GPTConfigError(
+                f"the position ids of a row or document begin at {first}, and learned positions begin at 0: leave the "
+                'position ids out, or give positions="rope"'
+            )
 
 
 def _are_with_ids(inputs: Sequence[Any]) -> bool:

@@ -1,5 +1,6 @@
 """Read models of transformers from folders, train them, and write them back. Runs inside the ranks."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as torch_dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 import terapipe_ds
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.refusals import gathered
 from terapipe_ds.models.hugging_face.weights.stored import INDEX, SINGLE, StoredWeights
+from terapipe_ds.models.hugging_face.weights.unread import read
 from tests.distributed import engines
 from tests.distributed.cases import relative_error
 from tests.distributed.hugging_face_jobs import batches, engine_of, weights_of_all_stages
@@ -133,18 +136,84 @@ def reading(folder: str, terapipe: dict[str, Any] | None) -> dict[str, Any]:
     return found
 
 
-def change_and_move(folder: str) -> bool:
-    """Return whether a weight that is changed before `initialize` moves with its layer to another stage."""
-    write_model("llama", folder, num_layers=4)
+def tensors_of(module: Any) -> dict[str, Tensor]:
+    """Return the parameters and buffers of this stage by their names in the model of transformers."""
+    runs = [piece.runs for piece in module.modules() if isinstance(piece, Piece)]
+    modules = {name: held for of_piece in runs for name, held in of_piece.items()}
+    kinds = nn.Module.named_parameters, nn.Module.named_buffers
+    return {key: each for name, held in modules.items() for kind in kinds for key, each in kind(held, name)}
+
+
+def change_and_move(folder: str, family: str, changed: str) -> bool:
+    """Return whether a tensor that is changed before `initialize` moves with its layer to another stage."""
+    write_model(family, folder, num_layers=4)
     module = terapipe_ds.from_pretrained(folder, num_stages=2)
-    changed = "model.layers.2.mlp.up_proj.weight"
-    for key, name in module.checkpoint_names().items():
-        if name == changed:
-            module.get_parameter(key).data.fill_(0.125)
+    if (tensor := tensors_of(module).get(changed)) is not None:
+        tensor.data.fill_(0.125)
     with engine_of(module, engines.section(schedule="zbv")):
-        stages = [names for names in gathered([*module.checkpoint_names().values()]) if changed in names]
-        kept = [key for key, name in module.checkpoint_names().items() if name == changed]
-        return len(stages) == 1 and all(bool((module.get_parameter(key) == 0.125).all()) for key in kept)
+        own = tensors_of(module)
+        stages = [names for names in gathered([*own]) if changed in names]
+        return len(stages) == 1 and (changed not in own or bool((own[changed] == 0.125).all()))
+
+
+def generation_settings(folder: str, **of_model: Any) -> tuple[Any, Any]:
+    """Return the settings in a save of a model whose config has some of them, and in a save of what was read of it.
+
+    transformers would not save the model.
+    """
+    first, second = f"{folder}/first", f"{folder}/second"
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    for name, value in of_model.items():
+        setattr(model.config, name, value)
+    model.generation_config.temperature = 0.25  # without do_sample
+    with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), engines.section()) as engine:
+        terapipe_ds.save_pretrained(engine, first)
+    torch_dist.barrier()
+    saved = GenerationConfig.from_pretrained(first).temperature
+    torch_dist.barrier()
+    if torch_dist.get_rank() == 0:
+        Path(first, "generation_config.json").unlink()
+        path = Path(first, "config.json")
+        path.write_text(json.dumps(json.loads(path.read_text()) | of_model))
+    torch_dist.barrier()
+    with engine_of(terapipe_ds.from_pretrained(first, num_stages=2), engines.section()) as engine:
+        terapipe_ds.save_pretrained(engine, second)
+    torch_dist.barrier()
+    read = GenerationConfig.from_pretrained(second)
+    AutoModelForCausalLM.from_pretrained(second)
+    return saved, {name: getattr(read, name) for name in of_model}
+
+
+def saved_without_source(folder: str) -> tuple[bool, list[str]]:
+    """Return whether all weights are saved when the program left the folder that it named, and the folder is gone."""
+    write_model("llama", f"{folder}/first")
+    theirs = AutoModelForCausalLM.from_pretrained(f"{folder}/first").state_dict()
+    with contextlib.chdir(folder):
+        module = terapipe_ds.from_pretrained("first", num_stages=2)
+    with engine_of(module, engines.section()) as engine, engines.logged() as lines:
+        torch_dist.barrier()
+        if torch_dist.get_rank() == 0:
+            Path(folder, "first").rename(f"{folder}/gone")
+        torch_dist.barrier()
+        terapipe_ds.save_pretrained(engine, f"{folder}/second")
+    torch_dist.barrier()
+    saved = AutoModelForCausalLM.from_pretrained(f"{folder}/second").state_dict()
+    return all(torch.equal(saved[name], value) for name, value in theirs.items()), lines
+
+
+def changed_skeletons(folder: str) -> tuple[bool, tuple[str, str]]:
+    """Return whether buffers of a skeleton are kept, and the error if it has a weight of its own."""
+    write_model("deepseek_v3", folder)
+    model = terapipe_ds.skeleton(folder)
+    biases = {name: each for name, each in model.named_buffers() if name.endswith("e_score_correction_bias")}
+    for bias in biases.values():
+        bias.fill_(0.125)
+    module = terapipe_ds.from_pretrained(model, num_stages=2)
+    read(module.parameters())
+    kept = [bool((each == 0.125).all()) for name, each in tensors_of(module).items() if name in biases]
+    model.lm_head.weight = nn.Parameter(torch.zeros(model.lm_head.weight.shape))
+    raised = engines.raised_by(lambda: terapipe_ds.from_pretrained(model, num_stages=2))
+    return bool(biases) and all(kept) and sum(gathered(len(kept))) == len(biases), raised
 
 
 def reads_as_transformers(folder: str, how: str) -> bool:
@@ -155,8 +224,10 @@ def reads_as_transformers(folder: str, how: str) -> bool:
     if torch_dist.get_rank() == 0:
         config, weights, fields = Path(folder, "config.json"), Path(folder, SINGLE), dict[str, Any]()
         changed = {key: value + 1 for key, value in load_file(weights).items()}
-        if how == "named by config":
-            weights, fields = Path(folder, "other.safetensors"), {"transformers_weights": "other.safetensors"}
+        if "named by config" in how:
+            name = "weights/other.safetensors" if "subfolder" in how else "other.safetensors"
+            weights, fields = Path(folder, name), {"transformers_weights": name}
+            weights.parent.mkdir(exist_ok=True)
         elif "tied" in how:
             fields = {"tie_word_embeddings": True}
             changed["model.embed_tokens.weight"] = changed["lm_head.weight"].clone()

@@ -220,6 +220,8 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         config["base_model_name_or_path"] = "somebody/model"
         if case == "other adapters":
             config["target_modules"] = ["v_proj"]
+        if case == "unknown kind":
+            config["peft_type"] = "OF_A_LATER_VERSION"
         if case == "other rank":
             config["r"] = 4  # one row could be copied into four
         path.write_text("{" if case == "no config" else json.dumps(config))
@@ -236,7 +238,10 @@ def refusal_of_folders(folder: str, case: str) -> tuple[str, str]:
         "two": {"folder": model, "adapter": adapters},
         "two folders": {"folder": adapters, "adapter": LoraConfig(r=4)},
         "other rank": {"folder": base, "adapter": adapters},
-        **{key: {"folder": base, "adapter": adapters} for key in ("no biases", "no config", "half a file")},
+        **{
+            key: {"folder": base, "adapter": adapters}
+            for key in ("no biases", "no config", "unknown kind", "half a file")
+        },
         "merged": {"folder": model},
         "quantized": {"folder": model},
     }
@@ -344,6 +349,7 @@ def test_adapters_that_are_refused(family: str, fields: dict[str, Any], text: st
         ("other rank", "do not agree on"),
         ("no biases", "q_proj.base_layer.bias"),
         ("no config", "adapter_config.json is no JSON"),
+        ("unknown kind", "adapter_config.json (KeyError: 'OF_A_LATER_VERSION'): install the version"),
         ("half a file", "adapter_model.safetensors cannot be read"),
         ("merged", "call model.unmerge_adapter()"),
         ("quantized", "its weights are quantized"),

@@ -33,6 +33,8 @@ from tests.distributed.harness import rank_pool
 from tests.distributed.hugging_face_files import (
     TOKENIZER,
     change_and_move,
+    changed_skeletons,
+    generation_settings,
     memory_of_reading,
     more_than_the_model,
     reading,
@@ -40,6 +42,7 @@ from tests.distributed.hugging_face_files import (
     refused_reading,
     round_trip,
     save_apart,
+    saved_without_source,
 )
 from tests.hugging_face_families import CONFIGS, config_of, known
 
@@ -191,6 +194,18 @@ def test_there_and_back_with(family: str, options: dict[str, Any], tmp_path: Pat
         assert set(found["files"]) == COMMON | {"model.safetensors"} or "stages" not in options  # one file of one stage
 
 
+def test_a_folder_that_is_gone_costs_no_weights(tmp_path: Path) -> None:
+    for rank, (is_saved, lines) in enumerate(rank_pool(2).run(saved_without_source, folder=str(tmp_path))):
+        assert is_saved and sum("saved without a tokenizer" in line for line in lines) == (rank == 0)
+
+
+def test_settings_of_generation_cost_no_weights_and_stay(tmp_path: Path) -> None:
+    """Older models have them in the config."""
+    of_model = {"do_sample": True, "max_length": 50}
+    for saved, read in rank_pool(2).run(generation_settings, folder=str(tmp_path), **of_model):
+        assert saved == 0.25 and read == of_model
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "terapipe", [None, {}, {"schedule": "zbv"}, {"schedule": "interleaved", "chunks_per_stage": 2}], ids=str
@@ -203,15 +218,28 @@ def test_weights_are_read_once_layers_have_their_stages(terapipe: dict[str, Any]
         assert found["read"] == found["held"]
 
 
-def test_a_weight_that_is_changed_before_goes_with_its_layer(tmp_path: Path) -> None:
-    assert rank_pool(2).run(change_and_move, folder=str(tmp_path)) == [True, True]
+@pytest.mark.parametrize(
+    ("family", "changed"),
+    [
+        ("llama", "model.layers.2.mlp.up_proj.weight"),
+        ("deepseek_v3", "model.layers.2.mlp.gate.e_score_correction_bias"),  # a buffer
+    ],
+)
+def test_a_tensor_that_is_changed_before_goes_with_its_layer(family: str, changed: str, tmp_path: Path) -> None:
+    given = {"folder": str(tmp_path), "family": family, "changed": changed}
+    assert rank_pool(2).run(change_and_move, **given) == [True, True]
+
+
+def test_a_skeleton_keeps_its_buffers_and_has_no_weights(tmp_path: Path) -> None:
+    for is_kept, (kind, text) in rank_pool(2).run(changed_skeletons, folder=str(tmp_path)):
+        assert is_kept and kind == "ModelRefusedError" and "1 of its weights have values" in text
 
 
 # versions before 5 leave a tied embedding empty that is stored as the output matrix
 TIED = ["tied, as head", "tied, twice"] if transformers.__version__.startswith("5.") else []
 
 
-@pytest.mark.parametrize("how", ["beside an index", "named by config", *TIED])
+@pytest.mark.parametrize("how", ["beside an index", "named by config", "named by config, in a subfolder", *TIED])
 def test_of_several_files_those_are_read_that_transformers_reads(how: str, tmp_path: Path) -> None:
     assert rank_pool(2).run(reads_as_transformers, folder=str(tmp_path), how=how) == [True, True]
 

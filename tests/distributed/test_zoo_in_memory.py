@@ -2,8 +2,11 @@
 
 import contextlib
 import functools
+import gc
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[hf]")
@@ -14,7 +17,15 @@ from torch import nn
 import terapipe_ds
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.distributed.hugging_face_jobs import batches, differences, engine_of, train_whole, tuples
+from tests.distributed.hugging_face_jobs import (
+    batches,
+    differences,
+    engine_of,
+    train_whole,
+    tuples,
+    weights_of_all_stages,
+)
+from tests.hugging_face_families import VOCAB_SIZE
 from tests.unit.models.hugging_face.sliced_model import in_fp64
 from tests.zoo.in_memory import NOT_FRESH, REFUSED, TRAINED, UNTRAINABLE, Kind, adapters, drop
 
@@ -62,6 +73,22 @@ def carried() -> dict[str, Any]:
     return {"dtypes": found, "dropout": drops}
 
 
+def released() -> tuple[bool, bool]:
+    """Return whether a deleted model stays in memory, and whether a second engine, in another layout, has values."""
+    model, array = Kind(lambda model: None).model(), np.zeros((64, 32))
+    model.lm_head.weight.data = torch.from_numpy(array)
+    array = weakref.ref(array)
+    module = terapipe_ds.from_pretrained(model, num_stages=2)
+    del model
+    with engine_of(module, engines.unchecked()) as engine:
+        engines.train(engine, tuples(module, batches(VOCAB_SIZE)))
+        gc.collect()
+        is_held, trained = array() is not None, weights_of_all_stages(module)
+    with engine_of(module, engines.unchecked(schedule="zbv")):
+        moved = weights_of_all_stages(module)
+    return is_held, all(torch.equal(moved[key], value) for key, value in trained.items())
+
+
 def lost_norms(folder: str) -> tuple[tuple[str, str], bool]:
     """Return the error of saving only adapters if norms are trained beside them; and whether a merged save has all."""
     module = terapipe_ds.from_pretrained(TRAINED["adapters and norms"].model(), num_stages=2)
@@ -101,6 +128,9 @@ class TestModelsInMemory:
             assert found["dropout"] == {0.25}
             assert found["dtypes"][None] == ({torch.float32}, {torch.bfloat16, torch.float32})
             assert found["dtypes"][torch.float64] == ({torch.float64}, {torch.float64})
+
+    def test_its_whole_weights_are_freed(self) -> None:
+        assert rank_pool(2).run(released) == [(False, True)] * 2
 
     def test_norms_beside_adapters_are_not_lost_in_a_save(self, tmp_path: Any) -> None:
         for (kind, text), is_read in rank_pool(2).run(lost_norms, folder=str(tmp_path)):

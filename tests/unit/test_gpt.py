@@ -329,6 +329,18 @@ def test_position_ids_of_one_document_per_row(ids: Tensor) -> None:
         EMBEDDING((TOKENS[:, 4:], ids[:, 4:]))
 
 
+def test_learned_positions_begin_at_0() -> None:
+    """Those of a document that goes on from an earlier row do not."""
+    embedding = gpt.TokenEmbedding(GPTConfig(**SMALL, positions="learned"))
+    embedding.check_inputs((TOKENS, RESTARTED), ((0, 5),) * 2)
+    embedding.check_inputs((TOKENS, IDS.clamp_max(9)), ((0, 10, 11),) * 2)  # padding
+    for ids, starts in ((IDS + 7, None), (RESTARTED + 7 * (IDS > 4), ((0, 5),) * 2)):
+        with pytest.raises(ValueError, match="begin at 7, and learned positions begin at 0: leave"):
+            embedding.check_inputs((TOKENS, ids), starts)
+    with pytest.raises(ValueError, match="begin at 7"):
+        embedding((TOKENS, IDS + 7))
+
+
 @pytest.mark.parametrize("others", [(), (IDS, IDS), (IDS[:, :7],), (IDS.float(),), (IDS == 0,)])
 def test_other_inputs_are_not_left_out_in_silence(others: tuple[Tensor, ...]) -> None:
     """Such as a mask."""

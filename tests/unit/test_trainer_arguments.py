@@ -176,6 +176,9 @@ def test_each_argument_is_served_or_refused_by_name() -> None:
     ({"optim": "adafactor"}, {"zero_optimization": {"stage": 1}}, "optim=adafactor: "),
     ({"optim": "stable_adamw"}, {"zero_optimization": {"stage": 1}}, "optim=stable_adamw: "),
     ({"optim": "adafactor", "bf16": True}, {}, "optim=adafactor: "),
+    ({"gradient_checkpointing_kwargs": {"use_reentrant": False, "selective": False}}, {}, ""),
+    ({"gradient_checkpointing_kwargs": {"selective": True}}, {}, "activation_checkpointing_kwargs or"),
+    ({"gradient_checkpointing_kwargs": {"preserve_rng_state": False}}, {}, "activation_checkpointing_kwargs or"),
 ])  # fmt: skip
 def test_values_that_stages_cannot_serve(args: dict[str, Any], ds_config: dict[str, Any], problem: str) -> None:
     problems = list(_of_args(TrainingArguments("folder", use_cpu=True, report_to=[], **args), ds_config))

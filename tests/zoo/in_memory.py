@@ -90,6 +90,11 @@ def _freeze_adapters_of_layer_0(model: Any) -> None:
         parameter.requires_grad_(parameter.requires_grad and ".layers.0." not in name)
 
 
+def _add_and_delete(model: Any) -> None:
+    model.add_adapter("second", LoraConfig(target_modules=["v_proj"]))
+    model.delete_adapter("second")
+
+
 def _used_and_changed(model: Any) -> None:
     model.model.rotary_emb.inv_freq.mul_(0.5)
     model.resize_token_embeddings(80, mean_resizing=False)
@@ -214,6 +219,9 @@ REFUSED: dict[str, Kind] = {
             lambda m: m.get_submodule("base_model.model.model.layers.0.self_attn.q_proj").set_scale("default", 3.0)
         ),
         "q_proj.scaling.default is 6.0",
+    ),
+    "adapters deleted": Kind(
+        adapters(_add_and_delete), "v_proj (and 3 like it) is peft.tuners.lora.layer.Linear, in a fresh model torch.nn."
     ),
     "adapters disabled": Kind(adapters(lambda m: m.disable_adapter_layers()), "_disable_adapters (and 3 like it)"),
 }

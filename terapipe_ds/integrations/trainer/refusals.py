@@ -130,7 +130,8 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
     if _needs_more(optimizer, ds_config, is_half=args.bf16 or args.fp16):
         yield f"optim={optimizer}: it {_WHOLE}; give adamw_torch or another optimizer of torch"
     options = getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs or {}
-    if unserved := sorted(set(options) - {"use_reentrant"}):
+    # TRL drops a "selective" that is off
+    if unserved := sorted(name for name in {*options} - {"use_reentrant"} if name != "selective" or options[name]):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
         yield f'{names} {unserved}: set "recompute" in the terapipe section'
 

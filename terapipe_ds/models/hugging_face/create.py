@@ -17,6 +17,7 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers.utils import CONFIG_NAME, GENERATION_CONFIG_NAME
 
 from terapipe_ds import compat
 from terapipe_ds.models.hugging_face.forward.outline import Outline
@@ -30,6 +31,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     check_arguments,
     check_config,
     language_model_of,
+    refuse_values,
     refused_on_all_ranks,
 )
 from terapipe_ds.models.hugging_face.saving import finish_saving
@@ -196,7 +198,8 @@ def _from_model(
             adapters.take_over(changes, keeps_dtypes=dtype is None)
         weights: Weights = HeldWeights(state, dtype)
         if source is not None:
-            weights = StoredWeights(source, model_without_weights(base.config, kept_dtype), outline)
+            empty = model_without_weights(base.config, kept_dtype)
+            weights = StoredWeights(source, empty, outline, changes.names)
         blueprint = Blueprint(outline, weights, adapters)
     # each decoder layer again in the backward, as transformers does; the caller may say otherwise
     if base.is_gradient_checkpointing:
@@ -211,7 +214,7 @@ def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:
     """Return a folder, or the hub's model of that name in the cache. Ranks of a machine wait for one another."""
     path = Path(name)
     if path.is_dir():
-        return path
+        return path.absolute()  # stages read it later, and a program may go to another folder meanwhile
     try:
         return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES, ignore_patterns=_OTHERS, **of_hub))
     except (OSError, ValueError) as error:  # the hub's errors are of these classes
@@ -230,9 +233,11 @@ def _config_of(name: str | os.PathLike[str], folder: Path, quantization: Quantiz
 
 def _empty_model(config: PretrainedConfig, dtype: torch.dtype | None, folder: Path) -> PreTrainedModel:
     model: PreTrainedModel = model_without_weights(config, dtype)
-    # generation settings are only handed on to what is saved
-    with contextlib.suppress(OSError):  # most folders have some
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    # generation settings are only handed on to what is saved; older models have them in the config
+    for name, options in ((GENERATION_CONFIG_NAME, {}), (CONFIG_NAME, {"_from_model_config": True})):
+        with contextlib.suppress(OSError):
+            model.generation_config = GenerationConfig.from_pretrained(folder, name, **options)
+            break
     return model
 
 
@@ -261,6 +266,7 @@ def skeleton(
     with _family_named(config):
         model = _empty_model(config, dtype, folder)
     setattr(model, SOURCE, folder)
+    model.register_load_state_dict_pre_hook(refuse_values)
     return model
 
 

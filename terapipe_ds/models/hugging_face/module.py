@@ -25,7 +25,7 @@ from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
-from terapipe_ds.models.hugging_face.weights.stored import StoredWeights
+from terapipe_ds.models.hugging_face.weights.stored import HeldWeights, StoredWeights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread, read
 from terapipe_ds.models.positions import longest_run
 from terapipe_ds.models.rank_gradients import TensorParallelModule
@@ -130,6 +130,8 @@ class HuggingFaceModule(TensorParallelModule):
         with refused_on_all_ranks():
             self._read()
         self._try_layers()
+        if isinstance(self.blueprint.weights, HeldWeights):
+            self.blueprint.weights.release()  # the stages hold them, and the program may delete its whole model
         self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
 
     def _read(self) -> None:

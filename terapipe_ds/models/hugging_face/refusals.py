@@ -22,6 +22,11 @@ T = TypeVar("T")
 OF_HUB = ("revision", "token", "local_files_only")
 SOURCE = "_terapipe_source"  # the attribute of a skeleton with the folder of its weights
 
+_OF_FOLDER = (
+    "Each stage reads the weights of the folder: give stored adapters as adapter= of from_pretrained, or change a "
+    "model in memory, which AutoModelForCausalLM.from_pretrained makes"
+)
+
 # Fields of a config that give another result in slices or stages than on the whole sequence.
 _NOT_OF_SLICES = {
     "output_router_logits": "it asks for a loss over the routers of all stages. Set it to False",
@@ -121,11 +126,19 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
             f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: pass that one. "
             f"Or register your own class: AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
         )
-    if base.device.type == "meta" and not hasattr(base, SOURCE):
+    is_skeleton, have_values = hasattr(base, SOURCE), [not parameter.is_meta for parameter in base.parameters()]
+    if base.device.type == "meta" and not is_skeleton:
         raise ModelRefusedError("its weights are on the device meta, without values: pass the folder that has them")
+    if is_skeleton and any(have_values):
+        raise ModelRefusedError(f"it is a skeleton, and {sum(have_values)} of its weights have values. {_OF_FOLDER}")
     if base is model and getattr(model, "peft_config", None):
         raise ModelRefusedError("its adapters come from add_adapter: use peft's get_peft_model(model, config) instead")
     return base
+
+
+def refuse_values(*_: Any) -> None:
+    """Raise ModelRefusedError, as a hook of a skeleton, where a program or peft would give it values."""
+    raise ModelRefusedError(f"a skeleton has no values, and loads none. {_OF_FOLDER}")
 
 
 def check_config(config: Any) -> None:
@@ -138,6 +151,8 @@ def check_config(config: Any) -> None:
     for name, reason in _NOT_OF_SLICES.items():
         if value := getattr(config.get_text_config(), name, None):
             raise ModelRefusedError(f"{name} is {value}: {reason}")
+    if not getattr(config, "return_dict", True):
+        raise ModelRefusedError("return_dict is False: stages read the outputs of its forward by name. Set it to True")
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
     if family is None or other:

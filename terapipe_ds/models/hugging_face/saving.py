@@ -23,7 +23,7 @@ import torch.distributed as torch_dist
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.messages import logger
@@ -249,16 +249,34 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     config.dtype = str(max(dtypes, key=lambda dtype: dtype.itemsize)).removeprefix("torch.") if dtypes else config.dtype
     config.architectures = [type(model).__name__]
-    config.save_pretrained(folder)
+    vars(config).pop("transformers_weights", None)  # the name of the files that were read
+    _write_settings(config, folder / "config.json")
     if getattr(model, "generation_config", None) is not None:
-        model.generation_config.save_pretrained(folder)
+        _write_settings(model.generation_config, folder / "generation_config.json")
     if module.source is not None and module.source.resolve() != folder.parent.resolve():
-        for file in module.source.iterdir():
-            if file.is_file() and _TOKENIZER.fullmatch(file.name):
-                shutil.copyfile(file, folder / file.name)
-        for file in (module.source / _TEMPLATES).glob("*.jinja"):
-            (folder / _TEMPLATES).mkdir(exist_ok=True)  # not copytree: it would copy that a folder is read-only
-            shutil.copyfile(file, folder / _TEMPLATES / file.name)
+        for name, content in _tokenizer_in(module.source).items():
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_bytes(content)
+
+
+def _tokenizer_in(source: Path) -> dict[Path, bytes]:
+    """Return the files of a tokenizer by their names. A folder that is gone by now costs no weights."""
+    try:
+        files = [file for file in source.iterdir() if file.is_file() and _TOKENIZER.fullmatch(file.name)]
+        files += (source / _TEMPLATES).glob("*.jinja")
+        return {file.relative_to(source): file.read_bytes() for file in files}
+    except OSError as error:
+        logger.warning("the model is saved without a tokenizer, which cannot be read: %s", error)
+        return {}
+
+
+def _write_settings(settings: PretrainedConfig | GenerationConfig, path: Path) -> None:
+    """Write a config, also with flags of generation that transformers reads but does not save: they cost no weights."""
+    try:
+        settings.save_pretrained(path.parent)
+    except ValueError as error:
+        logger.warning("%s was saved with flags that transformers does not save: %s", path.name, error)
+        settings.to_json_file(path)
 
 
 def _write_index(folder: Path, sizes_of: dict[str, dict[str, int]]) -> None:

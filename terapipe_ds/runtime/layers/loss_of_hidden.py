@@ -44,7 +44,9 @@ class LossOfHidden:
         empties = getattr(module, "activation_checkpoint_interval", 0) > 0 and ds_checkpointing.PARTITION_ACTIVATIONS
         if empties or not hasattr(loss_fn, "of_hidden"):
             return None
-        head = getattr(loss_fn, "needs_logits", "") or find_head(module.forward_funcs[-1])
+        # functools.wraps copies the attributes of the inner loss, of_hidden among them
+        wraps = "it wraps another loss, to which it may add something" if hasattr(loss_fn, "__wrapped__") else ""
+        head = getattr(loss_fn, "needs_logits", "") or wraps or find_head(module.forward_funcs[-1])
         if isinstance(head, str):
             logger.info("the loss keeps the logits of each slice: %s", head)
             return None

@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import peft
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -32,8 +33,9 @@ _INITIAL = (True, False, "gaussian", "orthogonal")  # others change the weights 
 _SERVED = """
     alpha_pattern auto_mapping base_model_name_or_path bias ensure_weight_tying exclude_modules fan_in_fan_out
     inference_mode init_lora_weights layers_pattern layers_to_transform loftq_config lora_alpha lora_bias lora_dropout
-    megatron_config megatron_core modules_to_save peft_type peft_version qalora_group_size r rank_pattern revision
-    runtime_config target_modules target_parameters task_type use_dora use_qalora use_rslora
+    megatron_config megatron_core modules_to_save modules_to_tie peft_type peft_version qalora_group_size r rank_pattern
+    revision runtime_config target_modules target_modules_to_tie target_parameters task_type use_dora use_qalora
+    use_rslora
 """
 _INSTEAD = {
     "trainable_token_indices": 'trains some rows of the embedding: train all, by modules_to_save=["embed_tokens"]',
@@ -230,8 +232,14 @@ def _config_of(adapter: PeftConfig | PeftModel | str | os.PathLike[str]) -> Peft
             f"adapter={os.fspath(adapter)!r} is no folder with {ADAPTER_CONFIG}. If it is a name on the hub, download "
             f"it and give the folder: huggingface_hub.snapshot_download({os.fspath(adapter)!r})"
         )
-    object_in(Path(adapter) / ADAPTER_CONFIG)  # peft would not name the file
-    return PeftConfig.from_pretrained(os.fspath(adapter))
+    object_in(path := Path(adapter) / ADAPTER_CONFIG)  # peft would not name the file
+    try:
+        return PeftConfig.from_pretrained(os.fspath(adapter))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ModelRefusedError(
+            f"peft {peft.__version__} cannot read {path} ({type(error).__name__}: {error}): install the version that "
+            "wrote the adapters, or make them anew by LoraConfig"
+        ) from error
 
 
 def _tensors_of(adapter: PeftModel | str | os.PathLike[str]) -> dict[str, Tensor]:

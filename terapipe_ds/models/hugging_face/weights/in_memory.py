@@ -30,11 +30,12 @@ _OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # transformers sets on a whole model under names with an underscore, except for functions.
 _BOOKKEEPING = """
     _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
-    hf_device_map long_inv_freq model_tags name_or_path peft_config vocab_size warnings_issued
+    hf_device_map long_inv_freq model_tags name_or_path peft_config targeted_module_names vocab_size warnings_issued
 """
 _NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody reads.
-_WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook")
+# The last one is of a skeleton.
+_WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook", "refuse_values")
 
 
 @dataclass
@@ -46,6 +47,11 @@ class Changes:
 
     requires_grad: dict[str, bool] = field(default_factory=dict)
     values: dict[str, dict[str, Tensor | float | None]] = field(default_factory=lambda: defaultdict(dict))
+
+    @property
+    def names(self) -> set[str]:
+        """Return the names of all in `values`, in the model."""
+        return {f"{name}.{key}" for name, of_module in self.values.items() for key in of_module}
 
     def put_onto(self, module: nn.Module, name: str = "") -> None:
         """Apply the settings to the module with this name in the model; the model itself has the name ""."""
@@ -108,7 +114,10 @@ def _of_values(name: str, one: object, other: object) -> Iterator[Difference]:
             if (key in parts, _form(parts.get(key))) != (key in others, _form(others.get(key))):
                 yield from _of_values(f"{name}.{key}", parts.get(key), others.get(key))
         return
-    yield name, f"is {_shown(one)}, in a fresh model {_shown(other)}"
+    both = [_shown(one), _shown(other)]
+    if both[0] == both[1] and isinstance(one, type):  # classes of one name
+        both = [f"{each.__module__}.{text}" for each, text in zip((one, other), both, strict=True)]
+    yield name, f"is {both[0]}, in a fresh model {both[1]}"
 
 
 def _facts(module: nn.Module) -> dict[str, object]:

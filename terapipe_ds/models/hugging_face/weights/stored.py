@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -69,13 +69,16 @@ class StoredWeights:
     Args:
         model: the model with parameters on the device "meta"; its modules hold the weights while they are converted.
         outline: which modules have weights.
+        kept: names of buffers that keep the values that the copies of modules have, instead of the stored ones.
 
     Raises:
         ModelRefusedError: the files do not belong to such a model. Their headers show it, before anything is read.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline) -> None:
-        self._folder, self._model = Path(folder), model
+    def __init__(
+        self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline, kept: Collection[str] = ()
+    ) -> None:
+        self._folder, self._model, self._kept = Path(folder), model, kept
         self._file_of = _files(self._folder, model.config)
         self._conversions = _conversions(model)
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
@@ -138,7 +141,8 @@ class StoredWeights:
                     "its quantized values that fit: give a folder whose config and weights are of one model"
                 )
             for key, value in tensors.items():
-                take(value, shares[key])
+                if f"{name}.{key}" not in self._kept:
+                    take(value, shares[key])
         for part, key, value in meta:
             part._parameters[key] = value
             if is_quantized(value):
@@ -167,11 +171,20 @@ class HeldWeights:
     """Hold a model's weights in memory, by their keys in its state dict. Values are copied, in a dtype or their own."""
 
     def __init__(self, state: Mapping[str, torch.Tensor], dtype: torch.dtype | None = None) -> None:
-        self._state, self._dtype = state, dtype
+        self._state: Mapping[str, torch.Tensor] | None = state
+        self._dtype = dtype
+
+    def release(self) -> None:
+        """Hold no more weights: from now on modules are only built to take values from another stage, or for trials."""
+        self._state = None
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
-        """Copy the parameters and saved buffers."""
+        """Copy the parameters and saved buffers; once they are released, draw small numbers for parameters."""
+        if self._state is None:
+            for parameter in module.parameters():
+                parameter.normal_(0.0, 0.02)
+            return
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()
             value.data = held.to(value.device, held.dtype if self._dtype is None else value.dtype, copy=True)
@@ -303,7 +316,7 @@ def _files(folder: Path, config: PretrainedConfig) -> dict[str, str]:
     """Return for each key of a folder the file that has it: of several sets of files those that transformers reads."""
     asked = getattr(config, "transformers_weights", None)
     name = str(asked or (SINGLE if (folder / SINGLE).is_file() else INDEX))
-    if Path(name).name != name or not (folder / name).is_file():
+    if not _is_inside(name) or not (folder / name).is_file():
         lacks = f"no {name} (its config's transformers_weights)" if asked else f"neither {SINGLE} nor {INDEX}"
         raise ModelRefusedError(
             f"{folder} has {lacks}. Where its weights are in another form (pytorch_model.bin), write them anew: "
@@ -313,8 +326,11 @@ def _files(folder: Path, config: PretrainedConfig) -> dict[str, str]:
         with opened(folder / name) as file:
             return dict.fromkeys(file.keys(), name)
     weight_map = object_in(folder / name).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) and Path(name).name == name for name in weight_map.values()
-    ):
+    if not isinstance(weight_map, dict) or not all(map(_is_inside, weight_map.values())):
         raise ModelRefusedError(f"{folder / name} has no weight_map of keys to names of files in the folder")
     return weight_map
+
+
+def _is_inside(name: Any) -> bool:
+    """Return whether this names a file of a folder, perhaps in a subfolder, and no other file."""
+    return isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts

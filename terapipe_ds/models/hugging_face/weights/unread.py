@@ -1,9 +1,9 @@
-"""Read the values of parameters at their first use, so that a stage reads no layer that it does not keep.
+"""Read the values of weights at their first use, so that a stage reads no layer that it does not keep.
 
-DeepSpeed builds the layers of a stage before any config is read, and an engine may give them to other stages. Until
-then they have memory that nothing has touched. Every engine reads the values while it is built: ours requests all of
-them (`HuggingFaceModule.laid_out`), and DeepSpeed's own accesses each to cast it and to move it to its device. Earlier
-accesses (a norm, a copy, a `state_dict`) get the values too.
+Saved buffers count as weights here. DeepSpeed builds the layers of a stage before any config is read, and an engine may
+give them to other stages. Until then they have memory that nothing has touched. Every engine reads the values while it
+is built: ours requests all of them (`HuggingFaceModule.laid_out`), and DeepSpeed's own accesses each to cast it and to
+move it to its device. Earlier accesses (a norm, a copy, a `state_dict`) get the values too.
 
 Parameters on the device "meta" would not do: a user's change before the engine exists (`weight.mul_(2)`) would be
 lost silently, and peft could not compute initial values from them. torch's `UninitializedParameter` has no shape,
@@ -38,8 +38,8 @@ _WITHOUT_VALUES = frozenset(
 )
 
 
-class Unread(nn.Parameter):
-    """Be a parameter without values yet; the first operation that needs them reads the values of its whole module.
+class Unread(Tensor):
+    """Be a tensor without values yet; the first operation that needs them reads the values of its whole module.
 
     Then it has its former class and is the same object, so that lists of parameters and optimizers stay valid.
     """
@@ -63,26 +63,30 @@ class Unread(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+class _UnreadParameter(Unread, nn.Parameter):
+    """Be a parameter without values yet."""
+
+
 def leave_unread(module: nn.Module, how: Read) -> None:
-    """Have `how` fill the parameters and saved buffers of `module`, by their names, when one parameter is needed."""
+    """Have `how` fill the parameters and saved buffers of `module`, by their names, when one of them is needed."""
     tensors: dict[str, Tensor] = module.state_dict(keep_vars=True)
-    parameters = list(module.parameters())
-    kinds = {id(parameter): type(parameter) for parameter in parameters}  # quantized ones have a class of their own
+    unread = {id(each): each for each in (*module.parameters(), *tensors.values())}.values()
+    kinds = {id(each): type(each) for each in unread}  # quantized ones have a class of their own
 
     def read_all() -> None:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             how(tensors)
-        for parameter in parameters:
-            del parameter.read  # type: ignore[attr-defined]
-            parameter.__class__ = kinds[id(parameter)]
+        for each in unread:
+            del each.read  # type: ignore[attr-defined]
+            each.__class__ = kinds[id(each)]
 
-    for parameter in parameters:
-        parameter.read = read_all  # type: ignore[attr-defined]
-        parameter.__class__ = Unread
+    for each in unread:
+        each.read = read_all  # type: ignore[attr-defined]
+        each.__class__ = _UnreadParameter if isinstance(each, nn.Parameter) else Unread
 
 
 def read(tensors: Iterable[Tensor]) -> None:
-    """Read the values of the parameters that have none yet."""
+    """Read the values of the tensors that have none yet."""
     for tensor in tensors:
         if isinstance(tensor, Unread):
             tensor.read()

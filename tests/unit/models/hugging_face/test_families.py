@@ -76,6 +76,7 @@ def test_a_family_that_cannot_be_sliced_is_refused_with_the_reason(family: str) 
     ("opt", "layerdrop", 0.1, "layerdrop"),
     ("mixtral", "output_router_logits", True, "output_router_logits"),
     ("bamba", "z_loss_coefficient", 0.01, "z_loss_coefficient is 0.01"),
+    ("llama", "return_dict", False, "return_dict is False.*Set it to True"),
 ])  # fmt: skip
 def test_a_field_that_slices_cannot_follow_is_refused(family: str, field: str, value: Any, named: str) -> None:
     config = config_of(family)

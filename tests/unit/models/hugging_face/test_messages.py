@@ -11,7 +11,7 @@ pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[
 
 import torch
 from huggingface_hub.utils import filter_repo_objects
-from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, T5Config
 from transformers import __version__ as installed
 
@@ -21,7 +21,7 @@ from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.create import _family_named, _folders, model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
-from terapipe_ds.models.hugging_face.weights.adapters import with_adapters
+from terapipe_ds.models.hugging_face.weights.adapters import Adapters, with_adapters
 from terapipe_ds.models.hugging_face.weights.quantized import ask_for
 from terapipe_ds.models.hugging_face.weights.stored import INDEX, _files
 from tests.hugging_face_families import config_of
@@ -127,6 +127,28 @@ def test_adapters_that_stages_do_not_hold(config: Any, says: str) -> None:
         with_adapters(config, model_without_weights(config_of("llama"), None))
 
 
+def test_a_tied_matrix_is_no_option_of_adapters() -> None:
+    """peft notes it in the config of a model in memory."""
+    config = config_of("llama")
+    config.tie_word_embeddings = True
+    asked = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    model = get_peft_model(model_without_weights(config, None), asked, low_cpu_mem_usage=True)
+    whole = with_adapters(model, model_without_weights(config, None))
+    with pytest.raises(ModelRefusedError, match="the output matrix as well.*leave both out of target_modules"):
+        Adapters(asked, whole, Outline(model_without_weights(config, None)), 0)
+
+
+def test_a_skeleton_loads_no_values(tmp_path: Path) -> None:
+    """peft would load them into nothing, and training would begin with new adapters."""
+    model = AutoModelForCausalLM.from_config(config_of("llama"))
+    model.save_pretrained(tmp_path)
+    get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapters")
+    says = "a skeleton has no values, and loads none.*adapter= of from_pretrained"
+    for options in ({}, {"low_cpu_mem_usage": True}):
+        with pytest.raises(ModelRefusedError, match=says):
+            PeftModel.from_pretrained(terapipe_ds.skeleton(tmp_path), tmp_path / "adapters", **options)
+
+
 def test_every_option_of_adapters_is_served_or_refused() -> None:
     """One that peft adds later is refused where it is set."""
     config = LoraConfig(target_modules=["q_proj"])
@@ -149,7 +171,7 @@ def test_other_kinds_of_models() -> None:
         terapipe_ds.from_config(T5Config())
 
 
-@pytest.mark.parametrize("weight_map", [None, ["key"], {"key": 1}, {"key": "../model.safetensors"}])
+@pytest.mark.parametrize("weight_map", [None, ["key"], {"key": 1}, {"key": "../a"}, {"key": "/a"}])
 def test_an_index_that_names_no_files_of_its_folder(weight_map: Any, tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(ModelRefusedError, match="has no weight_map of keys to names of files in the folder"):

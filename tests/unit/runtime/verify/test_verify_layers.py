@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
@@ -370,6 +371,17 @@ def test_a_loss_that_is_not_finite_waits() -> None:
     assert (found.findings, found.num_losses, found.loss_waits) == ([], 0, True)
     assert all(Findings.of_all([found, other], 1).loss_waits for other in (found, Findings()))
     assert not Findings.of_all([found, Findings(num_losses=1)], 1).loss_waits
+
+
+def test_counted_labels_without_a_finite_loss_are_told() -> None:
+    """loss_fn ignores label 3 and agrees on label 1, but a micro-batch of label 3 alone has no mean."""
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=3)
+
+    first, second = (torch.full((2, LENGTH), label) for label in (1, 3))
+    [finding] = verify([lambda x: x], (numbers(),), loss_fn, labels=first, everyone=(first, second)).findings
+    assert re.search(r"not finite \(.* of micro-batch 1\), though the terapipe section counts", str(finding))
 
 
 def test_the_findings_of_all_ranks() -> None:

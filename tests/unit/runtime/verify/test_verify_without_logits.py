@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from terapipe_ds.losses import Head, LinearCrossEntropy, deferred, hand_on, hands_on_hidden, tied_logits
 from terapipe_ds.models import gpt
+from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
+from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.stage import StageCheck
 from tests.small_models import faulty
@@ -236,6 +239,18 @@ def test_a_fault_of_ignored_labels_is_found_in_a_late_window(first_ignored: int)
     assert verify(layers_of(Capped()), None, loss, labels=first, everyone=[labels]).findings == []
     [finding] = verify(layers_of(Capped()), None, loss, labels=first, everyone=[late]).findings
     assert finding.problem.startswith("without logits, as in training, ") and "of micro-batch 0" in finding.problem
+
+
+@functools.wraps(gpt.gpt_loss)
+def penalized(logits: Tensor, labels: Tensor) -> Tensor:
+    return gpt.gpt_loss(logits, labels) + 1e-6 * logits.logsumexp(-1).square()[labels >= 0].mean()
+
+
+def test_a_loss_around_another_gets_logits() -> None:
+    """What it adds may be too small for the check."""
+    losses = {loss: SimpleNamespace(loss_fn=loss, forward_funcs=[Capped()]) for loss in (penalized, gpt.gpt_loss)}
+    runs = {loss: LossOfHidden.of(module, WeightGradients()) for loss, module in losses.items()}
+    assert runs[penalized] is None and runs[gpt.gpt_loss] is not None
 
 
 def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,7 @@ def job_of(options: BenchOptions) -> Job:
     work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
     _check_sizes(work, gpt)
     accumulations = options.accumulation or (preset.full_accumulations if options.full else preset.accumulations)
+    accumulations = tuple(dict.fromkeys(accumulations))
     slices = _slices(options.slices, work.sequence_length)
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
     if ds_config is not None and options.slices is None and options.schedules is None:

@@ -244,6 +244,7 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (eight.work.stages, eight.accumulations, eight.pairs) == (8, (2,), 1)
     assert eight.replayed and not job.replayed
     assert command.job_of(arguments("--full")).accumulations == (1, 4, 8)
+    assert command.job_of(arguments("--accumulation", "2,1,2")).accumulations == (2, 1)  # each has its rows once
     other = command.job_of(arguments("--accumulation", "8"))
     assert any(case.system == "torch" and case.runs_at(8) for case in other.cases)
 

@@ -66,7 +66,28 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
+    if section.get("compile") and options.schedule == "auto":  # the engine refuses schedules that split backwards
+        setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     return dataclasses.replace(setup, section=section)
+
+
+class _Unsplit:
+    """Hide the seconds of W of costs, so that no schedule that splits backwards is planned."""
+
+    weight_s = None
+
+    def __init__(self, costs: Any) -> None:
+        self._costs = costs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._costs, name)
+
+
+def _unsplit(costs_of: PartsOf) -> PartsOf:
+    def without_weights(num_parts: int) -> list[Any] | None:
+        return None if (parts := costs_of(num_parts)) is None else list(map(_Unsplit, parts))
+
+    return without_weights
 
 
 def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:

@@ -165,6 +165,44 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert "terapipe.strategy = 'mine.json' in --config" in refused(capsys, *options, "--config", str(path))
 
 
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ({"bfloat16": {"enabled": True}}, "bf16"), ({"bf16": {"enabled": 1}}, "bf16"),
+    ({"fp16": {"enabled": "true"}}, "fp16"), ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+])  # fmt: skip
+def test_a_precision_in_any_form_that_deepspeed_takes(
+    precision: dict[str, Any], dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(precision))
+    # this device is made for the other one
+    device = "v100" if dtype == "bf16" else "a100"
+    options = ("--model", "gpt3-1b", "--device", device, "--stages", "8", "--schedule", "1f1b", "--config", str(path))
+    if device == "a100":
+        assert as_json(capsys, *options)["setup"].startswith("gpt3-1b in fp16 on")
+    else:
+        assert "bf16" in refused(capsys, *options)  # a V100 has none
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+
+    read = get_bfloat16_config if dtype == "bf16" else get_float16_config
+    assert read(precision).enabled
+
+
+def test_compiled_layers_get_no_schedule_that_splits_backwards(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The planner's best one was refused at the end, with the advice to give "auto"."""
+    path = tmp_path / "ds.json"
+    options = ("--model", "gpt3-1b", "--device", "v100", "--stages", "4", "--micro-batches", "4", "--config", str(path))
+    listed = []
+    for compiles in (False, True):
+        path.write_text(json.dumps({"terapipe": {"enabled": True, "schedule": "auto", "compile": compiles}}))
+        found = as_json(capsys, *options, "--granularity", "256")
+        listed.append({row["schedule"] for row in found["ranking"]})
+    assert listed[0] - listed[1] == {"zb-h1", "seq1f1b-zb", "zbv", "seq1f1b-interleaved-zb"}
+    assert "compile = True with schedule = 'zbv'" in refused(capsys, *options, "--schedule", "zbv")
+
+
 def test_a_granularity_that_nobody_set_gives_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     options = ("--model", "gpt3-1b", "--device", "v100", "--stages", "2", "--schedule", "seq1f1b")
     path = tmp_path / "ds.json"

@@ -389,6 +389,7 @@ def test_bf16_has_a_counterpart_in_torch() -> None:
     settings = {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
     assert adam_options(settings) and adam_options(BF16_SETTINGS) and sums_dtype(settings) == torch.bfloat16
     assert sums_dtype({**settings, "data_types": {"grad_accum_dtype": "fp32"}}) == torch.float32
+    assert sums_dtype({"bfloat16": {"enabled": True}}) == torch.bfloat16  # DeepSpeed's other name
     weight = torch.nn.Parameter(torch.tensor([256.0, 1.0], dtype=torch.bfloat16))
     masters = Masters([weight], True, torch.float32)
     sgd = torch.optim.SGD(masters.weights, lr=1.0)

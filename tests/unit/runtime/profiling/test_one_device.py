@@ -109,6 +109,7 @@ def test_what_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
     ({"terapipe": {"recompute": "off"}, "pipeline": {"activation_checkpoint_interval": 1}}, "says otherwise"),
     ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = true in --config: such layers are timed"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, message: str) -> None:
     assert main(["profile", *_files(tmp_path, **config)]) == 2

@@ -21,7 +21,7 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.strategy import Cluster, check_limit
+from terapipe_ds.planner.strategy import Cluster, check_limit, size_of
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import Grid
@@ -537,6 +537,26 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
         pair_s = max(gradient * (link_s[k] + link_s[3 - k]) + ends_s[k] + ends_s[3 - k] for k in range(4))
         words = (*options, "--device", device, "--zero-stage", zero_stage, "--schedule", "chimera")
         assert as_json(capsys, *words)["extra_s"] == pytest.approx(pair_s - max(ends_s), rel=1e-9)
+
+
+def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, model = tmp_path / "layers.json", tmp_path / "config.json"
+    measured_profile().save(path)
+    given = ("--profile", str(path), "--schedule", "1f1b", "--device", "a100", "--model")
+    told = refused(capsys, *given, "gpt3-1b")
+    assert "--model gpt3-1b has 1,31" in told and "give the model that was measured" in told
+    assert f"--stages 9: {path} has 6 layers; give at most --stages 6" in refused(capsys, *given[:2], "--stages", "9")
+    layers = measured_profile().layers
+    assert layers is not None
+    wanted = sum(layers.kinds[kind].parameters for kind in layers.kind_of)
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}
+    shape = {"model_type": "llama", "max_position_embeddings": 4096, **sizes}
+    # the width whose model has about as many parameters
+    for width in range(2, 512, 2):
+        model.write_text(json.dumps({**shape, "hidden_size": width}))
+        if size_of(str(model)).num_parameters() > wanted:
+            break
+    assert as_json(capsys, *given, str(model))["peak_bytes"]
 
 
 def test_a_measured_plan_says_which_layers_recompute(

@@ -32,6 +32,7 @@ def checks(
 
 def _look_at(path: str, stages: int | None, replicas: int | None, sequence_length: int | None) -> Iterator[Line]:
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+    from terapipe_ds.config.strategy_file import sizes_of
 
     try:
         content = read_json(path, "--config")
@@ -52,7 +53,8 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
         text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
         yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
         return
-    keys = DeepSpeedJson(content)
+    # a strategy has the sizes of a batch that the config leaves out
+    keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages)

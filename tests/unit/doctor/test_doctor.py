@@ -231,6 +231,15 @@ def test_a_batch_that_no_number_of_replicas_gives(tmp_path: Path) -> None:
     assert of_config(tmp_path, train_batch_size=8)["batch"].verdict == "ok"
 
 
+def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be cut short
+    words = "--model nano --device cpu-core --devices 2 --stages 2 --global-batch 4 --sequence-length 64"
+    assert main(["strategy", *words.split(), "--strategy-out", "mine.json"]) == 0
+    Path("ds.json").write_text(json.dumps({"terapipe": {"enabled": True, "strategy": "mine.json"}}))
+    lines = [line for check in deepspeed_json.checks("ds.json", 2, 1) for line in look(check) if line.name == "batch"]
+    assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
+
+
 def test_an_order_for_other_stages(tmp_path: Path) -> None:
     order = tmp_path / "two.csv"
     order.write_text("F0.0,B0.0\nF0.0,B0.0\n")

@@ -24,18 +24,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from terapipe_ds.config.strategy_file import section_of
 from terapipe_ds.files.atomic import write_text
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.planner.strategy import Strategy
 from terapipe_ds.runtime.checkpoints.choose import choose_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError, Manifest
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-PRECISIONS = ("fp16", "bf16")
-BY_STRATEGY = (
-    *("schedule", "schedule_options", "chunks_per_stage", "slices", "partition", "recompute"),
-    "offload_activations",
-)
+PRECISIONS = ("fp16", "bf16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,7 @@ class Saved:
         plans = manifest.training.get("plans", {}) if manifest is not None else {}
         states = read_states(folder / "mp_rank_00_model_states.pt")
         config, degrees, replicas = (
-            states["ds_config"],
+            config_of(states["ds_config"]),
             states["checkpoint_parallel_dimensions"],
             states["dp_world_size"],
         )
@@ -91,6 +89,14 @@ class Saved:
         )
 
 
+def config_of(given: Any) -> dict[str, Any]:
+    """Return the configuration that a job gave DeepSpeed, which keeps a path as a path."""
+    try:
+        return given if isinstance(given, dict) else read_json(str(given), "the configuration of the checkpoint,")
+    except (CommandError, OSError) as error:
+        end_with(f"the checkpoint was saved with the configuration {given}, which cannot be read: {error}; put it back")
+
+
 def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     """Find a strategy for the devices that are left, with as many sequences per step and the precision as before."""
     asked = {key: saved.config[key] for key in PRECISIONS if key in saved.config} | {"train_batch_size": saved.batch}
@@ -99,6 +105,8 @@ def plan(saved: Saved, options: list[str], out: Path) -> Strategy:
     # the optimizer stays where the checkpoint's configuration has it
     offloaded = (saved.config["zero_optimization"].get("offload_optimizer") or {}).get("device") or "none"
     command = [sys.executable, "-m", "terapipe_ds", "strategy", "--config", str(question)]
+    if DeepSpeedJson(saved.config).precision is None:  # else the planner takes the dtype of the device
+        command += ["--dtype", "fp32"]
     command += ["--offload-optimizer", "no" if offloaded == "none" else "yes"]
     if saved.tokens and not any(option.startswith("--sequence-length") for option in options):
         command += ["--sequence-length", str(saved.tokens)]
@@ -115,7 +123,7 @@ def new_config(saved: Saved, strategy: Strategy, path: Path, is_universal: bool)
     """Return the configuration of the checkpoint with the sizes of the strategy; optimizer and the like stay."""
     config = {key: value for key, value in saved.config.items() if key != "checkpoint"}
     sizes = saved.batch, strategy.micro_batch_size, strategy.accumulation
-    section = {key: value for key, value in config.get("terapipe", {}).items() if key not in BY_STRATEGY}
+    section = {key: value for key, value in config.get("terapipe", {}).items() if key not in section_of(strategy)}
     section |= {"enabled": True, "strategy": str(path.resolve())}
     checkpoint = {**saved.config.get("checkpoint", {}), "load_universal": is_universal}
     return {**config, **dict(zip(SIZES, sizes, strict=True)), "terapipe": section, "checkpoint": checkpoint}

@@ -97,12 +97,21 @@ def _exit_codes(ranks: Sequence[BaseProcess]) -> dict[int, int]:
 
 
 def _end_at_once(target: Callable[..., None], *arguments: Any) -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         target(*arguments)
     except Exception:  # the interpreter's own end waits for threads, and torch's for messages
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    """End this rank once the command is gone: SIGTERM, SIGHUP and SIGKILL leave it no time to end its ranks."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "a rank is started by spawn_ranks"
+    parent.join()
+    os._exit(1)
 
 
 class Position:

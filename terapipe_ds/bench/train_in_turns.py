@@ -105,7 +105,7 @@ class _Turns:
                 self.drivers[index] = _DRIVERS[case.system](case, self.job)
                 self.drivers[index].remember_start()
             except Exception as error:  # a case that cannot be built becomes a row that says why
-                problem = str(error).split("\n")[0] or type(error).__name__
+                problem = first_words(error)
             problem = problem_of_any_rank(problem, f"{index}: {case.label}")
             if problem:
                 self.drivers.pop(index, None)
@@ -162,6 +162,12 @@ class _Turns:
         else:
             plan = SlicePlan(case.slices)
         return (plan,) * accumulation, self.planned.schedule(case, accumulation, plan)
+
+
+def first_words(error: Exception) -> str:
+    """Return the first line of an error for a row, and the second one where the first is a heading."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
@@ -258,9 +264,15 @@ class PlannedCases:
         return planned
 
     def _measure(self, cut: str, case: Case, folder: Path) -> None:
-        job = self.job
-        section = {"enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage}
+        job, left_out = self.job, ("schedule_options", "trace_dir")
+        # recompute, links and the like cost time in the steps, so they cost it here
+        given = {k: v for k, v in (job.ds_config or {}).get("terapipe", {}).items() if k not in left_out}
+        section = {**given, "enabled": True, "schedule": case.schedule, "chunks_per_stage": case.chunks_per_stage}
         section |= {"slices": "auto", "granularity_tokens": job.granularity, "planner": {"cache_dir": str(folder)}}
+        if given.get("recompute") == "auto":  # with slices by hand, as in the steps, all layers recompute
+            section["recompute"] = "full"
+        if len(given.get("partition") or ()) != 1 + job.work.stages * case.chunks_per_stage:
+            section.pop("partition", None)
         work = dataclasses.replace(job.work, accumulation=1)
         engine = build_engine(section, work, ds_config=job.ds_config, gpt=job.gpt)
         engine.slice_clock = time.process_time if job.replayed else None

@@ -170,6 +170,7 @@ def job_of(options: BenchOptions) -> Job:
     work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
     _check_sizes(work, gpt)
     accumulations = options.accumulation or (preset.full_accumulations if options.full else preset.accumulations)
+    accumulations = tuple(dict.fromkeys(accumulations))
     slices = _slices(options.slices, work.sequence_length)
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
     if ds_config is not None and options.slices is None and options.schedules is None:
@@ -215,6 +216,10 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if own := [name for name in options.given if name in ("hidden", "layers", "heads")]:
         raise CommandError(f"{flag(own[0])} does not go with --model, which has its own: leave it out")
     ds_config = read_json(options.config, "--config") if options.config else None
+    section = (ds_config or {}).get("terapipe")
+    if isinstance(section, dict) and section.get("strategy") is not None:
+        given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"
+        raise CommandError(f"{given} has sizes and an order of its own: take it out, and give --schedules and --slices")
     if options.model is None:
         raise CommandError("--config without --model: give a named size, or a JSON file with fields of GPTConfig")
     if ds_config is None and options.device == "cuda":

@@ -66,7 +66,28 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
+    if section.get("compile") and options.schedule == "auto":  # the engine refuses schedules that split backwards
+        setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     return dataclasses.replace(setup, section=section)
+
+
+class _Unsplit:
+    """Hide the seconds of W of costs, so that no schedule that splits backwards is planned."""
+
+    weight_s = None
+
+    def __init__(self, costs: Any) -> None:
+        self._costs = costs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._costs, name)
+
+
+def _unsplit(costs_of: PartsOf) -> PartsOf:
+    def without_weights(num_parts: int) -> list[Any] | None:
+        return None if (parts := costs_of(num_parts)) is None else list(map(_Unsplit, parts))
+
+    return without_weights
 
 
 def complete(options: PlanOptions, profile: Profile | None, configured: dict[str, Any]) -> PlanOptions:
@@ -331,7 +352,11 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         return parts.bounds(num_parts) if bounds is None and is_new else bounds
 
     if not bounds and parts.cut(stages) is None:
-        raise CommandError(f"--stages {stages}: {options.profile} has {len(models)} parts; give --stages {len(models)}")
+        most, few = len(parts.layers), len(models)
+        is_cut = parts.has_layers and parts.is_whole
+        has = f"{most} layers; give at most --stages {most}" if is_cut else f"{few} parts; give --stages {few}"
+        raise CommandError(f"--stages {stages}: {options.profile} has {has}")
+    _check_same_model(options, profile, parts)
     notes = f"\nplanned for {stages} stages; the profile has {many(len(models), 'part')}"
     if profile.pipeline_stages not in (None, len(models)):
         notes += f" of {profile.pipeline_stages} stages"
@@ -352,6 +377,17 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         bounds_of=bounds_of,
         measured=parts,
     )
+
+
+def _check_same_model(options: PlanOptions, profile: Profile, parts: MeasuredParts) -> None:
+    """Refuse a model with less than half, or over twice, of the parameters of the measured layers: another one."""
+    if (layers := profile.layers) is None or not (options.model and parts.is_whole):
+        return
+    counted = size_of(options.model).num_parameters()
+    measured = options.tensor_parallel * sum(layers.kinds[kind].parameters for kind in layers.kind_of)
+    if not counted / 2 <= measured <= 2 * counted:  # tied weights may count twice
+        has = f"has {counted:,} parameters, the layers of {options.profile} {measured:,}"
+        raise CommandError(f"--model {options.model} {has}: give the model that was measured")
 
 
 def _process_bytes(options: PlanOptions) -> int:

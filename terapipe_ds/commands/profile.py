@@ -45,10 +45,11 @@ def run(options: ProfileOptions) -> None:
     length = job.inputs.shape[1]
     granularity = min(section.granularity_tokens, length)
     bounds = _bounds(section.partition, options.stages, job.layers)
-    if section.keep_attention:
+    autocast = "torch_autocast.enabled"
+    if section.keep_attention or keys.is_on(autocast):
         raise CommandError(
-            "terapipe.keep_attention = true in --config: such layers are timed in the running job alone; "
-            'set planner.profile to "measure", or leave out keep_attention'
+            f"{'terapipe.keep_attention' if section.keep_attention else autocast} = true in --config: such layers are "
+            'timed in the running job alone; set planner.profile to "measure", or leave the key out'
         )
     from terapipe_ds.runtime.layers.activation_checkpointing import stages_to_recompute
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from terapipe_ds.files.user_json import is_on
 from terapipe_ds.messages import show_value
 
 
@@ -18,13 +19,6 @@ class Conflict:
     is_set: Callable[[Any], bool]
     why: str
     fix: str
-
-
-def is_on(value: Any) -> bool:
-    """Return whether a switch of DeepSpeed's config is on."""
-    if isinstance(value, str):
-        return value.strip().lower() in ("true", "yes", "on", "1")
-    return isinstance(value, int | float) and value == 1
 
 
 def _exceeds_one(value: Any) -> bool:

@@ -7,11 +7,13 @@ counterpart, with the reason. `render_table` prints all of them for the document
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from terapipe_ds.config.section import TeraPipeConfig
 from terapipe_ds.config.values import TeraPipeConfigError
 from terapipe_ds.messages import nearest
 
@@ -38,8 +40,16 @@ def _optimizer(text: str) -> str:
     return {"adam": "AdamW", "sgd": "SGD"}[text]
 
 
-_TRUE: Callable[[str], bool] = lambda text: True  # noqa: E731 (a switch: its presence is its value)
-_ONE: Callable[[str], int] = lambda text: 1  # noqa: E731
+def _switch(value: Any) -> Callable[[str], Any]:
+    """Return the reading of an argument without a value: its presence means `value`."""
+
+    def read(text: str) -> Any:
+        if text:
+            raise ValueError(f"{text} follows a switch")
+        return value
+
+    return read
+
 
 IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--micro-batch-size": ("train_micro_batch_size_per_gpu", _count),
@@ -52,19 +62,19 @@ IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--adam-eps": ("optimizer.params.eps", _finite),
     "--sgd-momentum": ("optimizer.params.momentum", _finite),
     "--clip-grad": ("gradient_clipping", _finite),
-    "--bf16": ("bf16.enabled", _TRUE),
-    "--fp16": ("fp16.enabled", _TRUE),
+    "--bf16": ("bf16.enabled", _switch(True)),
+    "--fp16": ("fp16.enabled", _switch(True)),
     "--loss-scale": ("fp16.loss_scale", _finite),
     "--initial-loss-scale": ("fp16.initial_scale_power", _power_of_two),
     "--min-loss-scale": ("fp16.min_loss_scale", _finite),
     "--loss-scale-window": ("fp16.loss_scale_window", _count),
     "--hysteresis": ("fp16.hysteresis", _count),
-    "--accumulate-allreduce-grads-in-fp32": ("data_types.grad_accum_dtype", lambda text: "fp32"),
-    "--grad-reduce-in-bf16": ("data_types.grad_accum_dtype", lambda text: "bf16"),
-    "--use-distributed-optimizer": ("zero_optimization.stage", _ONE),
+    "--accumulate-allreduce-grads-in-fp32": ("data_types.grad_accum_dtype", _switch("fp32")),
+    "--grad-reduce-in-bf16": ("data_types.grad_accum_dtype", _switch("bf16")),
+    "--use-distributed-optimizer": ("zero_optimization.stage", _switch(1)),
     "--zero-stage": ("zero_optimization.stage", int),
     "--num-virtual-stages-per-pipeline-rank": ("terapipe.chunks_per_stage", _count),
-    "--calculate-per-token-loss": ("terapipe.loss_reduction", lambda text: "mean_of_step"),
+    "--calculate-per-token-loss": ("terapipe.loss_reduction", _switch("mean_of_step")),
     "--log-interval": ("steps_per_print", _count),
     "--tensorboard-dir": ("tensorboard.output_path", str),
     "--wandb-project": ("wandb.project", str),
@@ -198,6 +208,7 @@ def convert(text: str) -> Conversion:
     section = result.ds_config.pop("terapipe", {})
     schedule = "seq1f1b-interleaved" if "chunks_per_stage" in section else "auto"
     result.ds_config["terapipe"] = {"enabled": True, "schedule": schedule, **section, "slices": "auto"}
+    TeraPipeConfig.from_deepspeed(result.ds_config)  # refuses what the engine would
     return result
 
 
@@ -228,8 +239,9 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
     values: dict[str, str] = {}
     problems: list[str] = []
     name = ""
+    text = re.sub(r"(?<=\S)#", "\0", text.replace("\\\n", "\n"))  # shlex takes it for a comment within a word too
     try:
-        words = shlex.split(text.replace("\\\n", " "), comments=True)
+        words = [word.replace("\0", "#") for word in shlex.split(text, comments=True)]
     except ValueError as error:
         problem = f"{str(error).lower()}: give the arguments as the shell takes them, with all marks closed"
         raise TeraPipeConfigError(problem) from error
@@ -241,8 +253,8 @@ def _read(text: str) -> tuple[dict[str, str], list[str]]:
             problems.append(f"{word!r} belongs to no argument: begin with --NAME")
         else:
             values[name] = f"{values[name]} {word}".strip()
-        if "$" in word:
-            problems.append(f"{word}: give the value of the shell's variable")
+        if "$" in word or "`" in word:
+            problems.append(f"{word}: give the value that the shell puts there")
     return values, problems
 
 
@@ -329,18 +341,24 @@ def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[
         return [f"--lr-decay-style {style}: DeepSpeed has constant, linear and cosine"]
     try:
         steps = _count(total) if total else 0
-        warmup = int(values.get("--lr-warmup-iters") or steps * _finite(values.get("--lr-warmup-fraction", "0")))
+        iters, fraction = int(values.get("--lr-warmup-iters", "0")), _finite(values.get("--lr-warmup-fraction", "0"))
+        warmup = iters or int(steps * fraction)
         rate, least = _finite(values["--lr"]), _finite(values["--min-lr"])
     except KeyError:
         return ["--lr is missing: give the learning rate"]
     except ValueError as error:
         return [f"the learning rate's schedule: {error}"]
-    if style == "constant" and not warmup:
-        return []
-    if style != "constant" and not steps:
-        return [f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters"]
-    if style == "linear" and least:
-        return ["--min-lr with --lr-decay-style linear: DeepSpeed's linear decay ends at 0; use cosine"]
+    wrong = {  # Megatron-LM refuses the first three as well
+        "--lr-warmup-iters and --lr-warmup-fraction: give one of them": iters and fraction,
+        f"a warm-up of {warmup} steps: give at least 0, and fewer than the {steps} of the decay": warmup < 0
+        or 0 < steps <= warmup,
+        f"--min-lr {least:g} and --lr {rate:g}: give 0 or more, and the larger one as --lr": not 0 <= least <= rate,
+        f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters": style != "constant" and not steps,
+        "--min-lr with --lr-decay-style linear: DeepSpeed's linear decay ends at 0; use cosine": style == "linear"
+        and least,
+    }
+    if any(wrong.values()) or (style == "constant" and not warmup):
+        return [problem for problem, is_there in wrong.items() if is_there]
     # DeepSpeed refuses 0 steps of warm-up: its linear decay has two at least, and joins Megatron-LM's line after them;
     # the one step of its cosine has the whole rate
     begin = {"warmup_num_steps": max(warmup, 1), "warmup_type": "linear"}

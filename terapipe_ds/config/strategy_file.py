@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from terapipe_ds.config.conflicts import is_on
 from terapipe_ds.config.values import tuples_to_lists
 from terapipe_ds.files.bounded import read_bytes
+from terapipe_ds.files.user_json import is_on
 from terapipe_ds.messages import show_value
 from terapipe_ds.strategy import Strategy, StrategyError
 

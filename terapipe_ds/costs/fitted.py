@@ -29,7 +29,7 @@ Array = npt.NDArray[np.float64]
 
 # The order in which terms of t_ctx join a fit that has too few points for all of them: attention to the prefix first.
 _TERM_ORDER = (4, 3, 0, 2, 1)
-_CONTINUE = "measure that far, or pass allow_extrapolation=True for a linear continuation"
+_CONTINUE = "measure that far, give shorter sequences, or in Python pass allow_extrapolation=True to go on in a line"
 
 
 class CostModelError(ValueError):

@@ -20,6 +20,8 @@ from terapipe_ds.schedule.show import many
 if TYPE_CHECKING:
     from terapipe_ds.config import TeraPipeConfig
 
+_MOST_UNITS = 50_000  # they take a second or two
+
 
 def checks(
     path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None
@@ -30,6 +32,7 @@ def checks(
 
 def _look_at(path: str, stages: int | None, replicas: int | None, sequence_length: int | None) -> Iterator[Line]:
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+    from terapipe_ds.config.strategy_file import sizes_of
 
     try:
         content = read_json(path, "--config")
@@ -50,7 +53,8 @@ def _look_at(path: str, stages: int | None, replicas: int | None, sequence_lengt
         text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
         yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
         return
-    keys = DeepSpeedJson(content)
+    # a strategy has the sizes of a batch that the config leaves out
+    keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages)
@@ -112,6 +116,11 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     if stages is None or count is None or name == "auto" or name.endswith(".csv"):
         return
     numbers = [len(each) for each in config.listed_slices] or [config.slices if isinstance(config.slices, int) else 4]
+    whole = (stages - 1) / (count + stages - 1)
+    if (units := stages * config.chunks_per_stage * count * max(numbers)) > _MOST_UNITS:
+        text = f"a step of {units} forwards is not simulated here; 1F1B of whole sequences has a bubble of {whole:.1%}"
+        yield Line("note", "schedule", text, "give fewer gradient_accumulation_steps to see the schedule's own")
+        return
     per_micro_batch = [numbers[m % len(numbers)] for m in range(count)]
     options: dict[str, Any] = config.options_of(name)
     try:
@@ -123,7 +132,6 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     length = math.prod(set(per_micro_batch))
     plans = [SlicePlan.equal(length, number) for number in per_micro_batch]
     bubble = simulate(schedule, plans, UnitCosts(length)).bubble_fraction
-    whole = (stages - 1) / (count + stages - 1)
     assumed = "with 4 slices, say, " if config.slices == "auto" else ""
     text = f"{assumed}bubble {bubble:.1%} with equal parts and slices; 1F1B of whole sequences {whole:.1%}"
     if bubble > whole + 1e-9:

@@ -17,6 +17,13 @@ class CommandError(ValueError):
     """Tell why a command cannot do what the user asked, and how to fix it."""
 
 
+def is_on(value: Any) -> bool:
+    """Return whether a switch of DeepSpeed's config is on."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "yes", "on", "1")
+    return isinstance(value, int | float) and value == 1
+
+
 def read_json(path: str, option: str) -> dict[str, Any]:
     """Return the object in a JSON file that `option` names.
 
@@ -67,10 +74,15 @@ class DeepSpeedJson:
             raise CommandError(f"{name} is missing in --config: {why}; give both")
         return self.fixed_number(name)
 
+    def is_on(self, key: str) -> bool:
+        """Return whether a switch is on, in any form that DeepSpeed takes."""
+        return is_on(self._value(key))
+
     @property
     def precision(self) -> str | None:
-        """Return the enabled one of "bf16" and "fp16"."""
-        return next((name for name in ("bf16", "fp16") if self._value(f"{name}.enabled") is True), None)
+        """Return the enabled one of "bf16", which has a second name, and "fp16"."""
+        names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
+        return next((dtype for name, dtype in names.items() if self.is_on(f"{name}.enabled")), None)
 
     @property
     def dtype(self) -> str:

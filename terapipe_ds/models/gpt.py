@@ -78,17 +78,18 @@ class GPTConfig(BaseModel):
     head_dim: _Size = Field(default_factory=_usual_head_dim)
     gated_mlp: bool = True  # SwiGLU; False: two matrices with GELU
     ffn_size: _Size = Field(default_factory=_usual_ffn_size)
-    max_sequence_length: _Size = 1024  # learned positions end here; rotary ones do not end
+    # a measured profile knows a layer by the text of its config: fields that change no cost of it are not in there
+    max_sequence_length: _Size = Field(1024, repr=False)  # learned positions end here; rotary ones do not end
     bias: bool = False  # True: bias in each linear but the head, and LayerNorm for RMSNorm
     tied_embedding: bool = False
     positions: Literal["rope", "learned"] = "rope"
     dropout: _Rate = 0.0
     attention_dropout: _Rate = Field(default_factory=lambda fields: fields["dropout"])
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
+    dtype: Literal["float32", "float64", "bfloat16", "float16"] = Field("float32", repr=False)  # DeepSpeed casts layers
+    seed: Annotated[int, Field(ge=0, lt=2**63, repr=False)] = 1234
     norm_eps: Annotated[float, Field(ge=0)] = 1e-5
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
-    init_std: Annotated[float, Field(ge=0)] = 0.02
+    init_std: Annotated[float, Field(ge=0, repr=False)] = 0.02
 
     def __init__(self, /, **fields: Any) -> None:
         usual = {name for name in type(self).model_fields if fields.get(name, 0) is None}

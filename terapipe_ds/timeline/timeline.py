@@ -199,7 +199,8 @@ class Timeline:
         owners: dict[int, int] = {}
         for index, part in enumerate(parts):
             if part.num_stages != num_stages:
-                raise TimelineError(f"timelines of {num_stages} and of {part.num_stages} stages do not merge")
+                both = f"timelines of {num_stages} and of {part.num_stages} stages do not merge"
+                raise TimelineError(f"{both}: give those of one run; several may have written to this folder")
             for stage_id in {event.stage_id for event in part.events}:
                 if owners.setdefault(stage_id, index) != index:
                     raise TimelineError(f"two timelines have stage {stage_id}: give those of one pipeline replica")

@@ -21,7 +21,7 @@ from terapipe_ds.costs.profile import (
     ProfileKey,
 )
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.planner.strategy import Cluster, check_limit
+from terapipe_ds.planner.strategy import Cluster, check_limit, size_of
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import Grid
@@ -163,6 +163,44 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert "train_batch_size = 10 in --config is no multiple of 6" in refused(capsys, *options, "--config", str(path))
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))
     assert "terapipe.strategy = 'mine.json' in --config" in refused(capsys, *options, "--config", str(path))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [
+    ({"bfloat16": {"enabled": True}}, "bf16"), ({"bf16": {"enabled": 1}}, "bf16"),
+    ({"fp16": {"enabled": "true"}}, "fp16"), ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+])  # fmt: skip
+def test_a_precision_in_any_form_that_deepspeed_takes(
+    precision: dict[str, Any], dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(precision))
+    # this device is made for the other one
+    device = "v100" if dtype == "bf16" else "a100"
+    options = ("--model", "gpt3-1b", "--device", device, "--stages", "8", "--schedule", "1f1b", "--config", str(path))
+    if device == "a100":
+        assert as_json(capsys, *options)["setup"].startswith("gpt3-1b in fp16 on")
+    else:
+        assert "bf16" in refused(capsys, *options)  # a V100 has none
+    pytest.importorskip("deepspeed")
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+
+    read = get_bfloat16_config if dtype == "bf16" else get_float16_config
+    assert read(precision).enabled
+
+
+def test_compiled_layers_get_no_schedule_that_splits_backwards(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The planner's best one was refused at the end, with the advice to give "auto"."""
+    path = tmp_path / "ds.json"
+    options = ("--model", "gpt3-1b", "--device", "v100", "--stages", "4", "--micro-batches", "4", "--config", str(path))
+    listed = []
+    for compiles in (False, True):
+        path.write_text(json.dumps({"terapipe": {"enabled": True, "schedule": "auto", "compile": compiles}}))
+        found = as_json(capsys, *options, "--granularity", "256")
+        listed.append({row["schedule"] for row in found["ranking"]})
+    assert listed[0] - listed[1] == {"zb-h1", "seq1f1b-zb", "zbv", "seq1f1b-interleaved-zb"}
+    assert "compile = True with schedule = 'zbv'" in refused(capsys, *options, "--schedule", "zbv")
 
 
 def test_a_granularity_that_nobody_set_gives_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -514,6 +552,26 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
         pair_s = max(gradient * (link_s[k] + link_s[3 - k]) + ends_s[k] + ends_s[3 - k] for k in range(4))
         words = (*options, "--device", device, "--zero-stage", zero_stage, "--schedule", "chimera")
         assert as_json(capsys, *words)["extra_s"] == pytest.approx(pair_s - max(ends_s), rel=1e-9)
+
+
+def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, model = tmp_path / "layers.json", tmp_path / "config.json"
+    measured_profile().save(path)
+    given = ("--profile", str(path), "--schedule", "1f1b", "--device", "a100", "--model")
+    told = refused(capsys, *given, "gpt3-1b")
+    assert "--model gpt3-1b has 1,31" in told and "give the model that was measured" in told
+    assert f"--stages 9: {path} has 6 layers; give at most --stages 6" in refused(capsys, *given[:2], "--stages", "9")
+    layers = measured_profile().layers
+    assert layers is not None
+    wanted = sum(layers.kinds[kind].parameters for kind in layers.kind_of)
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}
+    shape = {"model_type": "llama", "max_position_embeddings": 4096, **sizes}
+    # the width whose model has about as many parameters
+    for width in range(2, 512, 2):
+        model.write_text(json.dumps({**shape, "hidden_size": width}))
+        if size_of(str(model)).num_parameters() > wanted:
+            break
+    assert as_json(capsys, *given, str(model))["peak_bytes"]
 
 
 def test_a_measured_plan_says_which_layers_recompute(

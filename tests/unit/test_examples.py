@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from terapipe_ds.config import TeraPipeConfig
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
@@ -181,3 +183,25 @@ def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         cpu_ranks._pin_to_cores(threads)
     assert pinned == [[2], [3], [5, 7]]  # six cores are not there
+
+
+# -- another layout --------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_goes_on_elsewhere_has_a_config_that_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It trains on in fp32 whatever the device is made for, and no key contradicts the new strategy."""
+    script = example("resume_elsewhere", monkeypatch)
+    section = {"enabled": True, "recompute": "full", "keep_attention": True, "slices": 4, "verify": "off"}
+    config = {"zero_optimization": {"stage": 1}, "terapipe": section}
+    saved = script.Saved("a", tmp_path, config, {"pipe": 4, "data": 1, "model": 1}, batch=8, tokens=64)
+    options = ["--model", "tiny", "--device", "a100", "--devices", "2", "--stages", "2"]
+    strategy = script.plan(saved, options, tmp_path)
+    made = script.new_config(saved, strategy, tmp_path / "strategy.json", is_universal=True)
+    assert TeraPipeConfig.from_deepspeed(made).planned == strategy and strategy.dtype == "float32"
+    assert made["terapipe"].keys() == {"enabled", "verify", "strategy"}
+    # DeepSpeed keeps the path of a configuration that it was given as one
+    path = tmp_path / "ds.json"
+    with pytest.raises(SystemExit):
+        script.config_of(str(path))
+    path.write_text(json.dumps(config))
+    assert script.config_of(str(path)) == config

@@ -17,7 +17,7 @@ from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
-from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
@@ -52,7 +52,7 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_bf16(ds_config: dict[str, Any]) -> bool:
-    return bool((ds_config.get("bf16") or {}).get("enabled", False))
+    return DeepSpeedJson(ds_config).precision == "bf16"
 
 
 def sums_dtype(ds_config: dict[str, Any]) -> torch.dtype:

@@ -3,8 +3,10 @@
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,25 @@ def test_interrupts_are_as_before_where_a_rank_cannot_be_started() -> None:
     with pytest.raises((AttributeError, pickle.PicklingError)):
         spawn_ranks(end_with, 1, lambda: None)
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def wait_long(rank: int, rendezvous: str) -> None:
+    print("begins", flush=True)
+    threading.Event().wait(200.0)
+
+
+def test_ranks_end_with_a_command_that_is_killed() -> None:
+    """Such a signal leaves no time to end them; they have its stdout, which ends with the last of them."""
+    words = f"import sys; sys.path[0] = {str(Path(__file__).parent)!r}; import test_bench_ranks as these; "
+    words += "these.spawn_ranks(these.wait_long, 1)"
+    command = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        assert command.stdout is not None and command.stdout.readline() == b"begins\n"
+        command.kill()
+        command.communicate(timeout=60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(command.pid, signal.SIGKILL)
 
 
 def fail_with_a_thread(rank: int, rendezvous: str) -> None:

@@ -18,6 +18,7 @@ from terapipe_ds.bench.table import render
 from terapipe_ds.bench.train_in_turns import PlannedCases
 from terapipe_ds.cli import main
 from terapipe_ds.commands import bench as command
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import build, load, to_csv
@@ -244,6 +245,7 @@ def test_jobs_of_the_presets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (eight.work.stages, eight.accumulations, eight.pairs) == (8, (2,), 1)
     assert eight.replayed and not job.replayed
     assert command.job_of(arguments("--full")).accumulations == (1, 4, 8)
+    assert command.job_of(arguments("--accumulation", "2,1,2")).accumulations == (2, 1)  # each has its rows once
     other = command.job_of(arguments("--accumulation", "8"))
     assert any(case.system == "torch" and case.runs_at(8) for case in other.cases)
 
@@ -309,6 +311,43 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
         configured(tmp_path, schedule="seq1f1b", slices=[[32, 32], [64]])
     with pytest.raises(ValueError, match=r"with chunks_per_stage = 2: here it chooses among those with one part"):
         configured(tmp_path, schedule="auto", chunks_per_stage=2)
+    with pytest.raises(ValueError, match=r"terapipe.strategy = 'mine.json' has sizes and an order of its own: take it"):
+        configured(tmp_path, strategy="mine.json")
+
+
+def test_an_error_row_says_more_than_a_heading() -> None:
+    from terapipe_ds.bench.train_in_turns import first_words
+
+    errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError())
+    told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError"]
+    assert list(map(first_words, errors)) == told
+
+
+def test_costs_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of the config that cost time in the steps cost it where slices are measured: the plans come from there."""
+    from terapipe_ds.bench import train_in_turns
+
+    asked: list[dict[str, Any]] = []
+
+    def note(section: dict[str, Any], *args: Any, **keywords: Any) -> None:
+        asked.append(section)
+        raise RuntimeError
+
+    monkeypatch.setattr(train_in_turns, "build_engine", note)
+    given = {
+        "recompute": "auto",
+        "links": {"forward": "bf16"},
+        "partition": [0, 3, 7],
+        "planner": {"memory_limit_gb": 1},
+    }
+    job = configured(tmp_path, schedule="seq1f1b", slices=4, trace_dir="traces", **given)
+    for case in (Case("terapipe", "seq1f1b"), Case("terapipe", "interleaved")):
+        with pytest.raises(RuntimeError):
+            PlannedCases(job, tmp_path)._measure(case.cut, case, tmp_path / "costs")
+    plain, halves = asked
+    assert (plain["recompute"], plain["links"], plain["partition"]) == ("full", {"forward": "bf16"}, [0, 3, 7])
+    assert plain["planner"] == {"cache_dir": str(tmp_path / "costs")} and plain["slices"] == "auto"
+    assert "partition" not in halves and not {"trace_dir", "schedule_options"} & plain.keys()
 
 
 def test_auto_is_the_best_schedule_for_the_slices_at_hand(planned: PlannedCases) -> None:
@@ -388,6 +427,7 @@ def test_bf16_has_a_counterpart_in_torch() -> None:
     settings = {"optimizer": {"type": "Adam"}, "gradient_clipping": 0.0, "bf16": {"enabled": True}}
     assert adam_options(settings) and adam_options(BF16_SETTINGS) and sums_dtype(settings) == torch.bfloat16
     assert sums_dtype({**settings, "data_types": {"grad_accum_dtype": "fp32"}}) == torch.float32
+    assert sums_dtype({"bfloat16": {"enabled": True}}) == torch.bfloat16  # DeepSpeed's other name
     weight = torch.nn.Parameter(torch.tensor([256.0, 1.0], dtype=torch.bfloat16))
     masters = Masters([weight], True, torch.float32)
     sgd = torch.optim.SGD(masters.weights, lr=1.0)

@@ -100,10 +100,26 @@ def test_what_is_given_decides_what_the_json_has() -> None:
     (f"{USUAL} --rampup-batch-size 3 2 80", "--rampup-batch-size 3 2 80: give START INCREMENT SAMPLES"),
     (f"{USUAL} --rampup-batch-size 4 4", "--rampup-batch-size 4 4: give START INCREMENT SAMPLES"),
     (f"{USUAL} --lr-warmup-samples 80 --lr-warmup-fraction 0.1", "--lr-warmup-samples and --lr-warmup-fraction"),
+    (f"{USUAL} --lr-warmup-iters 4 --lr-warmup-fraction 0.1", "--lr-warmup-iters and --lr-warmup-fraction: give one"),
+    (f"{USUAL} --lr-warmup-iters 40", "a warm-up of 40 steps: give at least 0, and fewer than the 40 of the decay"),
+    (f"{USUAL} --lr-decay-style cosine --min-lr 0.1", "--min-lr 0.1 and --lr 0.0003: give 0 or more"),
+    (f"{USUAL} --bf16 False", "--bf16 False: this is no value"),
+    (f"{USUAL} --use-distributed-optimizer=false", "--use-distributed-optimizer false: this is no value"),
+    (f"{USUAL} --tensorboard-dir logs/`date`", "logs/`date`: give the value that the shell puts there"),
+    (f"{USUAL} --zero-stage 2", "zero_optimization.stage = 2 cannot be combined with terapipe.enabled"),
 ])  # fmt: skip
 def test_one_problem(text: str, problem: str) -> None:
     with pytest.raises(TeraPipeConfigError, match=re.escape(problem)):
         convert(text)
+
+
+def test_a_comment_ends_with_its_line() -> None:
+    """As in the shell, a # within a word or in quotes begins none."""
+    text = "--save /runs/run#3 \\\n# --bf16 \\\n--tensorboard-dir 'a #b'  # --fp16 \\\n--clip-grad 0.5"
+    result = convert(f"{USUAL} {text}")
+    assert "--save /runs/run#3" in result.kept and result.ds_config["gradient_clipping"] == 0.5
+    assert result.ds_config["tensorboard"]["output_path"] == "a #b"
+    assert not {"bf16", "fp16"} & result.ds_config.keys()
 
 
 def test_all_problems_at_once() -> None:

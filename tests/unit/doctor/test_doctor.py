@@ -218,6 +218,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
      "partition", "fail", "3 parts, and auto on 3 stages 6"),
     ({"terapipe": {"enabled": True, "planner": {"profile": "nothing.json"}}},
      "planner.profile", "fail", "cannot read the profile nothing.json"),
+    ({"gradient_accumulation_steps": 10**7}, "schedule", "note", "a step of 120000000 forwards is not simulated"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
 def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path) -> None:
@@ -228,6 +229,15 @@ def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, wo
 def test_a_batch_that_no_number_of_replicas_gives(tmp_path: Path) -> None:
     assert of_config(tmp_path, train_batch_size=7)["batch"].verdict == "fail"
     assert of_config(tmp_path, train_batch_size=8)["batch"].verdict == "ok"
+
+
+def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a long path would be cut short
+    words = "--model nano --device cpu-core --devices 2 --stages 2 --global-batch 4 --sequence-length 64"
+    assert main(["strategy", *words.split(), "--strategy-out", "mine.json"]) == 0
+    Path("ds.json").write_text(json.dumps({"terapipe": {"enabled": True, "strategy": "mine.json"}}))
+    lines = [line for check in deepspeed_json.checks("ds.json", 2, 1) for line in look(check) if line.name == "batch"]
+    assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
 
 
 def test_an_order_for_other_stages(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_merge_puts_the_ranks_together() -> None:
     assert (merged.name, merged.peak_live_slices, merged.peak_bytes) == ("seq1f1b", (3, 1), None)
     for ranks, reason in (
         ([first, second, first], "two timelines have stage 0"),
-        ([first, Timeline(3, ())], "of 2 and of 3 stages"),
+        ([first, Timeline(3, ())], "of 2 and of 3 stages do not merge: give those of one run"),
         ([], "no timelines to merge"),
     ):
         with pytest.raises(TimelineError, match=reason):

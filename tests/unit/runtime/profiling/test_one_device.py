@@ -18,6 +18,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig, gpt_layers, gpt_loss
 from terapipe_ds.runtime.layers.gradient_sums import OwnSums
+from terapipe_ds.runtime.profiling.key import describe_part
 from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model, single_process
 from tests.distributed.harness import rank_pool
 from tests.processes import run_python
@@ -109,6 +110,7 @@ def test_what_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
     ({"terapipe": {"recompute": "off"}, "pipeline": {"activation_checkpoint_interval": 1}}, "says otherwise"),
     ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = true in --config: such layers are timed"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, message: str) -> None:
     assert main(["profile", *_files(tmp_path, **config)]) == 2
@@ -143,6 +145,23 @@ def _sums_of_a_profile() -> tuple[set[str], float | None]:
         job = OfflineJob(gpt_layers(config), gpt_loss, tokens, tokens, num_stages=1, granularity_tokens=8)
         profile = profile_model(job, lambda *_: None, lambda _: None)
     return dtypes, profile.parts[0].samples[0].weight_s
+
+
+def test_a_profile_in_bf16_is_of_layers_that_deepspeed_casts() -> None:
+    """A program builds fp32 layers, with weights of another seed, perhaps for longer sequences: they cost the same."""
+
+    def described(**fields: Any) -> Any:
+        config = GPTConfig(vocab_size=8, hidden_size=16, num_layers=1, num_heads=2, **fields)
+        tokens = torch.zeros(1, 8, dtype=torch.int64)
+        job = OfflineJob(gpt_layers(config), gpt_loss, tokens, tokens, num_stages=1)
+        with single_process():
+            return describe_part(job.build_part(0, len(job.layers)).to(torch.bfloat16))
+
+    measured = described(dtype="bfloat16")
+    assert measured == described(dtype="float32", seed=2, init_std=0.1, max_sequence_length=64)
+    assert measured != described(dtype="bfloat16", rope_base=5.0)
+    learned = described(positions="learned", max_sequence_length=8)
+    assert learned != described(positions="learned", max_sequence_length=16)  # their table is in memory
 
 
 def test_gradients_of_a_profile_in_bf16_are_summed_in_fp32() -> None:

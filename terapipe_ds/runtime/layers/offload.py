@@ -61,7 +61,7 @@ class HostBuffers:
         self.live_bytes = self.peak_bytes = self.reserved_bytes = 0
         self._is_pinned = is_pinned
         self._free: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self._mapped = torch.empty(0, dtype=torch.uint8, device="cpu")  # what no buffer has of the newest file
+        self._mapped = np.empty(0, np.uint8)  # what no buffer has of the newest file
         self._ordinary: set[int] = set()  # ids of the pool's buffers that wait to be replaced by pinned ones
 
     def begin_batch(self) -> None:
@@ -92,11 +92,11 @@ class HostBuffers:
         if self._is_pinned:
             return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=is_pinned, device="cpu")
         # a mapping keeps a descriptor, and a long batch has more buffers than a process may open files
-        if self._mapped.numel() < num_bytes:
+        if self._mapped.nbytes < num_bytes:
             with tempfile.TemporaryFile(prefix="terapipe-offload-") as file:  # it lives as long as its mapping
-                self._mapped = torch.from_numpy(np.memmap(file, np.uint8, "w+", shape=(max(num_bytes, _FILE_BYTES),)))
+                self._mapped = np.memmap(file, np.uint8, "w+", shape=(max(num_bytes, _FILE_BYTES),))
         buffer, self._mapped = self._mapped[:num_bytes], self._mapped[num_bytes:]
-        return buffer
+        return torch.from_numpy(buffer)
 
 
 class Offloaded:

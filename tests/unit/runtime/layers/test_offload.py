@@ -317,6 +317,7 @@ def test_host_buffers_are_no_memory_of_the_device() -> None:
     more = [buffers.take(1 << 19), buffers.take(1 << 19)]
     assert [each.fill_(k).numel() for k, each in enumerate(more)] == [1 << 19] * 2 and one.eq(7).all()
     assert more[0].eq(0).all() and more[1].eq(1).all()
+    assert [each.untyped_storage().nbytes() for each in more] == [1 << 19] * 2
     assert len(os.listdir("/proc/self/fd")) == num_open  # a long batch has more buffers than a process may have files
 
 

@@ -20,6 +20,7 @@ from enum import Enum
 from types import CodeType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -101,7 +102,7 @@ _REFUSED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 def check_arguments(args: Any) -> None:
     """Refuse what cannot be trained in slices, before anything is built. Inserted in `GPTModelPipe.__init__`.
 
-    Let checkpoints that hold the arguments be loaded.
+    Allow what upstream's checkpoints hold to be loaded.
 
     Raises:
         PatchError: names the argument, its value, why, and what to change.
@@ -110,8 +111,10 @@ def check_arguments(args: Any) -> None:
         return
     if _MODEL in sys.modules and (problem := problem_of_insertions()) is not None:  # a model is being built
         raise PatchError(problem)
-    # upstream saves its arguments in each checkpoint, and the engine reads no classes but those that a program allows
-    torch.serialization.add_safe_globals([type(value) for value in vars(args).values() if isinstance(value, Enum)])
+    # upstream saves its arguments and numpy's random state, and the engine reads no classes but those that are allowed
+    enums = {type(value) for value in vars(args).values() if isinstance(value, Enum)}
+    reconstruct, (array, *_), _ = np.array(0, np.uint32).__reduce__()
+    torch.serialization.add_safe_globals([*enums, reconstruct, array, np.dtype, type(np.dtype(np.uint32))])
     for name, is_refused, reason in _REFUSED:
         value = getattr(args, name, None)
         if is_refused(value):

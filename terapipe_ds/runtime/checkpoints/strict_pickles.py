@@ -1,7 +1,7 @@
 """Read files of states without running the code in them.
 
-A pickle is a program. torch reads tensors and plain values from it without running it (`weights_only`). Arrays of
-numbers and a few classes that hold only plain values are also allowed. Everything else needs the user's permission.
+A pickle is a program. torch reads tensors and plain values from it without running it (`weights_only`). A few classes
+that hold only plain values are also allowed. Everything else needs the user's permission.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from torch.utils._pytree import tree_map
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.messages import show_key
-from terapipe_ds.runtime.checkpoints import numpy_arrays
 from terapipe_ds.runtime.checkpoints.manifest import CheckpointError
 from terapipe_ds.runtime.log import first_line
 
@@ -55,8 +54,8 @@ def strict_loading() -> Iterator[None]:
         is_other = threading.get_ident() in others
         return load(*args, **(options if is_other else {**options, "weights_only": True}))
 
-    named = (_member, "builtins.getattr"), *numpy_arrays.STAND_INS
-    safe = torch.serialization.safe_globals([kind for kind in (*_ALLOWED, *named) if kind not in allowed])
+    named = (_member, "builtins.getattr")
+    safe = torch.serialization.safe_globals([kind for kind in (*_ALLOWED, named) if kind not in allowed])
     with replaced(torch, "load", load_strictly), safe:
         yield
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -133,14 +134,17 @@ class ModelType(Enum):
 
 
 @pytest.mark.usefixtures("registered")
-def test_checkpoints_that_hold_the_arguments_can_be_loaded(tmp_path: Path) -> None:
+def test_checkpoints_that_hold_the_arguments_and_random_states_can_be_loaded(tmp_path: Path) -> None:
     args = Namespace(**vars(mini_megatron.arguments(8, deepspeed_config_dict=ENABLED, model_type=ModelType.DECODER)))
-    torch.save({"args": args}, tmp_path / "states.pt")
+    states, drawn = [{"np_rng_state": np.random.get_state()}], np.random.random()
+    torch.save({"args": args, "rng_state": states}, tmp_path / "states.pt")
     with torch.serialization.safe_globals([]):  # as they were, afterwards
         with pytest.raises(PickleRefused, match="ModelType"):
             read_strictly(tmp_path / "states.pt")
         helpers.check_arguments(args)
-        assert read_strictly(tmp_path / "states.pt") == {"args": args}
+        read = read_strictly(tmp_path / "states.pt")
+    np.random.set_state(read["rng_state"][0]["np_rng_state"])
+    assert read["args"] == args and np.random.random() == drawn
 
 
 @pytest.mark.usefixtures("registered")

@@ -1,7 +1,6 @@
 """Checkpoints of saves that are killed, on disks that fail, and with damaged files. No layers."""
 
 import collections
-import copy
 import errno
 import io
 import json
@@ -327,47 +326,6 @@ def test_numbers_of_numpy_are_saved_as_pythons_and_what_cannot_be_loaded_is_told
     assert type(optimizer.param_groups[0]["lr"]) is np.float64, "it stays"
     engine.save("b", 2, ds_config={"trace_dir": Decimal(1)})
     assert f"will refuse 3 of the files that were saved: {tmp_path / 'b' / FILES[0]}" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "array",
-    [np.random.get_state()[1], np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3))),
-     np.array(1 + 2j), np.array([True]), np.zeros((0, 3), np.float16)],
-)  # fmt: skip
-def test_arrays_of_numbers_are_read_as_pickle_reads_them_and_saved_again(array: Any, tmp_path: Path) -> None:
-    expected, place = pickle.loads(pickle.dumps(array)), tmp_path / "a.pt"
-    torch.save([array], place)
-    for _ in range(2):
-        (read,) = read_strictly(place)
-        assert read.dtype == expected.dtype and read.shape == expected.shape and (read == expected).all()
-        torch.save([copy.deepcopy(read)], place)
-    assert type(torch.load(place, weights_only=False)[0]) is np.ndarray
-
-
-class Built:
-    """Pickle as a call of `build`, then a state."""
-
-    def __init__(self, *reduced: Any) -> None:
-        self.reduced = reduced
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-_RECONSTRUCT, _EMPTY, *_ = np.array(1).__reduce__()
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.array([{}]), np.array(["text"]), np.zeros(1, [("a", "i4"), ("b", "O")]), np.array(["2026"], "M8[D]"),
-     Built(np.ndarray, (10**12,)), Built(bytes, (10**12,)), Built(np.dtype, ("O",)), Built(np.dtype, ([("a", "O")],)),
-     Built(_RECONSTRUCT, _EMPTY, (1, (10**9,), np.dtype("u4"), False, b"1234")),
-     Built(_RECONSTRUCT, _EMPTY, (1, (1,), "O", False, b"12345678"))],
-)  # fmt: skip
-def test_other_pickles_with_names_of_numpy_are_refused(value: Any, tmp_path: Path) -> None:
-    torch.save(value, tmp_path / "a.pt")
-    with pytest.raises(CheckpointError):
-        read_strictly(tmp_path / "a.pt")
 
 
 def test_threads_that_run_already_read_as_before(tmp_path: Path) -> None:

@@ -54,7 +54,7 @@ def diagnose(schedule: Schedule) -> None:
     _check_waits(schedule)
 
 
-def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[ComputeKey]:
+def _needs(schedule: Schedule, action: Action) -> Iterator[ComputeKey]:
     """Yield the keys of the computations whose results `action` needs."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
     if action.kind is Kind.FORWARD:
@@ -64,9 +64,9 @@ def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> I
             yield Kind.FORWARD, part_id - 1, micro_batch_id, slice_id
     elif action.kind is Kind.BACKWARD:
         yield Kind.FORWARD, part_id, micro_batch_id, slice_id
-        if slice_id < num_slices[micro_batch_id] - 1:
+        if slice_id < schedule.num_slices[micro_batch_id] - 1:
             yield Kind.BACKWARD, part_id, micro_batch_id, slice_id + 1
-        if part_id < num_parts - 1:
+        if part_id < schedule.num_parts - 1:
             yield Kind.BACKWARD, part_id + 1, micro_batch_id, slice_id
     else:
         yield Kind.BACKWARD, part_id, micro_batch_id, slice_id
@@ -189,10 +189,6 @@ def _check_waits(schedule: Schedule) -> None:
     }
     if waits:
         _report_deadlock(schedule, at, waits)
-
-
-def _needs(schedule: Schedule, action: Action) -> Iterator[ComputeKey]:
-    return dependencies(action, schedule.num_parts, schedule.num_slices)
 
 
 def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, ComputeKey]) -> NoReturn:

@@ -14,11 +14,10 @@ import numpy as np
 from terapipe_ds.costs.interface import costs_of_parts, know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
-from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, KINDS, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.simulator.costs import SEND, SEND_GRADIENT, SPLIT_BACKWARD, SimulationError, spans_of_units, tabulate
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Orders = list[list[int]]
 """Nodes per stage, in the order they run."""
 STUCK = float("inf")

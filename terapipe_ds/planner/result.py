@@ -155,8 +155,7 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
 
 def _memory_and_preference(result: PlanResult) -> tuple[int, int]:
     """Return the key that decides between equal times: the bytes of the fullest stage, then the preferred schedule."""
-    is_ranked = result.schedule in PREFERENCE
-    return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if is_ranked else len(PREFERENCE)
+    return max(result.peak_bytes or (0,)), (*PREFERENCE, result.schedule).index(result.schedule)
 
 
 @dataclass(frozen=True)

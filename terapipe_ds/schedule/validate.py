@@ -8,9 +8,8 @@ runs exactly once, the order within each stage, the messages of each link, and t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import zip_longest
-from typing import NoReturn
 
 from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, ComputeKey, Kind, ScheduleError
 from terapipe_ds.schedule.schedule import COMPUTE_OF, Schedule
@@ -187,12 +186,9 @@ def _check_waits(schedule: Schedule) -> None:
         for stage_id, (order, ran) in enumerate(zip(schedule.orders, at, strict=True))
         if ran < len(order)
     }
-    if waits:
-        _report_deadlock(schedule, at, waits)
-
-
-def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, ComputeKey]) -> NoReturn:
-    """Follow the waiting stages until one comes up again, and show that circle."""
+    if not waits:
+        return
+    # follow the waiting stages until one comes up again, and show that circle
     homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
     chain = [min(waits)]
     while chain.count(chain[-1]) < 2:

@@ -58,15 +58,13 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 def size_of_config(path: str) -> ModelSize:
     """Return the model size of a Hugging Face `config.json`.
 
-    Raises:
-        PlannerError: the file cannot be read, lacks a number, or is of a family that cannot be counted.
+    Raises PlannerError where the file cannot be read, lacks a number, or is of a family that cannot be counted.
     """
     try:
         document = parse_json(read_bytes(path))
-    except OSError as error:
-        raise PlannerError(f"{path}: {error.strerror}; give a config.json of a decoder model") from None
-    except JsonError as error:
-        raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
+    except (OSError, JsonError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise PlannerError(f"{path}: {problem}; give a config.json of a decoder model") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
     # models of several kinds of input keep the decoder's numbers one level down
@@ -91,12 +89,8 @@ def size_of_config(path: str) -> ModelSize:
     # Falcon 7B's config says 71 key heads, which its class does not read
     numbers["num_kv_heads"] = 1 if _has_one_key_head(family, config) else numbers["num_kv_heads"]
     # a key that a config leaves out has the default of transformers' classes
-    usual = {
-        "ffn_size": 4 * hidden,
-        "num_kv_heads": heads,
-        "head_dim": max(1, hidden // heads),
-        "max_sequence_length": 2048,
-    }
+    usual = {"ffn_size": 4 * hidden, "num_kv_heads": heads, "head_dim": max(1, hidden // heads)}
+    usual["max_sequence_length"] = 2048
     try:
         experts, latent = _experts(path, family, config, numbers), _latent(path, config, numbers)
         fields = {field: value or usual[field] for field, value in numbers.items()}

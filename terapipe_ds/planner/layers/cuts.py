@@ -35,10 +35,6 @@ def all_cuts(num_layers: int, num_parts: int) -> Iterator[Bounds]:
         yield (0, *inner, num_layers)
 
 
-def num_cuts(num_layers: int, num_parts: int) -> int:
-    return math.comb(num_layers - 1, num_parts - 1)
-
-
 def least_maximum(costs: Sequence[Floats]) -> float:
     """Return the least possible largest cost of a part, over all cuts in `len(costs)` parts."""
     return _program(costs, np.maximum)[0]

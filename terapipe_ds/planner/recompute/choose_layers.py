@@ -88,8 +88,7 @@ class PartLayers:
 def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
     """Return the parts between `bounds` of a measured model. Layers without parameters never recompute.
 
-    Raises:
-        PlannerError: layers or their memory were not measured.
+    Raises PlannerError where layers or their memory were not measured.
     """
     num_parts = len(bounds) - 1
     costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)

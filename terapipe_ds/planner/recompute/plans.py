@@ -17,12 +17,7 @@ from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
-from terapipe_ds.planner.recompute.choose_layers import (
-    PartLayers,
-    RecomputeChoice,
-    choose_layers,
-    recompute_everything,
-)
+from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
 from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET

@@ -30,13 +30,9 @@ def best_order(
     chunks_per_stage: int = 1,
     budget: float = 1.0,
 ) -> PlanResult:
-    """Find an order for the caller's slices; `costs` as for `plan_slices`, limits as for `find_order`.
+    """Find an order for the caller's slices; `costs` as for `plan_slices`, limits and `budget` as for `find_order`.
 
-    Args:
-        budget: a share of some five seconds on one core, counted in computations, so that it gives the same everywhere.
-
-    Raises:
-        PlannerError: no order that the search meets keeps the limit, or impossible counts.
+    Raises PlannerError where no order that the search meets keeps the limit, or for impossible counts.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     length = max(one.sequence_length for one in plans)
@@ -62,11 +58,7 @@ def may_search(
 
 
 def searched_result(
-    pipeline: Pipeline,
-    find: Callable[..., FoundOrder],
-    *question: Any,
-    budget: float,
-    lower_bound_s: float = 0.0,
+    pipeline: Pipeline, find: Callable[..., FoundOrder], *question: Any, budget: float, lower_bound_s: float = 0.0
 ) -> PlanResult:
     """Return the order that `find` finds beside unsliced sequences and equal slices, each with its own order.
 
@@ -75,8 +67,7 @@ def searched_result(
         budget: a share of some five seconds.
         lower_bound_s: no order takes less, with any slices.
 
-    Raises:
-        PlannerError: no order keeps the limit.
+    Raises PlannerError where no order keeps the limit.
     """
     parts, counts = list(pipeline.parts), (pipeline.num_stages, pipeline.num_micro_batches)
     chunks = {"chunks_per_stage": pipeline.chunks_per_stage}

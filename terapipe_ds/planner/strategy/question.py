@@ -19,9 +19,10 @@ from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Again, Layers
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
-from terapipe_ds.planner.strategy.search import Progress, Search
+from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.schedule import ScheduleError, build, count_parts
@@ -194,8 +195,7 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
 def size_of(model: object) -> ModelSize:
     """Return the size for a name, or for a path to a `config.json` or its folder; return a size unchanged.
 
-    Raises:
-        PlannerError: anything else, or a config without a size. ModelSizeError: an unknown name.
+    Raises PlannerError for anything else, or a config without a size, and ModelSizeError for an unknown name.
     """
     if isinstance(model, os.PathLike) or (isinstance(model, str) and _is_path(model)):
         path = os.fspath(model)

@@ -197,6 +197,8 @@ class Setup:
         matrix = vocabulary * size.hidden_size if size.tied_embedding else 0
         has_copy = is_last and self.num_stages > 1
         tied = self._static_bytes(matrix) - (gradients * matrix // parameters) if matrix and has_copy else 0
+        # a table of the turns of all positions, complex numbers, has a power of two of them
+        turns = (1 << max(10, (size.max_sequence_length - 1).bit_length())) * size.head_dim * self._wide
         gone = max(0, self._phases[0] - self._phases[1])  # of a layer that runs again, once attention's backward runs
         # logits of a chunk: as computed, and in fp32 at least, where that differs
         logits = size.vocab_size * (self._wide + (item if item < self._wide else 0)) // self.tensor_parallel
@@ -206,7 +208,7 @@ class Setup:
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=fresh + (self._table_bytes if layers else 0),
+            working_bytes=fresh + (turns if layers and size.positions == "rope" else 0),
             working_whole_bytes=fresh_of_whole - fresh,
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
@@ -266,12 +268,6 @@ class Setup:
         """Return the dtype in which gradients accumulate."""
         return self.gradient_dtype or ("float32" if self.dtype == "bfloat16" else self.dtype)
 
-    @property
-    def _table_bytes(self) -> int:
-        """Return the bytes of the turns of all positions, complex numbers; a table has a power of two of them."""
-        length = 1 << max(10, (self.size.max_sequence_length - 1).bit_length())
-        return length * self.size.head_dim * self._wide if self.size.positions == "rope" else 0
-
     def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int, is_whole: bool) -> int:
         """Count the bytes of the largest gradient that is beside the accumulated one for a moment.
 
@@ -309,7 +305,10 @@ class Setup:
         layer = max(self._phases) if layers else 0
         if self.activation_checkpointing and layers:  # the layer that runs again is whole
             layer += self._layer_saved - (self._attention_kept if self.keeps_attention else 0)
-        working = max(layer - self._head_saved, self._head_working) if is_last else layer
+        # gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's
+        of_logits = self.size.vocab_size * (0 if self.fused_loss else self._wide + self._item) // self.tensor_parallel
+        head = max(of_logits, 2 * self._residual * self._item)
+        working = max(layer - self._head_saved, head) if is_last else layer
         # A received activation becomes the slice's input. Where the last part has most, one of the next two is a B.
         inwards = 2 if is_last else 1 + RECEIVE_AHEAD
         links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
@@ -378,10 +377,3 @@ class Setup:
         attention = (6 * self._query + 2 * self._key_value) * item
         gone = 2 * self._into_mlp * item // degree + self._norm_saved
         return mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone
-
-    @cached_property
-    def _head_working(self) -> int:
-        """Count gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's."""
-        per_token = 0 if self.fused_loss else self._wide + self._item
-        vocabulary = self.size.vocab_size * per_token // self.tensor_parallel
-        return max(vocabulary, 2 * self._residual * self._item)

@@ -113,7 +113,6 @@ class PlanResult:
 
     @property
     def num_slices(self) -> tuple[int, ...]:
-        """Return the slices of each micro-batch."""
         return tuple(plan.num_slices for plan in self.plans)
 
     def build(self, **options: Any) -> Schedule:
@@ -168,7 +167,6 @@ class Refusal:
 
     @property
     def need_bytes(self) -> int:
-        """Return the bytes that the fullest stage needs."""
         return self.error.need_bytes
 
 

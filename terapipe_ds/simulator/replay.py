@@ -120,18 +120,13 @@ class Replay:
         spans = [one.spans() for one in plans]
         # while a search moves layers between two stages, the bytes of all others stay
         counted = range(self.schedule.num_stages) if stages is None else stages
-        keys = [(k, plans, memory.key_of(self._parts_of[k])) for k in counted]
+        places = self.schedule.placement.items()
+        keys = [(k, plans, memory.key_of([part for (stage, _), part in places if stage == k])) for k in counted]
         for key in keys:
             if key not in self._peaks:
                 numbers = bytes_of_stage(self.schedule, key[0], spans, memory, self._outstanding)
                 self._peaks[key] = max(numbers)
         return tuple(self._peaks[key] for key in keys)
-
-    @functools.cached_property
-    def _parts_of(self) -> list[list[int]]:
-        placement = sorted(self.schedule.placement.items())
-        stages = range(self.schedule.num_stages)
-        return [[part for (stage, _), part in placement if stage == stage_id] for stage_id in stages]
 
     def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
         """Return, per stage, the bytes under each memory at the peak of the first one."""

@@ -30,7 +30,6 @@ def spans_matrix(values: Floats) -> Floats:
 
 
 def all_cuts(num_layers: int, num_parts: int) -> Iterator[Bounds]:
-    """Yield every cut in this number of parts."""
     for inner in itertools.combinations(range(1, num_layers), num_parts - 1):
         yield (0, *inner, num_layers)
 

@@ -45,7 +45,6 @@ class PricedNodes:
         return (kind * self.num_parts + part) * self.num_units + unit
 
     def split(self, node: int) -> tuple[int, int, int]:
-        """Return kind, part and unit of a node."""
         rest, unit = divmod(node, self.num_units)
         kind, part = divmod(rest, self.num_parts)
         return kind, part, unit

@@ -77,7 +77,7 @@ class _Question:
     parts: tuple[PartLayers, ...]
     num_micro_batches: int
     limit_bytes: float
-    options: Mapping[str, object]
+    options: Mapping[str, Any]
 
     def searched(self, name: str, length: int, granularity: int, most: int | None) -> PlanResult:
 
@@ -113,8 +113,7 @@ class _Question:
         return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
 
     def _schedule(self, name: str, num_slices: int) -> Schedule:
-        options: dict[str, Any] = dict(self.options)
-        return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
+        return build(name, len(self.parts), self.num_micro_batches, num_slices, **self.options)
 
     def result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
         """Return the prediction of one plan; `more` has fields of `PlanResult`."""

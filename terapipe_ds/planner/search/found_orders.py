@@ -87,12 +87,9 @@ def searched_result(
     whole, equal = (SlicePlan.equal(length, count, pipeline.granularity_tokens) for count in (1, most))
     # equal slices may break the limit; unsliced sequences stand for them then
     unsliced_s, equal_s = quick_s(whole, chunks), quick_s(equal, limits)
+    replayed = found.schedule, found.plans, parts, pipeline.memory, pipeline.memory_limit_bytes
     return PlanResult.of_replay(
-        found.schedule,
-        found.plans,
-        parts,
-        pipeline.memory,
-        pipeline.memory_limit_bytes,
+        *replayed,
         predicted_s=found.makespan_s,
         optimal=lower_bound_s >= found.makespan_s * (1 - 1e-9) > 0,
         lower_bound_s=min(lower_bound_s, found.makespan_s),

@@ -68,7 +68,6 @@ class Judge:
         self._least_needs: dict[Lengths, int] = {}  # bytes of one stage, the tightest at that time: a lower bound
 
     def report(self) -> None:
-        """Tell the caller how far the search is."""
         if self._progress is not None:
             self._progress(self.schedule, min(self.spent, self.budget), self.budget)
 

@@ -82,23 +82,16 @@ def rank_strategies(
     # the checked question: layers with costs, counts, and a schedule that strategies can have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
-    _check_levers(layers, offload_activations=offload_activations, offload_optimizer=offload_optimizer)
+    levers: dict[str, Any] = {"offload_activations": offload_activations, "offload_optimizer": offload_optimizer}
+    _check_levers(layers, **levers)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
     fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
-    counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
-    space = Space(
-        layers,
-        cluster,
-        check_count("global_batch_size", global_batch_size),
-        length,
-        check_limit(memory_limit_gb, cluster),
-        Choices(
-            **counts,
-            offload_activations=offload_activations,
-            offload_optimizer=offload_optimizer,
-            schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"]),
-        ),
-    )
+    counts: dict[str, Any] = {
+        name: None if value is None else check_count(name, value) for name, value in fixed.items()
+    }
+    batch, limit_bytes = check_count("global_batch_size", global_batch_size), check_limit(memory_limit_gb, cluster)
+    schedule = _checked_schedule(schedule, layers, counts["chunks_per_stage"])
+    space = Space(layers, cluster, batch, length, limit_bytes, Choices(**counts, **levers, schedule=schedule))
     # the answers, the best first
     search = Search(space, progress, stop)
     scores = search.run()

@@ -30,7 +30,6 @@ class Costs(Protocol):
 
 
 def know_weights(costs: Iterable[Costs]) -> bool:
-    """Return whether all costs know the seconds of W."""
     return all(method_of(one, "weight_s") for one in costs)
 
 

@@ -177,7 +177,9 @@ class Setup:
         again = self.activation_checkpointing
         inputs = message + (self._attention_kept if self.keeps_attention else 0)
         kept = layers * (inputs if again else self._layer_saved)
-        kept += _INDEX_BYTES if is_first else 0 if self._keeps_input else message
+        # the first layer may keep a wider copy of the part's input in place of the input itself
+        keeps_input = again or size.bias or self.fused_norm or item == self._wide
+        kept += _INDEX_BYTES if is_first else 0 if keeps_input else message
         kept += self._head_saved if is_last else message
         # of a rank; the heads of keys and values may be on several
         heads = max(1, size.num_kv_heads // self.tensor_parallel)
@@ -192,20 +194,25 @@ class Setup:
         gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
         waiting = share * self._kept_for_weights(is_last, layers)
         joins = item < 4 and not (again or self.offload_optimizer)  # `WeightGradients.joins_unsplit`
-        matrix = -(-size.vocab_size // self.tensor_parallel) * size.hidden_size if size.tied_embedding else 0
+        matrix = vocabulary * size.hidden_size if size.tied_embedding else 0
         has_copy = is_last and self.num_stages > 1
         tied = self._static_bytes(matrix) - (gradients * matrix // parameters) if matrix and has_copy else 0
+        # a table of the turns of all positions, complex numbers, has a power of two of them
+        turns = (1 << max(10, (size.max_sequence_length - 1).bit_length())) * size.head_dim * self._wide
+        gone = max(0, self._phases[0] - self._phases[1])  # of a layer that runs again, once attention's backward runs
+        # logits of a chunk: as computed, and in fp32 at least, where that differs
+        logits = size.vocab_size * (self._wide + (item if item < self._wide else 0)) // self.tensor_parallel
         fresh, fresh_of_whole = (self._fresh_gradient_bytes(is_first, is_last, layers, w) for w in (False, True))
         return PartMemory(
             static_bytes=self._static_bytes(parameters) - gradients,
             slice_bytes_per_token=share * kept,
             store_bytes_per_token=rows * layers * keys_values * item,
             store_grad_bytes_per_token=rows * layers * keys_values * self._wide,
-            working_bytes=fresh + (self._table_bytes if layers else 0),
+            working_bytes=fresh + (turns if layers and size.positions == "rope" else 0),
             working_whole_bytes=fresh_of_whole - fresh,
             working_bytes_per_token=share * self._working(is_first, is_last, layers),
             working_bytes_per_prefix_token=rows * keys_values * item if layers else 0,  # dK, dV of one layer's prefix
-            working_gone_bytes_per_token=share * self._gone_in_attention if layers else 0,
+            working_gone_bytes_per_token=share * gone if again and layers else 0,
             working_sent_bytes_per_token=0 if is_first else share * message,
             gradient_bytes=gradients,
             weight_bytes_per_token=waiting,
@@ -214,7 +221,7 @@ class Setup:
             working_copied_bytes_per_token=share * self._largest_factors(is_last, layers),
             working_factor_bytes_per_token=share * self._factors_of_layer if again and layers else 0,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
-            loss_bytes_per_token=share * self._logit_bytes if is_last and self.fused_loss else 0,
+            loss_bytes_per_token=share * logits if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
             whole_bytes_per_token=0 if again else rows * layers * whole * item,
             working_whole_bytes_per_token=rows * min(layers, 1) * whole * item if again else 0,
@@ -261,12 +268,6 @@ class Setup:
         """Return the dtype in which gradients accumulate."""
         return self.gradient_dtype or ("float32" if self.dtype == "bfloat16" else self.dtype)
 
-    @property
-    def _table_bytes(self) -> int:
-        """Return the bytes of the turns of all positions, complex numbers; a table has a power of two of them."""
-        length = 1 << max(10, (self.size.max_sequence_length - 1).bit_length())
-        return length * self.size.head_dim * self._wide if self.size.positions == "rope" else 0
-
     def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int, is_whole: bool) -> int:
         """Count the bytes of the largest gradient that is beside the accumulated one for a moment.
 
@@ -304,7 +305,10 @@ class Setup:
         layer = max(self._phases) if layers else 0
         if self.activation_checkpointing and layers:  # the layer that runs again is whole
             layer += self._layer_saved - (self._attention_kept if self.keeps_attention else 0)
-        working = max(layer - self._head_saved, self._head_working) if is_last else layer
+        # gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's
+        of_logits = self.size.vocab_size * (0 if self.fused_loss else self._wide + self._item) // self.tensor_parallel
+        head = max(of_logits, 2 * self._residual * self._item)
+        working = max(layer - self._head_saved, head) if is_last else layer
         # A received activation becomes the slice's input. Where the last part has most, one of the next two is a B.
         inwards = 2 if is_last else 1 + RECEIVE_AHEAD
         links = (0 if is_first else inwards) + (0 if is_last else RECEIVE_AHEAD)
@@ -339,11 +343,6 @@ class Setup:
         """Return whether W has a product for the output matrix; a fused loss does all in B."""
         return is_last and not self.size.tied_embedding and not self.fused_loss
 
-    @property
-    def _keeps_input(self) -> bool:
-        """Return whether the first layer of a part keeps the part's input, and no wider copy of it."""
-        return self.activation_checkpointing or self.size.bias or self.fused_norm or self._item == self._wide
-
     @cached_property
     def _norm_saved(self) -> int:
         """Return the bytes that a norm keeps, with its output."""
@@ -353,7 +352,8 @@ class Setup:
 
     @cached_property
     def _layer_saved(self) -> int:
-        attention = (1 + self._outputs) * self._query * self._item + self.size.num_heads * self._wide
+        outputs = 2 if self.sequence_ranks > 1 else 1  # of all tokens, and of a rank's own ones for the projection
+        attention = (1 + outputs) * self._query * self._item + self.size.num_heads * self._wide
         divided = (attention + 2 * self._into_mlp * self._item) // self.tensor_parallel
         return 2 * self._norm_saved + self._routed * self._item + divided
 
@@ -364,25 +364,9 @@ class Setup:
         return self._norm_saved + self.size.vocab_size * self._wide // self.tensor_parallel + _INDEX_BYTES
 
     @property
-    def _outputs(self) -> int:
-        """Return the copies of attention's output: of all tokens, and of a rank's own tokens for the projection."""
-        return 2 if self.sequence_ranks > 1 else 1
-
-    @property
     def _attention_kept(self) -> int:
         """Return the bytes of attention's output and log-sum-exp."""
         return (self._query * self._item + self.size.num_heads * self._wide) // self.tensor_parallel
-
-    @property
-    def _logit_bytes(self) -> int:
-        """Return the bytes per token of a chunk's logits: as computed, and in fp32 at least, where that differs."""
-        per_number = self._wide + (self._item if self._item < self._wide else 0)
-        return self.size.vocab_size * per_number // self.tensor_parallel
-
-    @property
-    def _gone_in_attention(self) -> int:
-        """Return the bytes of a layer that runs again which are gone once its attention's backward runs."""
-        return max(0, self._phases[0] - self._phases[1]) if self.activation_checkpointing else 0
 
     @cached_property
     def _phases(self) -> tuple[int, int]:
@@ -393,10 +377,3 @@ class Setup:
         attention = (6 * self._query + 2 * self._key_value) * item
         gone = 2 * self._into_mlp * item // degree + self._norm_saved
         return mlp + self._residual * item, attention // degree + 2 * self._residual * item - gone
-
-    @cached_property
-    def _head_working(self) -> int:
-        """Count gradients of log-probabilities and logits (a forward's logits are smaller), then the norm's."""
-        per_token = 0 if self.fused_loss else self._wide + self._item
-        vocabulary = self.size.vocab_size * per_token // self.tensor_parallel
-        return max(vocabulary, 2 * self._residual * self._item)

@@ -113,7 +113,6 @@ class PlanResult:
 
     @property
     def num_slices(self) -> tuple[int, ...]:
-        """Return the slices of each micro-batch."""
         return tuple(plan.num_slices for plan in self.plans)
 
     def build(self, **options: Any) -> Schedule:
@@ -155,8 +154,7 @@ def choose(results: Iterable[PlanResult]) -> PlanResult:
 
 def _memory_and_preference(result: PlanResult) -> tuple[int, int]:
     """Return the key that decides between equal times: the bytes of the fullest stage, then the preferred schedule."""
-    is_ranked = result.schedule in PREFERENCE
-    return max(result.peak_bytes or (0,)), PREFERENCE.index(result.schedule) if is_ranked else len(PREFERENCE)
+    return max(result.peak_bytes or (0,)), (*PREFERENCE, result.schedule).index(result.schedule)
 
 
 @dataclass(frozen=True)
@@ -169,7 +167,6 @@ class Refusal:
 
     @property
     def need_bytes(self) -> int:
-        """Return the bytes that the fullest stage needs."""
         return self.error.need_bytes
 
 

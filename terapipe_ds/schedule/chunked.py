@@ -12,14 +12,7 @@ from itertools import accumulate, groupby, islice
 from terapipe_ds.plan import split_evenly
 from terapipe_ds.schedule.action import Kind, PlacedUnit
 from terapipe_ds.schedule.greedy import UNSPLIT, list_schedule, room_at_places, shortest
-from terapipe_ds.schedule.one_f_one_b import (
-    backwards,
-    forwards,
-    one_f_one_b,
-    seq1f1b,
-    slices_of,
-    with_leads,
-)
+from terapipe_ds.schedule.one_f_one_b import backwards, expanded, forwards, one_f_one_b, seq1f1b, with_leads
 from terapipe_ds.schedule.placement import bidirectional
 
 # -- a loop: a unit goes round the stages v times
@@ -34,10 +27,7 @@ def interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -
     """
     if num_chunks == 1:
         return one_f_one_b(num_stages, num_slices)
-    whole = loop_with_leads(num_stages, (1,) * len(num_slices), num_chunks)
-    return [
-        [(kind, m, s, chunk) for kind, m, _, chunk in order for s in slices_of(kind, num_slices[m])] for order in whole
-    ]
+    return expanded(loop_with_leads(num_stages, (1,) * len(num_slices), num_chunks), num_slices)
 
 
 # stage 0  F0.0c0 F0.1c0 F0.2c0 F0.0c1 F0.1c1 F0.2c1 .      .      B0.2c1 B0.1c1 B0.0c1 B0.2c0 B0.1c0 B0.0c0
@@ -142,19 +132,16 @@ def chimera(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUni
     direction's stage k, unit u 2K * u slots later. K is even, so that the two directions never meet in a slot.
     """
     placement = bidirectional(num_stages)
-    slots: list[dict[int, tuple[Kind, int, int]]] = [{} for _ in range(num_stages)]
+    slots: list[dict[int, PlacedUnit]] = [{} for _ in range(num_stages)]
     chunks = directions(num_stages, len(num_slices))
     for m, chunk in enumerate(chunks):
         start = m - m % num_stages  # of its basic unit
         late = 2 * start + 2 * chunks[start:m].count(chunk)
         for stage_id in range(num_stages):
             part_id = placement[stage_id, chunk]
-            slots[stage_id][part_id + late] = Kind.FORWARD, m, chunk
-            slots[stage_id][2 * num_stages - 1 - part_id + late] = Kind.BACKWARD, m, chunk
-    return [
-        [(kind, m, s, chunk) for _, (kind, m, chunk) in sorted(placed.items()) for s in slices_of(kind, num_slices[m])]
-        for placed in slots
-    ]
+            slots[stage_id][part_id + late] = Kind.FORWARD, m, 0, chunk
+            slots[stage_id][2 * num_stages - 1 - part_id + late] = Kind.BACKWARD, m, 0, chunk
+    return expanded([[unit for _, unit in sorted(placed.items())] for placed in slots], num_slices)
 
 
 # stage 0  F0.0c0 F1.0c1 F0.1c0 F1.1c1 B1.1c1 B1.0c1 B0.1c0 B0.0c0

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from terapipe_ds.schedule.action import Kind
 
 FORWARD, BACKWARD, WEIGHT = range(3)
-CODES = {Kind.FORWARD: FORWARD, Kind.BACKWARD: BACKWARD, Kind.WEIGHT: WEIGHT}
+KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
+CODES = {kind: code for code, kind in enumerate(KINDS)}
 """Computation -> its number in `Nodes.kind`."""
 
 

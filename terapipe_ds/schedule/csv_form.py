@@ -148,7 +148,6 @@ def _read_rows(text: str) -> list[list[str]]:
 
 
 def _without_end(entries: list[Entry]) -> list[Entry]:
-    """Return a list without its empty last entries."""
     while entries and not entries[-1]:
         entries.pop()
     return entries

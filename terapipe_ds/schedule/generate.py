@@ -19,15 +19,7 @@ from terapipe_ds.schedule.chunked import (
     seq1f1b_interleaved,
     v_forwards,
 )
-from terapipe_ds.schedule.one_f_one_b import (
-    backwards,
-    dapple,
-    forwards,
-    one_f_one_b,
-    seq1f1b,
-    seq1f1b_zb,
-    zb_h1,
-)
+from terapipe_ds.schedule.one_f_one_b import backwards, dapple, forwards, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
 from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
 from terapipe_ds.schedule.schedule import Schedule
 from terapipe_ds.schedule.split_chunks import TAKE_LIMITS, seq1f1b_interleaved_zb, zbv

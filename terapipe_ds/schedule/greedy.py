@@ -26,7 +26,7 @@ from itertools import accumulate, product
 from typing import Generic, NamedTuple, TypeVar
 
 from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError, SliceKey
-from terapipe_ds.schedule.clock import BACKWARD, CODES, FORWARD, WEIGHT, end_of_orders
+from terapipe_ds.schedule.clock import BACKWARD, CODES, FORWARD, KINDS, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
 
 Unit = TypeVar("Unit", int, SliceKey)
@@ -59,7 +59,6 @@ UNSPLIT = (Times(1, 2, 0),)
 SPLIT = (Times(5, 5, 5), Times(5, 7, 3, 0.6), Times(5, 8, 2, 0.6))
 """A backward takes two forwards. W is a half of it; or less, where attention grows along the sequence."""
 
-_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 _MANY_UNITS = 4000  # above this only one clock runs: planning builds orders for many numbers of slices
 
 
@@ -293,7 +292,7 @@ def _play_slots(
     orders = play(lanes, choose, run, _num_kinds(times))
     if orders is None:
         raise ScheduleError("no stage can go on: a limit is below the slices of a micro-batch, raise the limits")
-    return [[(_KINDS[kind], *unit, lane.chunk_id) for kind, lane, unit in order] for order in orders]
+    return [[(KINDS[kind], *unit, lane.chunk_id) for kind, lane, unit in order] for order in orders]
 
 
 def _lanes(

@@ -30,11 +30,11 @@ class Nodes:
         self.num_nodes, self.num_parts = len(actions), num_parts
         self.first: Numbers = np.cumsum([0, *map(len, orders)])
         self.stage: Numbers = np.repeat(np.arange(len(orders)), np.diff(self.first))
-        self.kind = _numbers([CODES.get(action.kind, -1) for action in actions])
-        self.micro_batch = _numbers([action.micro_batch_id for action in actions])
-        self.slice = _numbers([action.slice_id for action in actions])
-        self.part = _numbers([action.part_id for action in actions])
-        self.chunk = _numbers([action.chunk_id for action in actions])
+        self.kind = np.array([CODES.get(action.kind, -1) for action in actions], np.int64)
+        self.micro_batch = np.array([action.micro_batch_id for action in actions], np.int64)
+        self.slice = np.array([action.slice_id for action in actions], np.int64)
+        self.part = np.array([action.part_id for action in actions], np.int64)
+        self.chunk = np.array([action.chunk_id for action in actions], np.int64)
         self.slices_of: Numbers = np.asarray(num_slices, np.int64)
         self._starts: Numbers = np.cumsum([0, *num_slices])
 
@@ -143,7 +143,3 @@ class Nodes:
     def _peers(self, others: Numbers) -> Numbers:
         stages = np.append(self.stage, -1)[others]
         return np.where(stages == self.stage, -1, stages)
-
-
-def _numbers(values: list[int]) -> Numbers:
-    return np.array(values, np.int64)

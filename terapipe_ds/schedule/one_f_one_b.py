@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from itertools import chain, groupby
 
 from terapipe_ds.schedule.action import Kind, PlacedUnit, ScheduleError
 
@@ -92,23 +91,20 @@ def with_leads(ahead: Sequence[PlacedUnit], back: Sequence[PlacedUnit], leads: I
 
 def _by_whole_micro_batches(leads: Iterable[int], num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
     """Return, per stage, `lead` micro-batches forward, then one forward and one backward in turns."""
-    ahead, back = (
-        [list(group) for _, group in groupby(units, key=lambda unit: unit[1])]
-        for units in (forwards(num_slices), backwards(num_slices))
-    )
-    orders = []
-    for lead in leads:
-        warm_up = min(lead, len(num_slices))
-        groups = ahead[:warm_up]
-        for m, backward in enumerate(back):
-            groups += [*ahead[warm_up + m : warm_up + m + 1], backward]
-        orders.append(list(chain.from_iterable(groups)))
-    return orders
+    whole = (1,) * len(num_slices)
+    return expanded(with_leads(forwards(whole), backwards(whole), leads), num_slices)
 
 
-def slices_of(kind: Kind, count: int) -> range:
-    """Return the slices in the order they run: of forwards in slice order, of B and W in reverse."""
-    return range(count) if kind is Kind.FORWARD else range(count - 1, -1, -1)
+def expanded(whole: Iterable[Iterable[PlacedUnit]], num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
+    """Return orders of whole micro-batches with each F in its slices, and each B and W in its slices in reverse."""
+    return [
+        [
+            (kind, m, s, chunk)
+            for kind, m, _, chunk in order
+            for s in range(num_slices[m])[:: 1 if kind is Kind.FORWARD else -1]
+        ]
+        for order in whole
+    ]
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 B0.0 W0.1 W0.0 B1.1 B1.0 W1.1 W1.0
@@ -122,10 +118,7 @@ def zb_h1(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]
     are in a row.
     """
     whole = one_f_one_b(num_stages, (1,) * len(num_slices))
-    return [
-        [(kind, m, s, 0) for kind, m, *_ in with_weights(order, num_stages) for s in slices_of(kind, num_slices[m])]
-        for order in whole
-    ]
+    return expanded((with_weights(order, num_stages) for order in whole), num_slices)
 
 
 # stage 0  F0.0 F0.1 F1.0 F1.1 .    .    B0.1 W0.1 B0.0 W0.0 B1.1 W1.1 B1.0 W1.0

@@ -61,7 +61,6 @@ class Schedule:
 
     @property
     def num_parts(self) -> int:
-        """Return the number of parts into which the layers are cut."""
         return len(set(self.placement.values()))
 
     @property
@@ -92,7 +91,6 @@ class Schedule:
 
     @cached_property
     def nodes(self) -> Nodes:
-        """Return the computations of all stages as arrays."""
         from terapipe_ds.schedule.nodes import Nodes  # numpy: commands that only name schedules do without
 
         return Nodes(self.orders, self.num_parts, self.num_slices)

@@ -88,9 +88,8 @@ def _listed(placement: Placement, num_slices: tuple[int, ...], limit: int) -> li
     parts that follow: either may be shorter. Otherwise orders without a wait exist if all times are equal.
     """
     num_stages, chunks, of_one, usual = _sizes(placement, num_slices)
-    rooms, weights = [room_on_stages(limit, num_slices, chunks)], (1, 1, 1)
-    if limit >= usual:
-        weights = (4, 1, 1)
+    rooms = [room_on_stages(limit, num_slices, chunks)]
+    weights = (4, 1, 1) if limit >= usual else (1, 1, 1)
     if limit < chunks * sum(num_slices):
         shares = {}
         for stage_id in range(num_stages):

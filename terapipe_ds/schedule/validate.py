@@ -8,9 +8,8 @@ runs exactly once, the order within each stage, the messages of each link, and t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import zip_longest
-from typing import NoReturn
 
 from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, ComputeKey, Kind, ScheduleError
 from terapipe_ds.schedule.schedule import COMPUTE_OF, Schedule
@@ -54,7 +53,7 @@ def diagnose(schedule: Schedule) -> None:
     _check_waits(schedule)
 
 
-def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> Iterator[ComputeKey]:
+def _needs(schedule: Schedule, action: Action) -> Iterator[ComputeKey]:
     """Yield the keys of the computations whose results `action` needs."""
     part_id, (micro_batch_id, slice_id) = action.part_id, action.unit
     if action.kind is Kind.FORWARD:
@@ -64,9 +63,9 @@ def dependencies(action: Action, num_parts: int, num_slices: Sequence[int]) -> I
             yield Kind.FORWARD, part_id - 1, micro_batch_id, slice_id
     elif action.kind is Kind.BACKWARD:
         yield Kind.FORWARD, part_id, micro_batch_id, slice_id
-        if slice_id < num_slices[micro_batch_id] - 1:
+        if slice_id < schedule.num_slices[micro_batch_id] - 1:
             yield Kind.BACKWARD, part_id, micro_batch_id, slice_id + 1
-        if part_id < num_parts - 1:
+        if part_id < schedule.num_parts - 1:
             yield Kind.BACKWARD, part_id + 1, micro_batch_id, slice_id
     else:
         yield Kind.BACKWARD, part_id, micro_batch_id, slice_id
@@ -187,16 +186,9 @@ def _check_waits(schedule: Schedule) -> None:
         for stage_id, (order, ran) in enumerate(zip(schedule.orders, at, strict=True))
         if ran < len(order)
     }
-    if waits:
-        _report_deadlock(schedule, at, waits)
-
-
-def _needs(schedule: Schedule, action: Action) -> Iterator[ComputeKey]:
-    return dependencies(action, schedule.num_parts, schedule.num_slices)
-
-
-def _report_deadlock(schedule: Schedule, at: Sequence[int], waits: Mapping[int, ComputeKey]) -> NoReturn:
-    """Follow the waiting stages until one comes up again, and show that circle."""
+    if not waits:
+        return
+    # follow the waiting stages until one comes up again, and show that circle
     homes = {action.key: stage_id for stage_id, order in enumerate(schedule.orders) for action in order}
     chain = [min(waits)]
     while chain.count(chain[-1]) < 2:

@@ -16,13 +16,8 @@ from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT
 SPLIT_BACKWARD, SEND, SEND_GRADIENT = 3, 4, 5
 """Rows of a table after F, whole B and W: a B whose weight gradients are left to W, and the messages of F and B."""
 
-_METHODS = {
-    FORWARD: "forward_s",
-    BACKWARD: "backward_s",
-    WEIGHT: "weight_s",
-    SEND: "send_s",
-    SEND_GRADIENT: "send_gradient_s",
-}
+_METHODS = {FORWARD: "forward_s", BACKWARD: "backward_s", WEIGHT: "weight_s"}
+_METHODS |= {SEND: "send_s", SEND_GRADIENT: "send_gradient_s"}
 
 Span = tuple[int, int]
 """(tokens, prefix) of a slice."""
@@ -48,8 +43,7 @@ class UnitCosts:
     def backward_s(self, tokens: int, prefix: int) -> float:
         return self.share * 2 * tokens / self.sequence_length
 
-    def weight_s(self, tokens: int, prefix: int) -> float:
-        return self.share * tokens / self.sequence_length
+    weight_s = forward_s
 
     def send_s(self, tokens: int) -> float:
         return self.send_share * tokens / self.sequence_length

@@ -120,18 +120,13 @@ class Replay:
         spans = [one.spans() for one in plans]
         # while a search moves layers between two stages, the bytes of all others stay
         counted = range(self.schedule.num_stages) if stages is None else stages
-        keys = [(k, plans, memory.key_of(self._parts_of[k])) for k in counted]
+        places = self.schedule.placement.items()
+        keys = [(k, plans, memory.key_of([part for (stage, _), part in places if stage == k])) for k in counted]
         for key in keys:
             if key not in self._peaks:
                 numbers = bytes_of_stage(self.schedule, key[0], spans, memory, self._outstanding)
                 self._peaks[key] = max(numbers)
         return tuple(self._peaks[key] for key in keys)
-
-    @functools.cached_property
-    def _parts_of(self) -> list[list[int]]:
-        placement = sorted(self.schedule.placement.items())
-        stages = range(self.schedule.num_stages)
-        return [[part for (stage, _), part in placement if stage == stage_id] for stage_id in stages]
 
     def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
         """Return, per stage, the bytes under each memory at the peak of the first one."""
@@ -232,19 +227,10 @@ class Replay:
         """Return the copies between stages and their hosts, where there are any and they take time."""
         if memory is None or (rate := memory.host_bytes_per_s) is None or not memory.offloads:
             return None
-        spans = [plan.spans() for plan in plans]
-        bytes_of = offloaded_bytes(spans, memory)
-        # equal slices have equal bytes, so the memory answers once for each kind of slice
-        kinds: dict[tuple[int, int, bool], tuple[int, int, int]] = {}
-        of_units = []
-        for micro_batch_id, own in enumerate(spans):
-            for slice_id, span in enumerate(own):
-                of_units.append(kinds.setdefault((*span, len(own) == 1), (len(kinds), micro_batch_id, slice_id))[0])
-        units = [unit for _, *unit in kinds.values()]
-        table = np.array([[bytes_of(part_id, (m, i)) for m, i in units] for part_id in range(self._num_parts)]) / rate
-        forwards = np.array([one.forward for one in self._offloaded], np.int64)
-        seconds = table[self._parts[forwards], np.array(of_units)[self._units[forwards]]]
-        return HostCopies(self._offloaded, self._stages, seconds.tolist())
+        bytes_of = offloaded_bytes([plan.spans() for plan in plans], memory)
+        forwards = (self._actions[one.forward] for one in self._offloaded)
+        seconds = [bytes_of(action.part_id, action.unit) / rate for action in forwards]
+        return HostCopies(self._offloaded, self._stages, seconds)
 
     @functools.cached_property
     def _offloaded(self) -> list[Offloaded]:

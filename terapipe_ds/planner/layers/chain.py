@@ -28,8 +28,7 @@ class LayerChain:
         costs: per layer an object with `forward_s(tokens, prefix)` and `backward_s(tokens, prefix)`; without them all
             plans are unsliced.
 
-    Raises:
-        PlannerError: sequences of different lengths, or numbers that no layer has.
+    Raises PlannerError for sequences of different lengths, or numbers that no layer has.
     """
 
     def __init__(

@@ -58,15 +58,13 @@ _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 def size_of_config(path: str) -> ModelSize:
     """Return the model size of a Hugging Face `config.json`.
 
-    Raises:
-        PlannerError: the file cannot be read, lacks a number, or is of a family that cannot be counted.
+    Raises PlannerError where the file cannot be read, lacks a number, or is of a family that cannot be counted.
     """
     try:
         document = parse_json(read_bytes(path))
-    except OSError as error:
-        raise PlannerError(f"{path}: {error.strerror}; give a config.json of a decoder model") from None
-    except JsonError as error:
-        raise PlannerError(f"{path}: {error}; give a config.json of a decoder model") from None
+    except (OSError, JsonError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+        raise PlannerError(f"{path}: {problem}; give a config.json of a decoder model") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
     # models of several kinds of input keep the decoder's numbers one level down
@@ -89,14 +87,11 @@ def size_of_config(path: str) -> ModelSize:
         raise PlannerError(f"{path}: {numbers['num_layers']} layers are more than {_MAX_LAYERS}: correct their number")
     hidden, heads = numbers["hidden_size"], numbers["num_heads"]
     # Falcon 7B's config says 71 key heads, which its class does not read
-    numbers["num_kv_heads"] = 1 if _has_one_key_head(family, config) else numbers["num_kv_heads"]
+    has_one_key_head = family in _ONE_KEY_HEAD and not config.get("new_decoder_architecture")
+    numbers["num_kv_heads"] = 1 if has_one_key_head and config.get("multi_query", True) else numbers["num_kv_heads"]
     # a key that a config leaves out has the default of transformers' classes
-    usual = {
-        "ffn_size": 4 * hidden,
-        "num_kv_heads": heads,
-        "head_dim": max(1, hidden // heads),
-        "max_sequence_length": 2048,
-    }
+    usual = {"ffn_size": 4 * hidden, "num_kv_heads": heads, "head_dim": max(1, hidden // heads)}
+    usual["max_sequence_length"] = 2048
     try:
         experts, latent = _experts(path, family, config, numbers), _latent(path, config, numbers)
         fields = {field: value or usual[field] for field, value in numbers.items()}
@@ -160,12 +155,6 @@ def _check_kind(path: str, family: str, document: Mapping[str, Any], config: Map
     is_other = bool(config.get("hidden_size_per_layer_input") or config.get("type_vocab_size"))  # Gemma 3n and 4; BERT
     if is_other or family.startswith(_OTHER_LAYERS) or not kinds <= _KINDS:
         raise PlannerError(f"{path}: layers of {family} are not all attention and a usual MLP; give a measured profile")
-
-
-def _has_one_key_head(family: str, config: Mapping[str, Any]) -> bool:
-    if family not in _ONE_KEY_HEAD or config.get("new_decoder_architecture"):
-        return False
-    return bool(config.get("multi_query", True))
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str]) -> int:

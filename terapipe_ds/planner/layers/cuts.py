@@ -30,13 +30,8 @@ def spans_matrix(values: Floats) -> Floats:
 
 
 def all_cuts(num_layers: int, num_parts: int) -> Iterator[Bounds]:
-    """Yield every cut in this number of parts."""
     for inner in itertools.combinations(range(1, num_layers), num_parts - 1):
         yield (0, *inner, num_layers)
-
-
-def num_cuts(num_layers: int, num_parts: int) -> int:
-    return math.comb(num_layers - 1, num_parts - 1)
 
 
 def least_maximum(costs: Sequence[Floats]) -> float:

@@ -40,11 +40,7 @@ gradients in: nine (`stage_1_and_2.py`, `step`).
 
 
 def timed_layers(profile: Profile) -> list[Layer]:
-    """Return the layers of a profile; refuse one that lacks numbers which strategies need.
-
-    Raises:
-        PlannerError: a profile that lacks a part, its memory, or the times of its layers.
-    """
+    """Return the layers of a profile. Raises PlannerError where it lacks a part, its memory, or its layers' times."""
     what = f"the profile of {profile.key.model}"
     if len(profile.parts) != profile.key.num_stages:
         raise PlannerError(f"{what} has {len(profile.parts)} of {profile.key.num_stages} parts: measure all of them")

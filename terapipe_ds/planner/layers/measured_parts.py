@@ -102,7 +102,9 @@ class MeasuredParts:
         if bounds is None:
             return None
         parts = self.between(bounds)
-        sends = [self._send_s(layers[-1]) for layers in parts]
+        # a part without a link in the profile takes any other's
+        any_send_s = next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
+        sends = [layers[-1].send_s or any_send_s for layers in parts]
         # a gradient goes back over the link on which the activations came
         ways = zip(parts, sends, [sends[0], *sends], strict=False)
         return [self._part(layers, send_s, back_s) for layers, send_s, back_s in ways]
@@ -141,10 +143,6 @@ class MeasuredParts:
         if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(self.layers) or not rising:
             raise PlannerError(f"bounds = {list(bounds)}: give rising layer numbers from 0 to {len(self.layers)}")
         return [self.layers[start:stop] for start, stop in itertools.pairwise(bounds)]
-
-    def _send_s(self, last: Layer) -> Callable[[Any], Any] | None:
-        """Return the seconds of messages after a layer; a part without a link in the profile takes any other's."""
-        return last.send_s or next((layer.send_s for layer in self.layers if layer.send_s is not None), None)
 
     def _part(
         self, layers: Sequence[Layer], send_s: Callable[[Any], Any] | None, back_s: Callable[[Any], Any] | None

@@ -61,7 +61,8 @@ def find_order(
     """Search valid schedules within a limit (see `holdings.limited`), and return the fastest one.
 
     It is never slower than a schedule of `names` that keeps the limit. With `chunks_per_stage` 2 the parts lie in a V.
-    `evaluations` is the number of orders to try; None: a share `budget` of some five seconds on one core.
+    `evaluations` is the number of orders to try; None: a share `budget` of some five seconds on one core, counted in
+    computations, so that every machine finds the same.
     Raises ScheduleError where no order that the search meets keeps the limit.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)

@@ -14,11 +14,10 @@ import numpy as np
 from terapipe_ds.costs.interface import costs_of_parts, know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import Action, Kind, Schedule
-from terapipe_ds.schedule.clock import BACKWARD, FORWARD, WEIGHT, end_of_orders
+from terapipe_ds.schedule.clock import BACKWARD, FORWARD, KINDS, WEIGHT, end_of_orders
 from terapipe_ds.schedule.placement import Placement
 from terapipe_ds.simulator.costs import SEND, SEND_GRADIENT, SPLIT_BACKWARD, SimulationError, spans_of_units, tabulate
 
-KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT)
 Orders = list[list[int]]
 """Nodes per stage, in the order they run."""
 STUCK = float("inf")
@@ -46,7 +45,6 @@ class PricedNodes:
         return (kind * self.num_parts + part) * self.num_units + unit
 
     def split(self, node: int) -> tuple[int, int, int]:
-        """Return kind, part and unit of a node."""
         rest, unit = divmod(node, self.num_units)
         kind, part = divmod(rest, self.num_parts)
         return kind, part, unit

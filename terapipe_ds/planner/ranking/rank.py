@@ -116,10 +116,7 @@ def best_schedule(
     """Return the schedule with the least predicted time for `plan` that fits; `costs` as for `plan_slices`.
 
     It compares all schedules that `ranked_schedules` names, and `with_order` an order searched for the costs. It tries
-    no other plan, so the bound is 0.
-
-    Raises:
-        MemoryLimitError: no schedule fits `memory_limit_bytes`.
+    no other plan, so the bound is 0. Raises MemoryLimitError where no schedule fits `memory_limit_bytes`.
     """
     num_parts = num_parts_of("auto", num_stages, chunks_per_stage, costs)
     layout = _Layout(chunks_per_stage, num_parts, costs, memory)

@@ -39,8 +39,8 @@ class PartLayers:
     def with_subset(self, subset: Subset) -> PartMemory:
         """Return the memory of the part where these layers recompute.
 
-        While one of them does, the running slice has its `moment_bytes` in place of its kept bytes. The excess is added
-        to the working bytes; the working bytes without recomputation count at both moments.
+        While one of them does, the running slice has more than its kept bytes. The excess is added to the working
+        bytes; the working bytes without recomputation count at both moments.
         """
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
@@ -50,13 +50,11 @@ class PartLayers:
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
-        # in the backward of a chosen layer the slice is briefly larger than while it waits
-        beyond = max(0.0, subset.moment_bytes - subset.kept_bytes)
         return dataclasses.replace(
             memory,
             slice_bytes_per_token=max(0.0, memory.slice_bytes_per_token - less),
             whole_bytes_per_token=whole,
-            working_bytes_per_token=memory.working_bytes_per_token + beyond,
+            working_bytes_per_token=memory.working_bytes_per_token + subset.beyond_bytes,
             joined_bytes_per_token=0,  # `WeightGradients.joins_unsplit`
         )
 
@@ -67,9 +65,6 @@ class PartLayers:
             return self.costs
         kept = {name: method_of(self.costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
         return PartCosts([self.costs], again, **kept)
-
-    def ids_of(self, subset: Subset) -> tuple[int, ...]:
-        return tuple(self.layers[index].layer_id for index in subset.layers)
 
     def again_s(self, plan: SlicePlan, num_micro_batches: int) -> list[float]:
         """Return the seconds that recomputing each layer takes in a step."""
@@ -88,8 +83,7 @@ class PartLayers:
 def recomputable_parts(parts: MeasuredParts, bounds: Sequence[int]) -> list[PartLayers]:
     """Return the parts between `bounds` of a measured model. Layers without parameters never recompute.
 
-    Raises:
-        PlannerError: layers or their memory were not measured.
+    Raises PlannerError where layers or their memory were not measured.
     """
     num_parts = len(bounds) - 1
     costs, memory = parts.cut(num_parts, bounds), parts.memory(num_parts, bounds)
@@ -122,12 +116,9 @@ class RecomputeChoice:
     @classmethod
     def of(cls, parts: Sequence[PartLayers], subsets: Sequence[Subset]) -> RecomputeChoice:
         both = list(zip(parts, subsets, strict=True))
-        return cls(
-            tuple(part.ids_of(one) for part, one in both),
-            tuple(part.with_costs(part.ids_of(one)) for part, one in both),
-            MemoryModel(tuple(part.with_subset(one) for part, one in both)),
-            tuple(one.again_s for one in subsets),
-        )
+        ids = tuple(tuple(part.layers[index].layer_id for index in one.layers) for part, one in both)
+        memory = MemoryModel(tuple(part.with_subset(one) for part, one in both))
+        return cls(ids, tuple(costs_of(parts, ids)), memory, tuple(one.again_s for one in subsets))
 
 
 def choose_layers(

@@ -38,12 +38,9 @@ class Subset(NamedTuple):
         return self.again / _SECONDS
 
     @property
-    def kept_bytes(self) -> float:
-        return self.kept / _BYTES
-
-    @property
-    def moment_bytes(self) -> float:
-        return self.moment / _BYTES
+    def beyond_bytes(self) -> float:
+        """Return by how much a slice is briefly larger, in the backward of one of these layers, than while it waits."""
+        return max(0, self.moment - self.kept) / _BYTES
 
 
 def frontier(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: float, is_whole: bool) -> list[Subset]:

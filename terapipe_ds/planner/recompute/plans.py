@@ -17,12 +17,7 @@ from terapipe_ds.costs.interface import know_weights
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.comparable import ranked_schedules
 from terapipe_ds.planner.errors import MemoryLimitError
-from terapipe_ds.planner.recompute.choose_layers import (
-    PartLayers,
-    RecomputeChoice,
-    choose_layers,
-    recompute_everything,
-)
+from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
 from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.result import PlanResult, choose
 from terapipe_ds.planner.search.problem import BUDGET
@@ -82,7 +77,7 @@ class _Question:
     parts: tuple[PartLayers, ...]
     num_micro_batches: int
     limit_bytes: float
-    options: Mapping[str, object]
+    options: Mapping[str, Any]
 
     def searched(self, name: str, length: int, granularity: int, most: int | None) -> PlanResult:
 
@@ -118,8 +113,7 @@ class _Question:
         return choose_layers(self.parts, self._schedule(name, plan.num_slices), plan, self.limit_bytes)
 
     def _schedule(self, name: str, num_slices: int) -> Schedule:
-        options: dict[str, Any] = dict(self.options)
-        return build(name, len(self.parts), self.num_micro_batches, num_slices, **options)
+        return build(name, len(self.parts), self.num_micro_batches, num_slices, **self.options)
 
     def result(self, name: str, plan: SlicePlan, choice: RecomputeChoice, **more: Any) -> PlanResult:
         """Return the prediction of one plan; `more` has fields of `PlanResult`."""

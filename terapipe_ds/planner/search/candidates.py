@@ -50,10 +50,7 @@ def merged_or_split(lengths: Lengths, max_slices: int) -> Iterator[Lengths]:
 def climb(judge: Judge, sure: Iterable[Lengths], more: Iterable[Lengths]) -> Lengths:
     """Return the best plan that a climb from the best of the starts reaches; `more` are judged while the budget lasts.
 
-    It is never worse than any of the `sure` starts that fits.
-
-    Raises:
-        MemoryLimitError: no start fits.
+    It is never worse than any of the `sure` starts that fits. Raises MemoryLimitError where none fits.
     """
     starts = list(dict.fromkeys(sure))
     most = max(map(len, starts))

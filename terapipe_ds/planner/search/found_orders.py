@@ -30,13 +30,9 @@ def best_order(
     chunks_per_stage: int = 1,
     budget: float = 1.0,
 ) -> PlanResult:
-    """Find an order for the caller's slices; `costs` as for `plan_slices`, limits as for `find_order`.
+    """Find an order for the caller's slices; `costs` as for `plan_slices`, limits and `budget` as for `find_order`.
 
-    Args:
-        budget: a share of some five seconds on one core, counted in computations, so that it gives the same everywhere.
-
-    Raises:
-        PlannerError: no order that the search meets keeps the limit, or impossible counts.
+    Raises PlannerError where no order that the search meets keeps the limit, or for impossible counts.
     """
     plans = (plan,) * num_micro_batches if isinstance(plan, SlicePlan) else tuple(plan)
     length = max(one.sequence_length for one in plans)
@@ -62,11 +58,7 @@ def may_search(
 
 
 def searched_result(
-    pipeline: Pipeline,
-    find: Callable[..., FoundOrder],
-    *question: Any,
-    budget: float,
-    lower_bound_s: float = 0.0,
+    pipeline: Pipeline, find: Callable[..., FoundOrder], *question: Any, budget: float, lower_bound_s: float = 0.0
 ) -> PlanResult:
     """Return the order that `find` finds beside unsliced sequences and equal slices, each with its own order.
 
@@ -75,8 +67,7 @@ def searched_result(
         budget: a share of some five seconds.
         lower_bound_s: no order takes less, with any slices.
 
-    Raises:
-        PlannerError: no order keeps the limit.
+    Raises PlannerError where no order keeps the limit.
     """
     parts, counts = list(pipeline.parts), (pipeline.num_stages, pipeline.num_micro_batches)
     chunks = {"chunks_per_stage": pipeline.chunks_per_stage}
@@ -96,12 +87,9 @@ def searched_result(
     whole, equal = (SlicePlan.equal(length, count, pipeline.granularity_tokens) for count in (1, most))
     # equal slices may break the limit; unsliced sequences stand for them then
     unsliced_s, equal_s = quick_s(whole, chunks), quick_s(equal, limits)
+    replayed = found.schedule, found.plans, parts, pipeline.memory, pipeline.memory_limit_bytes
     return PlanResult.of_replay(
-        found.schedule,
-        found.plans,
-        parts,
-        pipeline.memory,
-        pipeline.memory_limit_bytes,
+        *replayed,
         predicted_s=found.makespan_s,
         optimal=lower_bound_s >= found.makespan_s * (1 - 1e-9) > 0,
         lower_bound_s=min(lower_bound_s, found.makespan_s),

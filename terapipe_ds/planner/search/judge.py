@@ -23,7 +23,7 @@ from terapipe_ds.simulator import Replay, ScheduleShape, replay_few
 from terapipe_ds.simulator.few import FILL_DRAIN
 
 Progress = Callable[[str, int, int], None]
-"""Called now and then with (schedule, work done, of how much), for a progress line."""
+"""Called now and then with (schedule or step, work done, of how much), for a progress line."""
 
 # Work is counted in replayed computations, never in time, so that a search yields the same plan on every machine.
 _BUILD = 30  # to build and order a computation of a schedule, in replays of one
@@ -68,7 +68,6 @@ class Judge:
         self._least_needs: dict[Lengths, int] = {}  # bytes of one stage, the tightest at that time: a lower bound
 
     def report(self) -> None:
-        """Tell the caller how far the search is."""
         if self._progress is not None:
             self._progress(self.schedule, min(self.spent, self.budget), self.budget)
 
@@ -171,9 +170,10 @@ class Judge:
     def fits(self, lengths: Lengths) -> bool:
         """Return whether every stage stays within the limit; True without one."""
         limit = self.pipeline.memory_limit_bytes
-        return limit is None or (self.needs_at_least(lengths) <= limit and self._is_within(lengths, limit))
-
-    def _is_within(self, lengths: Lengths, limit: float) -> bool:
+        if limit is None:
+            return True
+        if self.needs_at_least(lengths) > limit:
+            return False
         peaks = self.peak_bytes(lengths) or (0,)
         if max(peaks) > limit:
             self._tightest = peaks.index(max(peaks))

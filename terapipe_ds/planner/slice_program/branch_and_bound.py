@@ -28,15 +28,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from terapipe_ds.planner.slice_program.least_sums import (
-    NO_LIMITS,
-    Band,
-    Bools,
-    Floats,
-    least_heads,
-    least_tails,
-    trace,
-)
+from terapipe_ds.planner.slice_program.least_sums import NO_LIMITS, Band, Bools, Floats, least_heads, least_tails, trace
 
 ROUNDING = 1e-12  # relative: sums of the same slices in another order differ by less
 BATCH_SIZE = 16  # boxes per call of the program

@@ -27,8 +27,6 @@ class CostTable:
     A slice that would pass the end of the sequence has inf. The last granule may be partial.
     """
 
-    sequence_length: int
-    granularity_tokens: int
     forward_s: Floats
     backward_s: Floats
     send_s: Floats | None = None  # None without links
@@ -92,7 +90,7 @@ def tabulate(costs: Costs, sequence_length: int, granularity_tokens: int) -> Cos
         (name, size): sent_s for name in names for size, sent_s in zip(sizes, asked[name], strict=True)
     }
     both_ways = tables.get("send_s"), tables.get("send_gradient_s", tables.get("send_s"))
-    return CostTable(sequence_length, granularity_tokens, forward_s, backward_s, *both_ways, sends)
+    return CostTable(forward_s, backward_s, *both_ways, sends)
 
 
 def _ask_all(costs: Costs, name: str, starts: Ints, length: int) -> Floats:

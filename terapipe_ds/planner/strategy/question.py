@@ -19,9 +19,10 @@ from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
 from terapipe_ds.planner.layers.measured import MeasuredLayers
 from terapipe_ds.planner.layers.parts import Again, Layers
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, owners_of
 from terapipe_ds.planner.strategy.priced import Priced
-from terapipe_ds.planner.strategy.search import Progress, Search
+from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.schedule import ScheduleError, build, count_parts
@@ -81,23 +82,16 @@ def rank_strategies(
     # the checked question: layers with costs, counts, and a schedule that strategies can have
     length = check_count("sequence_length", sequence_length)
     layers = layers_of(model, cluster, length, dtype)
-    _check_levers(layers, offload_activations=offload_activations, offload_optimizer=offload_optimizer)
+    levers: dict[str, Any] = {"offload_activations": offload_activations, "offload_optimizer": offload_optimizer}
+    _check_levers(layers, **levers)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
     fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
-    counts = {name: None if value is None else check_count(name, value) for name, value in fixed.items()}
-    space = Space(
-        layers,
-        cluster,
-        check_count("global_batch_size", global_batch_size),
-        length,
-        check_limit(memory_limit_gb, cluster),
-        Choices(
-            **counts,
-            offload_activations=offload_activations,
-            offload_optimizer=offload_optimizer,
-            schedule=_checked_schedule(schedule, layers, counts["chunks_per_stage"]),
-        ),
-    )
+    counts: dict[str, Any] = {
+        name: None if value is None else check_count(name, value) for name, value in fixed.items()
+    }
+    batch, limit_bytes = check_count("global_batch_size", global_batch_size), check_limit(memory_limit_gb, cluster)
+    schedule = _checked_schedule(schedule, layers, counts["chunks_per_stage"])
+    space = Space(layers, cluster, batch, length, limit_bytes, Choices(**counts, **levers, schedule=schedule))
     # the answers, the best first
     search = Search(space, progress, stop)
     scores = search.run()
@@ -194,8 +188,7 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
 def size_of(model: object) -> ModelSize:
     """Return the size for a name, or for a path to a `config.json` or its folder; return a size unchanged.
 
-    Raises:
-        PlannerError: anything else, or a config without a size. ModelSizeError: an unknown name.
+    Raises PlannerError for anything else, or a config without a size, and ModelSizeError for an unknown name.
     """
     if isinstance(model, os.PathLike) or (isinstance(model, str) and _is_path(model)):
         path = os.fspath(model)

@@ -139,7 +139,6 @@ def memory_matrices(layers: Layers, setting: Setting, recompute: int, length: in
 
 
 def _largest(values: Floats) -> Floats:
-    """Return the largest value of every span."""
     count = len(values)
     matrix = np.full((count + 1, count + 1), np.inf)
     is_span = np.triu(np.ones((count, count), bool))  # by first and last layer

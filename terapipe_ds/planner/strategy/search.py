@@ -20,8 +20,9 @@ from typing import NamedTuple
 
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.errors import MemoryLimitError, PlannerError
-from terapipe_ds.planner.layers.cuts import Bounds, all_cuts, moved_edges, num_cuts
+from terapipe_ds.planner.layers.cuts import Bounds, all_cuts, moved_edges
 from terapipe_ds.planner.search.candidates import slice_counts
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.priced import MOST_WHOLE, Priced
@@ -30,9 +31,6 @@ from terapipe_ds.planner.strategy.shapes import UNSLICED, WHOLE, Shape, shapes_o
 from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator import ScheduleShape
-
-Progress = Callable[[str, int, int], None]
-"""Called now and then with (what, work done, of how much)."""
 
 TOO_SOON = "the search was stopped before it had any strategy: give it more time"
 """The message where a search ends without an answer."""
@@ -138,7 +136,7 @@ class Search:
         self.open_s = min(bounds_s.values())
         ordered = sorted(priced, key=lambda candidate: (bounds_s[candidate], candidate.rank))
         # the exact part: candidates without slices and with few cuts
-        small = [c for c in ordered if not is_sliceable and num_cuts(num_layers, c.grid.pipe) <= MOST_CUTS]
+        small = [c for c in ordered if not is_sliceable and math.comb(num_layers - 1, c.grid.pipe - 1) <= MOST_CUTS]
         settled = set(small)
         others = [candidate for candidate in ordered if candidate not in settled]
         others_s = min((bounds_s[candidate] for candidate in others), default=math.inf)

@@ -128,8 +128,8 @@ EQUAL = [layer_of(layer_id, Costs(1.0, 2.0), 12.0, 2.0, 3.0) for layer_id in ran
 def test_of_equal_layers_the_first_recompute_because_the_last_are_done_before_them() -> None:
     subsets = frontier(EQUAL, [1.0] * 4, 0.0, False)
     assert [one.layers for one in subsets] == [(), (0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)]
-    assert [one.kept_bytes for one in subsets] == [48, 38, 28, 18, 8]
-    assert [one.moment_bytes for one in subsets] == [0, 12, 14, 16, 18]
+    assert [one.kept / 1024 for one in subsets] == [48, 38, 28, 18, 8]
+    assert [one.moment / 1024 for one in subsets] == [0, 12, 14, 16, 18]
 
 
 def test_later_stages_recompute_less() -> None:

@@ -151,12 +151,7 @@ def action_costs(trace: StepTrace, schedule: Schedule, plans: Plans, links: Mapp
 
 
 def replay_s(
-    trace: StepTrace,
-    schedule: Schedule,
-    plans: Plans,
-    links: Mapping[int, float],
-    *,
-    blocking: bool = False,
+    trace: StepTrace, schedule: Schedule, plans: Plans, links: Mapping[int, float], *, blocking: bool = False
 ) -> tuple[float, Timeline]:
     """Return the time that the step would take with a core for each stage, and its timeline.
 

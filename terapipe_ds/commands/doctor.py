@@ -22,7 +22,7 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-from terapipe_ds.doctor import VERDICTS, Line, deepspeed_json, installation, look, machine
+from terapipe_ds.doctor import VERDICTS, Check, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import colored
 from terapipe_ds.version import __version__
@@ -65,8 +65,8 @@ def run(options: DoctorOptions) -> None:
     ranks = None if options.stages is None else options.stages * (options.data or 1)
     checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
     if options.config is not None:
-        shape = options.stages, options.data, options.sequence_length
-        checks["config"] = deepspeed_json.checks(options.config, *shape)
+        path, shape = options.config, (options.stages, options.data, options.sequence_length)
+        checks["config"] = (Check(path, lambda: deepspeed_json.findings(path, *shape)),)
     found = [(group, line) for group, of_group in checks.items() for check in of_group for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
 

@@ -29,12 +29,8 @@ Text = SkipValidation[str]
 
 
 def flag(name: str) -> str:
-    """Return the option of a field as the user writes it."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _written_by(name: str) -> str:
-    return "--json" if name == "as_json" else flag(name)
+    """Return the option of a field as the user writes it; `as_json` would hide a method of pydantic without `as_`."""
+    return f"--{name.removeprefix('as_').replace('_', '-')}"
 
 
 STDOUT = "-"
@@ -48,7 +44,7 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
     """Return the check of a file that a command writes: its suffix, and whether it can be written (else OSError)."""
 
     def check(path: str, info: Any) -> str:
-        option, file = _written_by(info.field_name), Path(path)
+        option, file = flag(info.field_name), Path(path)
         if path == STDOUT and or_stdout:
             return path
         if not file.name:
@@ -63,7 +59,7 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
         check_writable(path)
         for name, other in info.data.items():
             if isinstance(other, _Written) and os.path.realpath(other) == os.path.realpath(path):
-                raise CommandError(f"{option} {path}: {_written_by(name)} writes this file too; give another name")
+                raise CommandError(f"{option} {path}: {flag(name)} writes this file too; give another name")
         return _Written(path)
 
     return AfterValidator(check)
@@ -124,7 +120,7 @@ def switch(help: str, *flags: str, group: str = "") -> Any:
 def json_option(what: str = "the result", *, group: str = "") -> Any:
     """Declare `--json [FILE]`, whose value is of type `JsonOutput | None`; all commands give it this one meaning."""
     help = f"print {what} as JSON in the place of text; with FILE, write the JSON there and print the text"
-    return option(help, "FILE", group=group, flags=("--json",), nargs="?", const=STDOUT)
+    return option(help, "FILE", group=group, nargs="?", const=STDOUT)
 
 
 def write_json(text_of: Callable[[], str], target: str | None) -> bool:

@@ -332,10 +332,7 @@ def _memory_lines(best: Strategy, question: _Question) -> list[str]:
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
     parts = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
-    return [
-        f"{peaks} GiB by stage; limit {shown_limit}, {share}",
-        *([f"stage {fullest}: {parts}"] if parts else []),
-    ]
+    return [f"{peaks} GiB by stage; limit {shown_limit}, {share}", *([f"stage {fullest}: {parts}"] if parts else [])]
 
 
 def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:

@@ -36,10 +36,6 @@ def _power_of_two(text: str) -> int:
     return max(int(_finite(text)), 1).bit_length() - 1
 
 
-def _optimizer(text: str) -> str:
-    return {"adam": "AdamW", "sgd": "SGD"}[text]
-
-
 def _switch(value: Any) -> Callable[[str], Any]:
     """Return the reading of an argument without a value: its presence means `value`."""
 
@@ -54,7 +50,7 @@ def _switch(value: Any) -> Callable[[str], Any]:
 IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--micro-batch-size": ("train_micro_batch_size_per_gpu", _count),
     "--global-batch-size": ("train_batch_size", _count),
-    "--optimizer": ("optimizer.type", _optimizer),
+    "--optimizer": ("optimizer.type", {"adam": "AdamW", "sgd": "SGD"}.__getitem__),
     "--lr": ("optimizer.params.lr", _finite),
     "--weight-decay": ("optimizer.params.weight_decay", _finite),
     "--adam-beta1": ("optimizer.params.betas.0", _finite),

@@ -73,8 +73,7 @@ class TeraPipeConfig(StrictModel):
         "and the number of layers",
     )
     recompute: Annotated[Recompute, BeforeValidator(lists_to_tuples)] = Field(
-        None,
-        description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
+        None, description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry'
     )
     keep_attention: bool = Field(False, description="true or false")
     offload_activations: bool = Field(False, description="true or false")

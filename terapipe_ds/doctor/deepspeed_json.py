@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.doctor import Check, Line
+from terapipe_ds.doctor import Line
 from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_key
 from terapipe_ds.plan import SlicePlan
@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 _MOST_UNITS = 50_000  # they take a second or two
 
 
-def checks(
-    path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None
-) -> tuple[Check, ...]:
-    """Return the checks of a config; with None, the number of stages, replicas or tokens is not known."""
-    return (Check(path, lambda: _look_at(path, stages, replicas, sequence_length)),)
-
-
-def _look_at(path: str, stages: int | None, replicas: int | None, sequence_length: int | None) -> Iterator[Line]:
+def findings(path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None) -> Iterator[Line]:
+    """Yield the lines on a config; with None, the number of stages, replicas or tokens is not known."""
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.config.strategy_file import sizes_of
 

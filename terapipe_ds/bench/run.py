@@ -99,7 +99,6 @@ def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
 
 
 def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON from the records of all ranks."""
     runs = [
         MeasuredRun(job, records, ranks[0]["measured"]) for records in zip(*(r["runs"] for r in ranks), strict=True)
     ]

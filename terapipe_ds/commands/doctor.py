@@ -46,8 +46,6 @@ EXAMPLES = """\
 
 
 class DoctorOptions(Options):
-    """Choose what to check in addition to the installation and the machine."""
-
     config: Text | None = option("a DeepSpeed JSON to look at as well", "DS.json")
     stages: int | None = option("pipeline stages of the run", "K", ge=1, le=MAX_STAGES)
     data: int | None = option("replicas of the run (data parallelism)", "D", ge=1, le=MAX_DEVICES)
@@ -57,7 +55,6 @@ class DoctorOptions(Options):
 
 
 def run(options: DoctorOptions) -> None:
-    """Run the checks, print them, and end with exit code 1 where something will fail."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")

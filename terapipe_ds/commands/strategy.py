@@ -51,8 +51,6 @@ _cluster_option, _training, _output = (
 
 
 class StrategyOptions(CostOptions):
-    """Choose the cluster, the size of a step, and the output files."""
-
     devices: int = _cluster_option("number of devices in all", "N", 0, ge=1, le=MAX_DEVICES)
     devices_per_node: int = _cluster_option("default: what nodes of the device card have", "N", 0, ge=1, le=MAX_DEVICES)
     global_batch: int = _training("sequences of a step, of all replicas", "N", 0, ge=1, le=MAX_FORWARDS)
@@ -84,7 +82,6 @@ class _Question(NamedTuple):
 
 
 def run(options: StrategyOptions) -> None:
-    """Search, print the best strategies, and write the files that the user names."""
     from terapipe_ds.planner.strategy import TOO_SOON, check_limit, rank_strategies
 
     question = _question(options)
@@ -138,9 +135,6 @@ def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         for name, handler in before.items():
             signal.signal(name, handler)
-
-
-# --- the question
 
 
 def _question(options: StrategyOptions) -> _Question:
@@ -212,9 +206,6 @@ def _cluster(options: StrategyOptions) -> Cluster:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)
     return Cluster(card, nodes, per_node, **links)
-
-
-# --- the answer
 
 
 def _as_json(strategies: Sequence[Strategy], other: Strategy | None, options: StrategyOptions) -> str:
@@ -361,7 +352,6 @@ def _again(strategy: Strategy) -> str:
 
 
 def _choices(strategy: Strategy) -> dict[str, str]:
-    """Return the choices by the name of their column."""
     sizes = strategy.grid
     offloaded = "a" * strategy.offload_activations + "o" * strategy.offload_optimizer
     return {

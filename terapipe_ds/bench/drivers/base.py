@@ -49,7 +49,6 @@ class Driver:
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:
-        """Return the parameters of this rank."""
         raise NotImplementedError
 
     def forget(self) -> None:

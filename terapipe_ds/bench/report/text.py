@@ -22,7 +22,6 @@ def time_unit(values: Iterable[float | None]) -> Unit:
 
 
 def bytes_unit(values: Iterable[float | None]) -> Unit:
-    """Return the unit in which these bytes read well."""
     largest = max((value for value in values if value is not None), default=1.0)
     return ("GiB", 2.0**-30) if largest >= 2**30 else ("MiB", 2.0**-20)
 
@@ -39,7 +38,6 @@ def digits(value: float | None, significant: int = 4, scale: float = 1.0) -> str
 
 
 def seconds(value: float) -> str:
-    """Return a time with its unit."""
     unit, scale = time_unit([value])
     return f"{digits(value, 3, scale)} {unit}"
 

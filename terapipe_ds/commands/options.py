@@ -282,7 +282,6 @@ _DETAILS = "policy=A or policy=B for dapple, max_live_slices=N, none or default 
 
 
 def _read_options(texts: list[str]) -> dict[str, Any]:
-    """Return the values of all `--option NAME=VALUE` by name."""
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")

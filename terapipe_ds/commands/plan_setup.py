@@ -439,7 +439,6 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
 
 
 def _search_recompute(setup: PlanSetup) -> PlanResult:
-    """Return the best plan with the layers of a measured model that recompute."""
     options = setup.options
     if setup.measured is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")

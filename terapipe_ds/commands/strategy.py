@@ -21,6 +21,7 @@ from terapipe_ds.messages import gib, in_runs, limit_text
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.strategy import Cluster
     from terapipe_ds.strategy import Strategy
 
@@ -140,6 +141,8 @@ def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
 def _question(options: StrategyOptions) -> _Question:
     """Return the arguments of the search; raise CommandError that lists every missing option."""
     from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.strategy import size_of
 
     if options.strategy_out and not options.strategy_out.endswith(".json"):
         raise CommandError(
@@ -162,28 +165,20 @@ def _question(options: StrategyOptions) -> _Question:
     missing += unknown_names(options)
     if missing:
         raise CommandError("; ".join(missing))
+    profiles = [Profile.load(path) for path in options.profiles]
+    usual = profiles[0].key.sequence_length if profiles else size_of(options.model).max_sequence_length
     words = {name: options.given[name] for name in _FIXED if name in options.given} | {
         "global_batch_size": options.global_batch,
-        "sequence_length": options.sequence_length or _usual_length(options),
+        "sequence_length": options.sequence_length or usual,
         "memory_limit_gb": options.memory_limit_gb,
         "dtype": DTYPE_NAMES.get(options.dtype, options.dtype) if options.profiles else options.dtype,
         "schedule": None if options.schedule == "auto" else options.schedule,
     }
-    return _Question(list(options.profiles) or options.model, _cluster(options), words)
+    return _Question(list(options.profiles) or options.model, _cluster(options, profiles), words)
 
 
-def _usual_length(options: StrategyOptions) -> int:
-    from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.strategy import size_of
-
-    if options.profiles:
-        return Profile.load(options.profiles[0]).key.sequence_length
-    return size_of(options.model).max_sequence_length
-
-
-def _cluster(options: StrategyOptions) -> Cluster:
+def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
     from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.layers.measured import measured_cluster
     from terapipe_ds.planner.strategy import Cluster
 
@@ -201,8 +196,7 @@ def _cluster(options: StrategyOptions) -> Cluster:
     names = ("within", "between", "node")
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
-    if options.profiles:
-        profiles = [Profile.load(path) for path in options.profiles]
+    if profiles:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)
     return Cluster(card, nodes, per_node, **links)
@@ -299,7 +293,6 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
 
 
 def _rate_lines(best: Strategy, question: _Question) -> list[str]:
-    """Return model FLOP/s, MFU and tokens/s of a device, beside published ones."""
     from terapipe_ds.costs.utilisation import Utilisation
 
     words, cluster = question.words, question.cluster

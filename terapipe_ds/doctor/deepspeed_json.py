@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -104,7 +105,7 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     from terapipe_ds.simulator import UnitCosts, simulate
 
     name, precision = config.schedule, keys.precision or "fp32"
-    slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {_shown(config.slices)}"
+    slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {json.dumps(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
     count = keys.number("gradient_accumulation_steps")
     if stages is None or count is None or name == "auto" or name.endswith(".csv"):
@@ -132,10 +133,6 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
         yield Line("warning", "schedule", text, "more slices, or another schedule: terapipe plan compares them")
     else:
         yield Line("ok", "schedule", text)
-
-
-def _shown(slices: Any) -> str:
-    return f'"{slices}"' if isinstance(slices, str) else str([list(s) if isinstance(s, tuple) else s for s in slices])
 
 
 def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:

@@ -10,7 +10,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.plan import SlicePlan
@@ -100,6 +100,12 @@ def unsliced_s(systems: Sequence[Sequence[Timeline]], accumulation: int) -> tupl
     """
     medians = ([statistics.median(s) for s in zip(*(t.busy_s() for t in steps), strict=True)] for steps in systems)
     return tuple(min(of_stage) / accumulation for of_stage in zip(*medians, strict=True))
+
+
+def drift(unsliced_s: Sequence[float], costs: Sequence[Any], sequence_length: int) -> float:
+    """Return the time of unsliced F and B (by stage) in the turns, over their time when `costs` were measured."""
+    whole_s = sum(c.forward_s(sequence_length, 0) + c.backward_s(sequence_length, 0) for c in costs)
+    return sum(unsliced_s) / float(whole_s)
 
 
 @dataclass(frozen=True)

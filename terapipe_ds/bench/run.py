@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.bench.cases import AUTO, Job
-from terapipe_ds.bench.metrics import Plans, SliceMeasurements, StepTrace, ideal_bubble, replay_s, unsliced_s
+from terapipe_ds.bench.metrics import Plans, SliceMeasurements, StepTrace, drift, ideal_bubble, replay_s, unsliced_s
 from terapipe_ds.bench.ranks import (
     Position,
     RankError,
@@ -214,12 +214,10 @@ class MeasuredRun:
         steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
         step_s = statistics.median(steps)
         sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
-        bound = drift = None
-        if unsliced is not None:  # the bound is a schedule without costs of its own: no bubble but the ideal one
+        bound = None
+        if unsliced is not None:  # a schedule without costs of its own: no bubble but the ideal one
             bound = max(unsliced) * self.accumulation / (1.0 - bubble) + self.closing_s
-        costs, length = self.measured.costs.get("whole stages"), work.sequence_length
-        if unsliced is not None and costs is not None:  # over the time when the costs were measured
-            drift = sum(unsliced) / float(sum(c.forward_s(length, 0) + c.backward_s(length, 0) for c in costs))
+        costs = self.measured.costs.get("whole stages")
         of_median = self.timelines[steps.index(statistics.median_low(steps))]
         drawn = Timeline(of_median.num_stages, tuple(of_median.computations()), self.case.label)
         # for replays and devices, wall and processor time of a process do not compare
@@ -228,7 +226,7 @@ class MeasuredRun:
             "step_s": step_s,
             "step_s_all": steps,
             "spread_s": [min(steps), max(steps)],
-            "tokens_per_s": sequences * length / step_s,
+            "tokens_per_s": sequences * work.sequence_length / step_s,
             "model_flops_per_s": sequences * _flops_of_sequence(self.job) / step_s / devices,
             "bound_s": bound,
             "predicted_s": self.predicted_s(),
@@ -236,7 +234,7 @@ class MeasuredRun:
             "closing_s": self.closing_s,
             "ratio_to_stock": None if stock is None else statistics.median(map(truediv, stock.step_s_all, steps)),
             "ratio_to_bound": None if bound is None else bound / step_s,
-            "drift": drift,
+            "drift": None if unsliced is None or costs is None else drift(unsliced, costs, work.sequence_length),
             "off_core_s": statistics.median(trace.off_core_s() for trace in self.traces) if has_cores else None,
             "bubble": statistics.median(timeline.bubble_fraction for timeline in self.timelines),
             "ideal_bubble": bubble,

@@ -327,18 +327,19 @@ class ScheduleOptions(Options):
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:
         """Return the schedule of the options; `num_slices` is one number, or one for each micro-batch."""
-        if self.stages is None:
-            raise CommandError("--stages is missing: give the number of pipeline stages")
-        self.check_size(num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices))
-        counts = self.stages, self.micro_batches, num_slices
+        num_units = num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices)
+        counts = self.checked_stages(num_units), self.micro_batches, num_slices
         more = {"chunks_per_stage": self.chunks_per_stage, **self.schedule_options}
         return build(str(self.schedule), *counts, forward_only=self.forward_only, **more)
 
-    def check_size(self, num_units: int) -> None:
-        """Refuse a batch of more forwards than a command can handle; `num_units` are its slices."""
-        num_forwards = (self.stages or 1) * num_units * self.chunks_per_stage
+    def checked_stages(self, num_units: int) -> int:
+        """Return the stages; refuse a batch of more forwards than a command can handle, in `num_units` slices."""
+        if self.stages is None:
+            raise CommandError("--stages is missing: give the number of pipeline stages")
+        num_forwards = self.stages * num_units * self.chunks_per_stage
         if num_forwards > MAX_FORWARDS:
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
+        return self.stages
 
 
 _LINE_EVERY_S = 10.0

@@ -158,13 +158,9 @@ def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, A
 
     if options.forward_only or options.schedule_options:
         raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
-    if options.stages is None:
-        raise CommandError("--stages is missing: give the number of pipeline stages")
-    plans = _plans(options, options.micro_batches)
-    chunks, stages = options.chunks_per_stage, options.stages
-    num_parts = len(placement_for(SEARCH, stages, chunks))
-    options.check_size(sum(plan.num_slices for plan in plans))
-    costs, memory = _costs(options, stages, num_parts, plans)
+    plans, chunks = _plans(options, options.micro_batches), options.chunks_per_stage
+    stages = options.checked_stages(sum(plan.num_slices for plan in plans))
+    costs, memory = _costs(options, stages, len(placement_for(SEARCH, stages, chunks)), plans)
     found = find_order(costs, plans, stages, options.micro_batches, options.live_slices, chunks_per_stage=chunks)
     told = {"order_bound_s": found.lower_bound_s, "named_s": found.named_s, "evaluations": found.evaluations}
     return found.schedule, plans, costs, memory, told

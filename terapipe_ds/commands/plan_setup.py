@@ -422,8 +422,7 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
         raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     if options.recompute:
         return _search_recompute(setup), None
-    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
-    limits["progress"] = progress
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
     if options.schedule != "auto":
         return _search_one(setup, limits), None
     ranking = rank_schedules(

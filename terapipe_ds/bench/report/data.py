@@ -170,8 +170,6 @@ def _kind_of(run: object) -> str:
 
 
 _RunOrFailed = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
-
-
 _MAX_RUNS = 200  # they take seconds to draw; a full benchmark has some forty
 
 

@@ -243,7 +243,7 @@ class PlanSetup:
     def utilisation(self, seconds: float) -> Utilisation | None:
         """Return model FLOP/s and MFU of a device for a pipeline's step; None where nobody counts the FLOPs."""
         options = self.options
-        if self.size is None or not options.device:
+        if self.size is None:
             return None
         step = options.micro_batches * options.micro_batch_size, options.sequence_length
         devices = options.stages * options.tensor_parallel

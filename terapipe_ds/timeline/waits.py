@@ -51,7 +51,7 @@ class Wait:
         if late_s <= 0:
             return f"the message of {where}, which was done before this gap: the link, or this rank itself"
         if self.duration_s - late_s <= 0.05 * self.duration_s:
-            return f"{where}"
+            return where
         return f"{where}, for {100 * late_s / self.duration_s:.0f} % of the time; then the link, or this rank itself"
 
 

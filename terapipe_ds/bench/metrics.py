@@ -93,14 +93,6 @@ def ideal_bubble(schedule: Schedule) -> float:
     return simulate(schedule, plans, UnitCosts(length)).bubble_fraction
 
 
-def bound_s(unsliced_s: Sequence[float], accumulation: int, bubble: float, closing_s: float) -> float:
-    """Return the step time of a schedule without costs of its own: no bubble but `ideal_bubble`, then the closing.
-
-    `unsliced_s` has the seconds of the unsliced forward and backward of a micro-batch, per stage.
-    """
-    return max(unsliced_s) * accumulation / (1.0 - bubble) + closing_s
-
-
 def unsliced_s(systems: Sequence[Sequence[Timeline]], accumulation: int) -> tuple[float, ...]:
     """Return for each stage the seconds of F and B of a micro-batch, by the unsliced system that is fastest there.
 
@@ -151,12 +143,7 @@ def action_costs(trace: StepTrace, schedule: Schedule, plans: Plans, links: Mapp
 
 
 def replay_s(
-    trace: StepTrace,
-    schedule: Schedule,
-    plans: Plans,
-    links: Mapping[int, float],
-    *,
-    blocking: bool = False,
+    trace: StepTrace, schedule: Schedule, plans: Plans, links: Mapping[int, float], *, blocking: bool = False
 ) -> tuple[float, Timeline]:
     """Return the time that the step would take with a core for each stage, and its timeline.
 

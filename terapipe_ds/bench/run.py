@@ -18,16 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from terapipe_ds.bench.cases import AUTO, Job
-from terapipe_ds.bench.metrics import (
-    Plans,
-    SliceMeasurements,
-    StepTrace,
-    bound_s,
-    drift,
-    ideal_bubble,
-    replay_s,
-    unsliced_s,
-)
+from terapipe_ds.bench.metrics import Plans, SliceMeasurements, StepTrace, drift, ideal_bubble, replay_s, unsliced_s
 from terapipe_ds.bench.ranks import (
     Position,
     RankError,
@@ -99,7 +90,6 @@ def rank_main(rank: int, rendezvous: str, job: Job, folder: str) -> None:
 
 
 def result_of(job: Job, preset: str, machine_: dict[str, Any], ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the JSON from the records of all ranks."""
     runs = [
         MeasuredRun(job, records, ranks[0]["measured"]) for records in zip(*(r["runs"] for r in ranks), strict=True)
     ]
@@ -224,7 +214,9 @@ class MeasuredRun:
         steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
         step_s = statistics.median(steps)
         sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
-        bound = None if unsliced is None else bound_s(unsliced, self.accumulation, bubble, self.closing_s)
+        bound = None
+        if unsliced is not None:  # a schedule without costs of its own: no bubble but the ideal one
+            bound = max(unsliced) * self.accumulation / (1.0 - bubble) + self.closing_s
         costs = self.measured.costs.get("whole stages")
         of_median = self.timelines[steps.index(statistics.median_low(steps))]
         drawn = Timeline(of_median.num_stages, tuple(of_median.computations()), self.case.label)

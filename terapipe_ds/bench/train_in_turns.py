@@ -26,14 +26,7 @@ from terapipe_ds.bench.drivers.base import Driver, MicroBatches
 from terapipe_ds.bench.drivers.deepspeed import StockDriver, TeraPipeDriver
 from terapipe_ds.bench.drivers.torch_pipeline import TorchDriver
 from terapipe_ds.bench.metrics import Plans, SliceMeasurements
-from terapipe_ds.bench.ranks import (
-    Position,
-    build_engine,
-    gpt_config,
-    micro_batches,
-    problem_of_any_rank,
-    progress_bar,
-)
+from terapipe_ds.bench.ranks import Position, build_engine, gpt_config, micro_batches, problem_of_any_rank, progress_bar
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.files.atomic import write_text

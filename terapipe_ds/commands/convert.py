@@ -20,14 +20,11 @@ EXAMPLES = """\
 
 
 class ConvertOptions(Options):
-    """Name the command line and the file."""
-
     megatron_args: Text = option("the arguments as one word: in quotes", '"ARGUMENTS"', required=True)
     out: Output | None = option("write the JSON here", "FILE")
 
 
 def run(options: ConvertOptions) -> None:
-    """Convert, write the JSON, and report the rest."""
     from terapipe_ds.config.megatron_arguments import convert
 
     result = convert(options.megatron_args)

@@ -22,7 +22,7 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-from terapipe_ds.doctor import VERDICTS, Line, deepspeed_json, installation, look, machine
+from terapipe_ds.doctor import VERDICTS, Check, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import colored
 from terapipe_ds.version import __version__
@@ -46,8 +46,6 @@ EXAMPLES = """\
 
 
 class DoctorOptions(Options):
-    """Choose what to check in addition to the installation and the machine."""
-
     config: Text | None = option("a DeepSpeed JSON to look at as well", "DS.json")
     stages: int | None = option("pipeline stages of the run", "K", ge=1, le=MAX_STAGES)
     data: int | None = option("replicas of the run (data parallelism)", "D", ge=1, le=MAX_DEVICES)
@@ -57,7 +55,6 @@ class DoctorOptions(Options):
 
 
 def run(options: DoctorOptions) -> None:
-    """Run the checks, print them, and end with exit code 1 where something will fail."""
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
@@ -65,8 +62,8 @@ def run(options: DoctorOptions) -> None:
     ranks = None if options.stages is None else options.stages * (options.data or 1)
     checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
     if options.config is not None:
-        shape = options.stages, options.data, options.sequence_length
-        checks["config"] = deepspeed_json.checks(options.config, *shape)
+        path, shape = options.config, (options.stages, options.data, options.sequence_length)
+        checks["config"] = (Check(path, lambda: deepspeed_json.findings(path, *shape)),)
     found = [(group, line) for group, of_group in checks.items() for check in of_group for line in look(check)]
     counts = Counter(line.verdict for _, line in found)
 

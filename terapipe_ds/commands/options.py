@@ -29,12 +29,8 @@ Text = SkipValidation[str]
 
 
 def flag(name: str) -> str:
-    """Return the option of a field as the user writes it."""
-    return f"--{name.replace('_', '-')}"
-
-
-def _written_by(name: str) -> str:
-    return "--json" if name == "as_json" else flag(name)
+    """Return the option of a field as the user writes it; `as_json` would hide a method of pydantic without `as_`."""
+    return f"--{name.removeprefix('as_').replace('_', '-')}"
 
 
 STDOUT = "-"
@@ -48,7 +44,7 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
     """Return the check of a file that a command writes: its suffix, and whether it can be written (else OSError)."""
 
     def check(path: str, info: Any) -> str:
-        option, file = _written_by(info.field_name), Path(path)
+        option, file = flag(info.field_name), Path(path)
         if path == STDOUT and or_stdout:
             return path
         if not file.name:
@@ -63,7 +59,7 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
         check_writable(path)
         for name, other in info.data.items():
             if isinstance(other, _Written) and os.path.realpath(other) == os.path.realpath(path):
-                raise CommandError(f"{option} {path}: {_written_by(name)} writes this file too; give another name")
+                raise CommandError(f"{option} {path}: {flag(name)} writes this file too; give another name")
         return _Written(path)
 
     return AfterValidator(check)
@@ -124,7 +120,7 @@ def switch(help: str, *flags: str, group: str = "") -> Any:
 def json_option(what: str = "the result", *, group: str = "") -> Any:
     """Declare `--json [FILE]`, whose value is of type `JsonOutput | None`; all commands give it this one meaning."""
     help = f"print {what} as JSON in the place of text; with FILE, write the JSON there and print the text"
-    return option(help, "FILE", group=group, flags=("--json",), nargs="?", const=STDOUT)
+    return option(help, "FILE", group=group, nargs="?", const=STDOUT)
 
 
 def write_json(text_of: Callable[[], str], target: str | None) -> bool:
@@ -286,7 +282,6 @@ _DETAILS = "policy=A or policy=B for dapple, max_live_slices=N, none or default 
 
 
 def _read_options(texts: list[str]) -> dict[str, Any]:
-    """Return the values of all `--option NAME=VALUE` by name."""
     options: dict[str, Any] = {}
     for text in texts:
         name, _, value = text.partition("=")
@@ -332,18 +327,19 @@ class ScheduleOptions(Options):
 
     def build(self, num_slices: int | Sequence[int]) -> Schedule:
         """Return the schedule of the options; `num_slices` is one number, or one for each micro-batch."""
-        if self.stages is None:
-            raise CommandError("--stages is missing: give the number of pipeline stages")
-        self.check_size(num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices))
-        counts = self.stages, self.micro_batches, num_slices
+        num_units = num_slices * self.micro_batches if isinstance(num_slices, int) else sum(num_slices)
+        counts = self.checked_stages(num_units), self.micro_batches, num_slices
         more = {"chunks_per_stage": self.chunks_per_stage, **self.schedule_options}
         return build(str(self.schedule), *counts, forward_only=self.forward_only, **more)
 
-    def check_size(self, num_units: int) -> None:
-        """Refuse a batch of more forwards than a command can handle; `num_units` are its slices."""
-        num_forwards = (self.stages or 1) * num_units * self.chunks_per_stage
+    def checked_stages(self, num_units: int) -> int:
+        """Return the stages; refuse a batch of more forwards than a command can handle, in `num_units` slices."""
+        if self.stages is None:
+            raise CommandError("--stages is missing: give the number of pipeline stages")
+        num_forwards = self.stages * num_units * self.chunks_per_stage
         if num_forwards > MAX_FORWARDS:
             raise CommandError(f"{num_forwards} forwards are too many: ask for at most {MAX_FORWARDS}")
+        return self.stages
 
 
 _LINE_EVERY_S = 10.0

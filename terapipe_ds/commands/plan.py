@@ -42,7 +42,6 @@ _ORDER = "order.csv"  # in the printed section, where --order names no file
 
 
 def run(options: PlanOptions) -> None:
-    """Plan, and print the result for a person or a program."""
     from terapipe_ds.commands.plan_setup import plan_setup, search_plan
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.costs.devices import device_card

@@ -54,8 +54,6 @@ class CostOptions(Options):
 
 
 class PlanOptions(CostOptions):
-    """Describe the run to plan for on a fixed number of stages."""
-
     sequence_parallel: bool = switch("Megatron's, over the tensor-parallel ranks", group="model and devices")
     micro_batches: int = _batch("per step and pipeline (default 1)", "M", 1, ge=1)
     micro_batch_size: int = _batch("sequences per micro-batch (default 1)", "B", 1, ge=1)

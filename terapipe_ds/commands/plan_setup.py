@@ -62,7 +62,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + ("--choose-recompute" if options.recompute else "counted costs of a named model")
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
-    setup = _counted(options, wire_formats) if profile is None else _measured(options, profile, bounds)
+    setup = counted_setup(options, wire_formats) if profile is None else _measured(options, profile, bounds)
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
@@ -234,7 +234,6 @@ class PlanSetup:
 
     @property
     def title(self) -> str:
-        """Return the printed heading."""
         options, micro_batches = self.options, many(self.options.micro_batches, "micro-batch")
         parallel = f"{many(options.stages, 'stage')}, tensor parallel {options.tensor_parallel}"
         parallel += f", data parallel {options.data_parallel}" if options.data_parallel > 1 else ""
@@ -244,7 +243,7 @@ class PlanSetup:
     def utilisation(self, seconds: float) -> Utilisation | None:
         """Return model FLOP/s and MFU of a device for a pipeline's step; None where nobody counts the FLOPs."""
         options = self.options
-        if self.size is None or not options.device:
+        if self.size is None:
             return None
         step = options.micro_batches * options.micro_batch_size, options.sequence_length
         devices = options.stages * options.tensor_parallel
@@ -277,16 +276,13 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
-def check_positions(size: ModelSize, sequence_length: int) -> None:
-    """Refuse sequences that are longer than a model's learned positions."""
-    if size.positions == "learned" and sequence_length > size.max_sequence_length:
+def counted_setup(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
+    """Return the input of the planner from a model's sizes and a device card."""
+    size = size_of(options.model)
+    if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
-        raise CommandError(f"--sequence-length {sequence_length}: {problem}; give at most that many")
-
-
-def _counted(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
-    size, card = size_of(options.model), device_card(options.device)
-    check_positions(size, options.sequence_length)
+        raise CommandError(f"--sequence-length {options.sequence_length}: {problem}; give at most that many")
+    card = device_card(options.device)
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
     shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
@@ -426,8 +422,7 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
         raise CommandError(f"--option {name}: it goes with one schedule; give --schedule too")
     if options.recompute:
         return _search_recompute(setup), None
-    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices}
-    limits["progress"] = progress
+    limits: Any = {"memory_limit_bytes": setup.limit_bytes, "max_slices": options.max_slices, "progress": progress}
     if options.schedule != "auto":
         return _search_one(setup, limits), None
     ranking = rank_schedules(
@@ -443,7 +438,6 @@ def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None])
 
 
 def _search_recompute(setup: PlanSetup) -> PlanResult:
-    """Return the best plan with the layers of a measured model that recompute."""
     options = setup.options
     if setup.measured is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")

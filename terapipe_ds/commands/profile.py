@@ -31,15 +31,12 @@ gives the micro-batch size, accumulation, precision, activation checkpointing an
 
 
 class ProfileOptions(ModelOptions):
-    """Choose the measurements and the file of the profile."""
-
     out: Output = option("where to write the profile", "FILE", required=True)
     stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
     as_json: JsonOutput | None = json_option("the profile")
 
 
 def run(options: ProfileOptions) -> None:
-    """Measure, write the file, and report how well the fit meets the samples."""
     section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]

@@ -38,8 +38,6 @@ EXAMPLES = """\
 
 
 class ShowOptions(ScheduleOptions):
-    """Choose the schedule and the form in which to show it."""
-
     exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "form": False}
 
     file: Text | None = option("as --from-csv FILE", "FILE", group="source", flags=("file",), nargs="?")

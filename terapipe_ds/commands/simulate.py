@@ -20,7 +20,7 @@ from terapipe_ds.commands.options import (
     write_json,
 )
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.files.user_json import CommandError
 from terapipe_ds.messages import in_runs
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.schedule import SEARCH, Schedule, placement_for, validate
@@ -31,6 +31,7 @@ from terapipe_ds.timeline.export import to_chrome_trace, to_csv
 from terapipe_ds.timeline.picture import draw_timelines
 
 if TYPE_CHECKING:
+    from terapipe_ds.commands.plan_setup import PlanSetup
     from terapipe_ds.costs.utilisation import Utilisation
     from terapipe_ds.planner import MemoryModel
 
@@ -63,8 +64,6 @@ activation checkpointing (`terapipe plan` knows both). --trace opens in ui.perfe
 
 
 class SimulateOptions(ScheduleOptions):
-    """Choose a schedule, the plan of each micro-batch, the costs of the slices, and the output files."""
-
     exclusive: ClassVar[Mapping[str, bool]] = {"source": True, "costs": True}
 
     slices: tuple[Text, ...] = option(
@@ -100,7 +99,6 @@ class SimulateOptions(ScheduleOptions):
 
 
 def run(options: SimulateOptions) -> None:
-    """Simulate, print, and write the files that the user names."""
     from terapipe_ds.simulator import simulate
 
     options.refuse_without("model", "device", "tensor_parallel", "micro_batch_size", "dtype", "links")
@@ -138,16 +136,9 @@ def run(options: SimulateOptions) -> None:
 
 def _utilisation(options: SimulateOptions, timeline: Timeline, plans: list[SlicePlan]) -> Utilisation | None:
     """Return model FLOP/s and MFU of a training step of a counted model, whose sequences have one length."""
-    from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.costs.utilisation import Utilisation
-    from terapipe_ds.planner.strategy import size_of
-
     if options.model is None or len({plan.sequence_length for plan in plans}) > 1:
         return None
-    step = len(plans) * options.micro_batch_size, plans[0].sequence_length
-    devices = timeline.num_stages * options.tensor_parallel
-    card, size = device_card(str(options.device)), size_of(options.model)
-    return Utilisation.of(size, card, options.dtype, step, timeline.makespan_s, devices)
+    return _counted(options, timeline.num_stages, plans).utilisation(timeline.makespan_s)
 
 
 def _write(options: SimulateOptions, schedule: Schedule, timeline: Timeline) -> None:
@@ -167,13 +158,9 @@ def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, A
 
     if options.forward_only or options.schedule_options:
         raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
-    if options.stages is None:
-        raise CommandError("--stages is missing: give the number of pipeline stages")
-    plans = _plans(options, options.micro_batches)
-    chunks, stages = options.chunks_per_stage, options.stages
-    num_parts = len(placement_for(SEARCH, stages, chunks))
-    options.check_size(sum(plan.num_slices for plan in plans))
-    costs, memory = _costs(options, stages, num_parts, plans)
+    plans, chunks = _plans(options, options.micro_batches), options.chunks_per_stage
+    stages = options.checked_stages(sum(plan.num_slices for plan in plans))
+    costs, memory = _costs(options, stages, len(placement_for(SEARCH, stages, chunks)), plans)
     found = find_order(costs, plans, stages, options.micro_batches, options.live_slices, chunks_per_stage=chunks)
     told = {"order_bound_s": found.lower_bound_s, "named_s": found.named_s, "evaluations": found.evaluations}
     return found.schedule, plans, costs, memory, told
@@ -304,22 +291,19 @@ def _costs(
 
         length, share = max(plan.sequence_length for plan in plans), num_stages / num_parts  # of a stage's layers
         return UnitCosts(length, options.unit_send, share), None
-    from terapipe_ds.commands.plan_setup import check_positions
-    from terapipe_ds.costs.analytic import analytic_costs
-    from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.planner import MemoryModel
-    from terapipe_ds.planner.cluster import Cluster
-    from terapipe_ds.planner.strategy import size_of
-    from terapipe_ds.strategy import Grid
+    setup = _counted(options, num_stages, plans)
+    assert setup.size is not None and setup.memory_of is not None, "the model is counted"
+    setup.size.layers_of_parts(num_parts, None, CommandError)  # refuses more parts than layers
+    return setup.costs_of(num_parts), setup.memory_of(num_parts)
 
-    device = str(options.device)
-    shape: Any = {"num_stages": num_parts, "micro_batch": options.micro_batch_size}
-    shape["tensor_parallel"] = options.tensor_parallel
-    formats, devices = _wire_formats(options.links), num_stages * options.tensor_parallel
-    size = size_of(options.model)
-    check_positions(size, max(plan.sequence_length for plan in plans))
-    costs = analytic_costs(size, device, dtype=options.dtype, wire_formats=formats, devices=devices, **shape)
-    dtype = device_card(device).resolve_dtype(options.dtype)
-    shape["process_bytes"] = Cluster(device, 1, 1).process_bytes(Grid(num_stages, 1, options.tensor_parallel))
-    shape["on_cpu"] = device_card(device).is_cpu
-    return costs, MemoryModel.of_model(size, dtype=DTYPE_NAMES.get(dtype, dtype), **shape)
+
+def _counted(options: SimulateOptions, num_stages: int, plans: list[SlicePlan]) -> PlanSetup:
+    """Return the model of `--model` as `terapipe plan` counts it."""
+    from terapipe_ds.commands.plan_options import PlanOptions
+    from terapipe_ds.commands.plan_setup import counted_setup
+
+    names = ("model", "device", "tensor_parallel", "micro_batch_size", "dtype")
+    run: dict[str, Any] = {"stages": num_stages, "micro_batches": len(plans)}
+    run |= {"sequence_length": max(plan.sequence_length for plan in plans)}
+    formats = _wire_formats(options.links)
+    return counted_setup(PlanOptions(**run, **{name: getattr(options, name) for name in names}), formats)

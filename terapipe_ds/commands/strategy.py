@@ -21,6 +21,7 @@ from terapipe_ds.messages import gib, in_runs, limit_text
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
+    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.strategy import Cluster
     from terapipe_ds.strategy import Strategy
 
@@ -51,8 +52,6 @@ _cluster_option, _training, _output = (
 
 
 class StrategyOptions(CostOptions):
-    """Choose the cluster, the size of a step, and the output files."""
-
     devices: int = _cluster_option("number of devices in all", "N", 0, ge=1, le=MAX_DEVICES)
     devices_per_node: int = _cluster_option("default: what nodes of the device card have", "N", 0, ge=1, le=MAX_DEVICES)
     global_batch: int = _training("sequences of a step, of all replicas", "N", 0, ge=1, le=MAX_FORWARDS)
@@ -84,7 +83,6 @@ class _Question(NamedTuple):
 
 
 def run(options: StrategyOptions) -> None:
-    """Search, print the best strategies, and write the files that the user names."""
     from terapipe_ds.planner.strategy import TOO_SOON, check_limit, rank_strategies
 
     question = _question(options)
@@ -140,12 +138,11 @@ def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
             signal.signal(name, handler)
 
 
-# --- the question
-
-
 def _question(options: StrategyOptions) -> _Question:
     """Return the arguments of the search; raise CommandError that lists every missing option."""
     from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
+    from terapipe_ds.costs.profile import Profile
+    from terapipe_ds.planner.strategy import size_of
 
     if options.strategy_out and not options.strategy_out.endswith(".json"):
         raise CommandError(
@@ -168,28 +165,20 @@ def _question(options: StrategyOptions) -> _Question:
     missing += unknown_names(options)
     if missing:
         raise CommandError("; ".join(missing))
+    profiles = [Profile.load(path) for path in options.profiles]
+    usual = profiles[0].key.sequence_length if profiles else size_of(options.model).max_sequence_length
     words = {name: options.given[name] for name in _FIXED if name in options.given} | {
         "global_batch_size": options.global_batch,
-        "sequence_length": options.sequence_length or _usual_length(options),
+        "sequence_length": options.sequence_length or usual,
         "memory_limit_gb": options.memory_limit_gb,
         "dtype": DTYPE_NAMES.get(options.dtype, options.dtype) if options.profiles else options.dtype,
         "schedule": None if options.schedule == "auto" else options.schedule,
     }
-    return _Question(list(options.profiles) or options.model, _cluster(options), words)
+    return _Question(list(options.profiles) or options.model, _cluster(options, profiles), words)
 
 
-def _usual_length(options: StrategyOptions) -> int:
-    from terapipe_ds.costs.profile import Profile
-    from terapipe_ds.planner.strategy import size_of
-
-    if options.profiles:
-        return Profile.load(options.profiles[0]).key.sequence_length
-    return size_of(options.model).max_sequence_length
-
-
-def _cluster(options: StrategyOptions) -> Cluster:
+def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
     from terapipe_ds.costs.devices import device_card
-    from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.layers.measured import measured_cluster
     from terapipe_ds.planner.strategy import Cluster
 
@@ -207,14 +196,10 @@ def _cluster(options: StrategyOptions) -> Cluster:
     names = ("within", "between", "node")
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
-    if options.profiles:
-        profiles = [Profile.load(path) for path in options.profiles]
+    if profiles:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)
     return Cluster(card, nodes, per_node, **links)
-
-
-# --- the answer
 
 
 def _as_json(strategies: Sequence[Strategy], other: Strategy | None, options: StrategyOptions) -> str:
@@ -308,7 +293,6 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
 
 
 def _rate_lines(best: Strategy, question: _Question) -> list[str]:
-    """Return model FLOP/s, MFU and tokens/s of a device, beside published ones."""
     from terapipe_ds.costs.utilisation import Utilisation
 
     words, cluster = question.words, question.cluster
@@ -332,10 +316,7 @@ def _memory_lines(best: Strategy, question: _Question) -> list[str]:
     fullest = best.memory_bytes.index(max(best.memory_bytes))
     kinds = {kind: of[fullest] for kind, of in best.memory_by_kind.items()}
     parts = ", ".join(f"{kind.replace('_', ' ')} {size / 2**30:.1f}" for kind, size in kinds.items() if size > 2**26)
-    return [
-        f"{peaks} GiB by stage; limit {shown_limit}, {share}",
-        *([f"stage {fullest}: {parts}"] if parts else []),
-    ]
+    return [f"{peaks} GiB by stage; limit {shown_limit}, {share}", *([f"stage {fullest}: {parts}"] if parts else [])]
 
 
 def _ranking_lines(strategies: Sequence[Strategy]) -> list[str]:
@@ -364,7 +345,6 @@ def _again(strategy: Strategy) -> str:
 
 
 def _choices(strategy: Strategy) -> dict[str, str]:
-    """Return the choices by the name of their column."""
     sizes = strategy.grid
     offloaded = "a" * strategy.offload_activations + "o" * strategy.offload_optimizer
     return {

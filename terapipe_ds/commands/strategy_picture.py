@@ -21,7 +21,6 @@ _LEAST_LABELLED = 0.42  # a device this wide has its stage and replica written i
 
 
 def draw_strategy(strategy: Strategy, model: str | Sequence[str], cluster: Cluster, path: str) -> None:
-    """Write the picture of a strategy to a `.png`, `.svg` or `.pdf` file."""
     from terapipe_ds.planner.strategy import simulate_strategy
 
     most = max(1, _MOST_BOXES // (2 * strategy.grid["pipe"] * strategy.chunks_per_stage * len(strategy.slices)))
@@ -42,13 +41,11 @@ class _Devices:
         self._per_node = min(strategy.devices_per_node, len(self._coordinates))
 
     def height(self, width: float) -> float:
-        """Return the inches that titles, rows of nodes, and the layers take."""
         columns, size = self._columns(width)
         rows = math.ceil(self._strategy.num_nodes / columns)
         return _TITLE + rows * (size + _NAME + _GAP) + _TITLE + _STRIP + 0.25
 
     def draw(self, axes: Axes, width: float, height: float) -> None:
-        """Draw on axes whose limits are inches, the origin at the upper left."""
         title: dict[str, Any] = {"fontsize": 11.5, "fontweight": "bold", "color": INK, "va": "center"}
         axes.text(0, _TITLE / 2, self._heading(), **title)
         columns, size = self._columns(width)

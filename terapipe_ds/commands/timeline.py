@@ -36,8 +36,6 @@ A single file may also be one that `terapipe simulate --timeline` wrote.
 
 
 class TimelineOptions(Options):
-    """Choose the timelines and the output files."""
-
     traces: tuple[Text, ...] = option(
         "a trace directory, its files, or one timeline file", "TRACE_DIR_OR_FILE", flags=("traces",), nargs="+"
     )
@@ -50,7 +48,6 @@ class TimelineOptions(Options):
 
 
 def run(options: TimelineOptions) -> None:
-    """Draw the timeline of one step, compare it, or both."""
     writes = options.out or options.html or options.perfetto
     if options.against is None and (not writes or options.as_json):
         missing = "--json goes with --against only" if options.as_json else "--out is missing"

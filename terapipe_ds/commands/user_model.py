@@ -18,8 +18,6 @@ MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
 
 class ModelOptions(Options):
-    """Choose a model and a config, for one device."""
-
     config: Text = option("the DeepSpeed config", "DS.json", required=True)
     model: Text = option("a named size, or a JSON file", "NAME_OR_JSON", required=True)
     sequence_length: int | None = option("tokens (default: the model's longest sequence)", "L", ge=1, le=MAX_TOKENS)

@@ -40,13 +40,10 @@ many as fit if granularity_tokens is set. docs/verify.md explains the report.
 
 
 class VerifyOptions(ModelOptions):
-    """Choose the model, the config and the slices to check."""
-
     slices: Numbers | None = option("slice lengths, as 512,1024,512 (default: the config's)", "T", nargs="+")
 
 
 def run(options: VerifyOptions) -> None:
-    """Check, print the report, and end with exit code 1 where a layer differs."""
     section, keys = options.settings()
     from terapipe_ds.runtime.profiling.one_device import single_process
 

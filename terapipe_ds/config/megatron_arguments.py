@@ -36,10 +36,6 @@ def _power_of_two(text: str) -> int:
     return max(int(_finite(text)), 1).bit_length() - 1
 
 
-def _optimizer(text: str) -> str:
-    return {"adam": "AdamW", "sgd": "SGD"}[text]
-
-
 def _switch(value: Any) -> Callable[[str], Any]:
     """Return the reading of an argument without a value: its presence means `value`."""
 
@@ -54,7 +50,7 @@ def _switch(value: Any) -> Callable[[str], Any]:
 IN_JSON: dict[str, tuple[str, Callable[[str], Any]]] = {
     "--micro-batch-size": ("train_micro_batch_size_per_gpu", _count),
     "--global-batch-size": ("train_batch_size", _count),
-    "--optimizer": ("optimizer.type", _optimizer),
+    "--optimizer": ("optimizer.type", {"adam": "AdamW", "sgd": "SGD"}.__getitem__),
     "--lr": ("optimizer.params.lr", _finite),
     "--weight-decay": ("optimizer.params.weight_decay", _finite),
     "--adam-beta1": ("optimizer.params.betas.0", _finite),
@@ -140,6 +136,7 @@ LOST = {
     "--train-samples": "give --train-iters, which `terapipe convert` counts",
 }
 """Nothing in the JSON or the script corresponds to them; the text says what to do, or what happens anyway."""
+KNOWN = (*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST)
 ONE_ALONE = ("--context-parallel-size", "--expert-model-parallel-size")
 """Of these, any other value is an error: a job that needs such ranks would run without them."""
 DECAYS_ALL = (
@@ -187,7 +184,7 @@ def convert(text: str) -> Conversion:
     result.lost |= {"--rampup-batch-size": ramp.call} if ramp else {}
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
-    unknown = [f"{name}{nearest(name, known())}" for name in values if name not in known()]
+    unknown = [f"{name}{nearest(name, KNOWN)}" for name in values if name not in KNOWN]
     problems += [f"unknown argument {text}; leave it out here, your script may read it" for text in unknown]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
@@ -212,11 +209,6 @@ def convert(text: str) -> Conversion:
     return result
 
 
-def known() -> tuple[str, ...]:
-    """Return all names that `convert` takes."""
-    return (*IN_JSON, *SCHEDULER, *WITH_SCRIPT, *LOST)
-
-
 def translation(name: str) -> str:
     """Return what becomes of one argument, for messages and the table of the documentation."""
     if name in IN_JSON:
@@ -225,7 +217,7 @@ def translation(name: str) -> str:
         return "set scheduler in the DeepSpeed JSON"
     if name in WITH_SCRIPT:
         return "this script does not read it"
-    return LOST.get(name, f"unknown{nearest(name, known())}")
+    return LOST.get(name, f"unknown{nearest(name, KNOWN)}")
 
 
 def render_table() -> str:

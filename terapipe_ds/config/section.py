@@ -17,14 +17,7 @@ from pydantic import BeforeValidator, Field, PrivateAttr, ValidationError
 from terapipe_ds.config.combinations import compile_problems, link_problems, recompute_problems, schedule_problems
 from terapipe_ds.config.conflicts import conflicting_keys, problem_of_auto, problem_of_quotes
 from terapipe_ds.config.strategy_file import contradictions, read_strategy, section_of
-from terapipe_ds.config.unknown_keys import (
-    Path,
-    models_of,
-    problems_of,
-    refuse_misspelt_section,
-    take_known,
-    unknown_key,
-)
+from terapipe_ds.config.unknown_keys import models_of, problems_of, refuse_misspelt_section, take_known, unknown_key
 from terapipe_ds.config.values import (
     SECTION,
     TIMEOUT_FORM,
@@ -73,8 +66,7 @@ class TeraPipeConfig(StrictModel):
         "and the number of layers",
     )
     recompute: Annotated[Recompute, BeforeValidator(lists_to_tuples)] = Field(
-        None,
-        description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry',
+        None, description='null, "off", "full", "auto", or a list of different stage ids >= 0 with at least one entry'
     )
     keep_attention: bool = Field(False, description="true or false")
     offload_activations: bool = Field(False, description="true or false")
@@ -128,7 +120,7 @@ class TeraPipeConfig(StrictModel):
     _multiple: int = PrivateAttr(1)  # of the lengths of slices
 
     def __init__(self, /, **section: Any) -> None:
-        problems: dict[Path, str] = {}
+        problems: dict[tuple[Any, ...], str] = {}  # by the path of the key
         models = models_of(type(self))
         known = take_known(section, models, problems)
         try:

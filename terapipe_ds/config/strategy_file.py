@@ -11,6 +11,8 @@ from terapipe_ds.files.user_json import is_on
 from terapipe_ds.messages import show_value
 from terapipe_ds.strategy import Strategy, StrategyError
 
+_SETTLED = ("schedule", "chunks_per_stage", "partition", "slices", "recompute", "keep_attention",
+            "offload_activations")  # fmt: skip
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
@@ -26,16 +28,7 @@ def read_strategy(path: str) -> Strategy:
 
 def section_of(strategy: Strategy) -> dict[str, Any]:
     """Return the keys of the section that a strategy settles. Its `slices` refuse sequences of another length."""
-    names = (
-        "schedule",
-        "chunks_per_stage",
-        "partition",
-        "slices",
-        "recompute",
-        "keep_attention",
-        "offload_activations",
-    )
-    return {name: getattr(strategy, name) for name in names} | {"schedule_options": {}}
+    return {name: getattr(strategy, name) for name in _SETTLED} | {"schedule_options": {}}
 
 
 def sizes_of(strategy: Strategy) -> dict[str, int]:
@@ -74,12 +67,9 @@ def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
     if name == "slices" and isinstance(given, int):
         lists = {plan.lengths for plan in strategy.plans}
         return {given} == set(map(len, lists)) and all(max(lengths) - min(lengths) <= 1 for lengths in lists)
-    if name == "recompute" and isinstance(given, tuple) and wanted == "full":
-        return sorted(given) == list(range(strategy.grid["pipe"]))
-    if name == "recompute" and given == "full" and isinstance(wanted, list):
-        return sorted(wanted) == list(range(strategy.grid["pipe"]))
     if given is None or name != "recompute":
         return given is None or tuples_to_lists(given) == wanted
+    given, wanted = (range(strategy.grid["pipe"]) if value == "full" else value for value in (given, wanted))
     return sorted(given) == sorted(wanted)
 
 

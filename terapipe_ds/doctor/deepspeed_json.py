@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from terapipe_ds.doctor import Check, Line
+from terapipe_ds.doctor import Line
 from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import show_key
 from terapipe_ds.plan import SlicePlan
@@ -23,14 +24,8 @@ if TYPE_CHECKING:
 _MOST_UNITS = 50_000  # they take a second or two
 
 
-def checks(
-    path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None
-) -> tuple[Check, ...]:
-    """Return the checks of a config; with None, the number of stages, replicas or tokens is not known."""
-    return (Check(path, lambda: _look_at(path, stages, replicas, sequence_length)),)
-
-
-def _look_at(path: str, stages: int | None, replicas: int | None, sequence_length: int | None) -> Iterator[Line]:
+def findings(path: str, stages: int | None, replicas: int | None, sequence_length: int | None = None) -> Iterator[Line]:
+    """Yield the lines on a config; with None, the number of stages, replicas or tokens is not known."""
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.config.strategy_file import sizes_of
 
@@ -110,7 +105,7 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     from terapipe_ds.simulator import UnitCosts, simulate
 
     name, precision = config.schedule, keys.precision or "fp32"
-    slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {_shown(config.slices)}"
+    slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {json.dumps(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
     count = keys.number("gradient_accumulation_steps")
     if stages is None or count is None or name == "auto" or name.endswith(".csv"):
@@ -138,10 +133,6 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
         yield Line("warning", "schedule", text, "more slices, or another schedule: terapipe plan compares them")
     else:
         yield Line("ok", "schedule", text)
-
-
-def _shown(slices: Any) -> str:
-    return f'"{slices}"' if isinstance(slices, str) else str([list(s) if isinstance(s, tuple) else s for s in slices])
 
 
 def _layout(config: TeraPipeConfig, stages: int | None) -> Iterator[Line]:

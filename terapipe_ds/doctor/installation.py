@@ -51,7 +51,6 @@ def hooks() -> Iterator[Line]:
 
 
 def extras() -> Iterator[Line]:
-    """Report the installed packages of each extra."""
     wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
     for extra, (what, packages) in EXTRAS.items():
         found = {name: versions.version_of(name) for name in packages}

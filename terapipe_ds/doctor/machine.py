@@ -24,7 +24,6 @@ _SLOW = "plain torch is slow: use another dtype, or install flash-attn"
 
 
 def devices() -> Iterator[Line]:
-    """Report the devices on which training would run."""
     import torch
     from deepspeed.accelerator import get_accelerator
 
@@ -65,7 +64,6 @@ def kernels() -> Iterator[Line]:
 
 
 def cores(ranks: int | None) -> Iterator[Line]:
-    """Compare the number of cores with the number of ranks."""
     allowed, in_all = len(os.sched_getaffinity(0)), os.cpu_count()
     text = f"{allowed} of {in_all} for this process"
     if ranks is not None and ranks > allowed:
@@ -80,7 +78,6 @@ def cores(ranks: int | None) -> Iterator[Line]:
 
 
 def limits() -> Iterator[Line]:
-    """Check the limits of the shell and the container."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _FEWEST_FILES:
         fix = f"ulimit -n {_FEWEST_FILES} or more (up to {'unlimited' if most == resource.RLIM_INFINITY else most})"

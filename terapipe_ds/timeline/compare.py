@@ -41,7 +41,6 @@ class Quantity:
 
     @property
     def name(self) -> str:
-        """Return the name of the row in the table."""
         place = "" if self.stage_id is None else f"stage {self.stage_id} "
         quantity, unit = self.what.rpartition("_")[::2]
         what = self.action or f"{self.kind or quantity} {'%' if unit == 'fraction' else unit}"
@@ -88,7 +87,6 @@ class Comparison:
         }
 
     def render(self) -> str:
-        """Return the table as text for people."""
         lines = [f"{'':<22}{'predicted':>12}{'measured':>12}{'ratio':>8}"]
         for title, rows in self.sections().items():
             if rows:

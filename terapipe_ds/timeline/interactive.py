@@ -111,8 +111,6 @@ def build_interactive(titled: Sequence[Titled], *, compares: bool = True) -> dic
 
 
 class _Bars:
-    """Collect the bars of one timeline, by kind."""
-
     def __init__(
         self, timeline: Timeline, rows: Sequence[str], unit: tuple[str, float], reference: Titled | None
     ) -> None:

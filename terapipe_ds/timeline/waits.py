@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from terapipe_ds.timeline.timeline import Timeline, TimelineEvent
 
 _SHORTEST = 1e-4  # of the makespan: shorter gaps are between any two actions
 _ROUNDING = 1e-9  # of the makespan
+
+_Ended = defaultdict[tuple[str, int, int], list[TimelineEvent]]
+"""The computations of a kind and slice in the order of their ends."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Wait:
         if late_s <= 0:
             return f"the message of {where}, which was done before this gap: the link, or this rank itself"
         if self.duration_s - late_s <= 0.05 * self.duration_s:
-            return f"{where}"
+            return where
         return f"{where}, for {100 * late_s / self.duration_s:.0f} % of the time; then the link, or this rank itself"
 
 
@@ -56,13 +59,17 @@ def find_waits(timeline: Timeline) -> list[Wait]:
     """Return the gaps before computations, from the first computation of the step on, in the order of stages."""
     computations = timeline.computations()
     zero_s, least_s = timeline.start_s, timeline.makespan_s * _SHORTEST
-    sources, waits = _Sources(computations, timeline.makespan_s * _ROUNDING), []
+    ended: _Ended = defaultdict(list)
+    for event in sorted(computations, key=lambda event: event.end_s):
+        ended[event.kind, event.micro_batch_id, event.slice_id].append(event)
+    waits = []
     for stage_id in range(timeline.num_stages):
         until_s = zero_s
         own = (event for event in computations if event.stage_id == stage_id)
         for event in sorted(own, key=lambda event: (event.start_s, event.end_s)):
             if event.start_s - until_s > least_s:
-                waits.append(Wait(stage_id, until_s, event.start_s, event, sources.of(event)))
+                source = _source_of(event, ended, timeline.makespan_s * _ROUNDING)
+                waits.append(Wait(stage_id, until_s, event.start_s, event, source))
             until_s = max(until_s, event.end_s)
     return waits
 
@@ -88,23 +95,14 @@ def exposed_comm_s(timeline: Timeline, placement: Mapping[tuple[int, int], int])
     return tuple(exposed_s)
 
 
-class _Sources:
-    """Hold the computations of each slice by the time of their ends."""
-
-    def __init__(self, computations: Iterable[TimelineEvent], rounding_s: float) -> None:
-        self._rounding_s = rounding_s
-        self._ends: dict[tuple[str, int, int], list[tuple[float, TimelineEvent]]] = defaultdict(list)
-        for event in sorted(computations, key=lambda event: event.end_s):
-            self._ends[event.kind, event.micro_batch_id, event.slice_id].append((event.end_s, event))
-
-    def of(self, event: TimelineEvent) -> TimelineEvent | None:
-        """Return the computation whose result `event` takes; None where there is none."""
-        for kind in {"F": "F", "B": "BF", "W": "B"}[event.kind]:
-            ended = self._ends[kind, event.micro_batch_id, event.slice_id]
-            place = bisect_left(ended, event.start_s + self._rounding_s, key=lambda entry: entry[0])
-            before = [one for _, one in ended[:place] if one is not event]
-            if event.kind == "W":  # the backward of its own part
-                before = [one for one in before if (one.stage_id, one.chunk_id) == (event.stage_id, event.chunk_id)]
-            if before:
-                return before[-1]
-        return None
+def _source_of(event: TimelineEvent, ended: _Ended, rounding_s: float) -> TimelineEvent | None:
+    """Return the computation whose result `event` takes; None where there is none."""
+    for kind in {"F": "F", "B": "BF", "W": "B"}[event.kind]:
+        of_slice = ended[kind, event.micro_batch_id, event.slice_id]
+        place = bisect_left(of_slice, event.start_s + rounding_s, key=lambda one: one.end_s)
+        before = [one for one in of_slice[:place] if one is not event]
+        if event.kind == "W":  # the backward of its own part
+            before = [one for one in before if (one.stage_id, one.chunk_id) == (event.stage_id, event.chunk_id)]
+        if before:
+            return before[-1]
+    return None

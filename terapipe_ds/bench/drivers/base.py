@@ -20,9 +20,6 @@ from terapipe_ds.schedule.placement import Placement
 
 # Attributes of DeepSpeed's optimizers that hold flat tensors: two of BF16_Optimizer, then FP16_Optimizer and ZeRO 1.
 _COPIES = "fp32_groups_flat_partition fp32_groups_gradients_flat fp32_groups_flat single_partition_of_fp32_groups"
-
-_HALF = (torch.bfloat16, torch.float16)
-
 _TORCHS_NAMES = {"flash_attn_3": "FA3", "flash_attn_4": "FA4"}
 """How torch calls the flash-attn packages that can take the place of its own kernel."""
 
@@ -49,7 +46,6 @@ class Driver:
         raise NotImplementedError
 
     def parameters(self) -> Sequence[Tensor]:
-        """Return the parameters of this rank."""
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -105,7 +101,7 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     """
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
-    elif dtype in _HALF and head_dim % 8 == 0 and head_dim <= 256:
+    elif dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
         by_torch = _TORCHS_NAMES if hasattr(attention, "restore_flash_attention_impl") else ()
         name, others = "cuda_flash", {"cudnn", *by_torch} & {*available_backends()}
         if others:  # and where one of them is the fastest

@@ -57,8 +57,6 @@ class StockDriver(_EngineDriver):
 
 
 class TeraPipeDriver(_EngineDriver):
-    """Our engine."""
-
     def __init__(self, case: Case, job: Job) -> None:
         self._case = case
         self._schedule = CUTS[case.cut][-1] if case.schedule in (AUTO, SEARCH) else case.schedule  # until one is chosen

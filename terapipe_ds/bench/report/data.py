@@ -102,7 +102,6 @@ class Run(_AnyRun):
 
     @property
     def largest_peak_bytes(self) -> float | None:
-        """Return the peak of the stage that needs the most memory."""
         return max((peak for peak in self.peak_bytes or () if peak is not None), default=None)
 
     @property
@@ -112,7 +111,6 @@ class Run(_AnyRun):
 
     @property
     def predicted_activation_bytes(self) -> float | None:
-        """Return the same as `activation_bytes`, from the predicted peak."""
         return _most_above(self.predicted_peak_bytes, self.static_bytes)
 
     @property
@@ -172,8 +170,6 @@ def _kind_of(run: object) -> str:
 
 
 _RunOrFailed = Annotated[Annotated[Run, Tag("<run>")] | Annotated[Failed, Tag("<failed>")], Discriminator(_kind_of)]
-
-
 _MAX_RUNS = 200  # they take seconds to draw; a full benchmark has some forty
 
 

@@ -59,7 +59,6 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def render_page(data: object, interactive: bool = False) -> str:
-    """Return the whole page of a result as text."""
     result = read_result(data)
     scripts, note = "", "--interactive adds timelines that can be zoomed, hovered and filtered."
     if interactive:

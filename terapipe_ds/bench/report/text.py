@@ -12,17 +12,14 @@ from terapipe_ds.bench.table import noise_sentences
 EQUAL_WITHIN = 0.005  # ratios to the stock engine that round to 1.00 and 0.99 count as equally fast
 LOSS_WITHIN = 1e-3  # relative difference of losses in a group above which the report warns
 
-Unit = tuple[str, float]  # the name of a unit, and its number per second or byte
 
-
-def time_unit(values: Iterable[float | None]) -> Unit:
-    """Return the unit in which these seconds read well."""
+def time_unit(values: Iterable[float | None]) -> tuple[str, float]:
+    """Return the unit in which these seconds read well, and its number per second."""
     largest = max((value for value in values if value is not None), default=1.0)
     return ("s", 1.0) if largest >= 1.0 else ("ms", 1e3) if largest >= 1e-3 else ("µs", 1e6)
 
 
-def bytes_unit(values: Iterable[float | None]) -> Unit:
-    """Return the unit in which these bytes read well."""
+def bytes_unit(values: Iterable[float | None]) -> tuple[str, float]:
     largest = max((value for value in values if value is not None), default=1.0)
     return ("GiB", 2.0**-30) if largest >= 2**30 else ("MiB", 2.0**-20)
 
@@ -39,7 +36,6 @@ def digits(value: float | None, significant: int = 4, scale: float = 1.0) -> str
 
 
 def seconds(value: float) -> str:
-    """Return a time with its unit."""
     unit, scale = time_unit([value])
     return f"{digits(value, 3, scale)} {unit}"
 

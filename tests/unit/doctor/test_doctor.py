@@ -191,8 +191,7 @@ USUAL: dict[str, Any] = {
 def of_config(folder: Path, stages: int | None = None, data: int | None = None, **changes: Any) -> dict[str, Line]:
     path = folder / "ds.json"
     path.write_text(json.dumps({**USUAL, **changes}))
-    lines = [line for check in deepspeed_json.checks(str(path), stages, data) for line in look(check)]
-    return {line.name: line for line in lines}
+    return {line.name: line for line in deepspeed_json.findings(str(path), stages, data)}
 
 
 def test_a_healthy_config(tmp_path: Path) -> None:
@@ -236,7 +235,7 @@ def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pyte
     words = "--model nano --device cpu-core --devices 2 --stages 2 --global-batch 4 --sequence-length 64"
     assert main(["strategy", *words.split(), "--strategy-out", "mine.json"]) == 0
     Path("ds.json").write_text(json.dumps({"terapipe": {"enabled": True, "strategy": "mine.json"}}))
-    lines = [line for check in deepspeed_json.checks("ds.json", 2, 1) for line in look(check) if line.name == "batch"]
+    lines = [line for line in deepspeed_json.findings("ds.json", 2, 1) if line.name == "batch"]
     assert [line.verdict for line in lines] == ["ok"] and "train_batch_size 4" in lines[0].found
 
 
@@ -267,7 +266,7 @@ def test_a_file_that_is_none(text: str | None, tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)
-    ((line,),) = (look(check) for check in deepspeed_json.checks(str(path), None, None))
+    (line,) = deepspeed_json.findings(str(path), None, None)
     assert (line.verdict, line.name) == ("fail", "file")
 
 
@@ -324,8 +323,8 @@ def test_slices_and_a_length(
 ) -> None:
     section = {"enabled": True, "slices": slices, "granularity_tokens": granularity}
     (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "terapipe": section}))
-    (check,) = deepspeed_json.checks(str(tmp_path / "ds.json"), None, None, length)
-    (line,) = [line for line in look(check) if line.name == "slices"]
+    lines = deepspeed_json.findings(str(tmp_path / "ds.json"), None, None, length)
+    (line,) = [line for line in lines if line.name == "slices"]
     assert line.verdict == verdict and part in f"{line.found}: {line.fix}", line
 
 

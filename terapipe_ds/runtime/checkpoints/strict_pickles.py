@@ -36,7 +36,7 @@ _ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler, argp
 _REFUSED = re.compile(r"GLOBAL \S+|more than .*")
 _ANOTHER = "Load another checkpoint, by its tag"
 _MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 60,000 tensors take the former
-_HASHED = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ")
+_HASHED = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "BUILD")
 _LEGACY_PICKLES = 5  # at the head of a file that is no archive
 
 
@@ -53,12 +53,21 @@ def strict_loading() -> Iterator[None]:
 
     def load_strictly(*args: Any, **options: Any) -> Any:
         is_other = threading.get_ident() in others
-        return load(*args, **(options if is_other else {**options, "weights_only": True}))
+        if is_other:
+            return load(*args, **options)
+        return numpy_arrays.plain(load(*args, **{**options, "weights_only": True}), {})
 
-    named = (_member, "builtins.getattr"), *numpy_arrays.STAND_INS
-    safe = torch.serialization.safe_globals([kind for kind in (*_ALLOWED, *named) if kind not in allowed])
+    # numpy's own names, if the program has allowed some of them: half of each would read nothing
+    own, named = set(map(_name_of, allowed)), ((_member, "builtins.getattr"), *numpy_arrays.STAND_INS)
+    if any(name.startswith("numpy.") for name in own):
+        named = tuple(each for each in named if not each[1].startswith("numpy."))
+    safe = torch.serialization.safe_globals([kind for kind in (*_ALLOWED, *named) if _name_of(kind) not in own])
     with replaced(torch, "load", load_strictly), safe:
         yield
+
+
+def _name_of(allowed: Any) -> str:
+    return allowed[1] if isinstance(allowed, tuple) else f"{allowed.__module__}.{allowed.__qualname__}"
 
 
 def _member(of: Any, name: str) -> object:
@@ -181,10 +190,13 @@ def _refuse_endless(file: io.BufferedReader) -> None:
         is_marked = pickletools.markobject in takes
         first = marks.pop() - takes.index(pickletools.markobject) if is_marked else len(stack) - len(takes)
         items = sum(stack[first:])
+        if name == "REDUCE" and stack[first] == 0 and items > 3:  # text and its encoding have one value each
+            raise pickle.UnpicklingError("GLOBAL _codecs.encode of encoded bytes, which doubles them")
         del stack[first:]
         work += items
         # Push the result; only tuples, and values made of them, are as large as their items
         size = memo[argument] if "GET" in name else 1 + items * (name in _HASHED)
+        size *= not (name == "GLOBAL" and kind == "_codecs.encode")
         stack += [size] * len(operation.stack_after)
         if "PUT" in name:
             memo[argument] = stack[-1]

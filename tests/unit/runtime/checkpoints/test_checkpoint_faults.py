@@ -1,7 +1,6 @@
 """Checkpoints of saves that are killed, on disks that fail, and with damaged files. No layers."""
 
 import collections
-import copy
 import errno
 import io
 import json
@@ -11,6 +10,7 @@ import pickle
 import random
 import shutil
 import uuid
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
@@ -32,6 +32,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from terapipe_ds.runtime.checkpoints import manifest
 from terapipe_ds.runtime.checkpoints.choose import ChosenCheckpoint, find_checkpoint
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, checksum_of
+from terapipe_ds.runtime.checkpoints.numpy_arrays import Array, Kind
 from terapipe_ds.runtime.checkpoints.save import CheckpointPaths, save_checkpoint
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly, strict_loading
 from tests.distributed.failing_calls import Killed
@@ -334,14 +335,31 @@ def test_numbers_of_numpy_are_saved_as_pythons_and_what_cannot_be_loaded_is_told
     [np.random.get_state()[1], np.arange(6, dtype=">i4").reshape(2, 3), np.asfortranarray(np.ones((2, 3))),
      np.array(1 + 2j), np.array([True]), np.zeros((0, 3), np.float16)],
 )  # fmt: skip
-def test_arrays_of_numbers_are_read_as_pickle_reads_them_and_saved_again(array: Any, tmp_path: Path) -> None:
+def test_arrays_of_numbers_are_read_as_pickle_reads_them(array: Any, tmp_path: Path) -> None:
     expected, place = pickle.loads(pickle.dumps(array)), tmp_path / "a.pt"
-    torch.save([array], place)
-    for _ in range(2):
-        (read,) = read_strictly(place)
-        assert read.dtype == expected.dtype and read.shape == expected.shape and (read == expected).all()
-        torch.save([copy.deepcopy(read)], place)
-    assert type(torch.load(place, weights_only=False)[0]) is np.ndarray
+    torch.save({"list": [array], "of": Namespace(many=(array, (1, array)))}, place)
+    read = read_strictly(place)
+    (first,), (second, (_, third)) = read["list"], read["of"].many
+    assert first is second is third and type(first) is np.ndarray
+    assert first.dtype == expected.dtype and first.shape == expected.shape and (first == expected).all()
+
+
+def test_an_array_takes_its_content_once() -> None:
+    array, state = Array(), (1, (2,), Kind("u1"), False, b"ab")
+    array.__setstate__(state)
+    shared = torch.from_numpy(array)
+    with pytest.raises(pickle.UnpicklingError):
+        array.__setstate__(state)
+    assert shared.tolist() == [97, 98]
+
+
+def test_numpys_names_that_a_program_allows_are_numpys(tmp_path: Path) -> None:
+    states = {"dtype": np.dtype("<f8"), "number": np.float64(1.5), "none": b""}
+    torch.save(states | {"array": np.ones(2)}, tmp_path / "a.pt")
+    own = [_RECONSTRUCT, np.ndarray, np.dtype, type(np.dtype("f8")), np.float64(1).__reduce__()[0], bytes]  # type: ignore[index]
+    with torch.serialization.safe_globals(own):
+        read = read_strictly(tmp_path / "a.pt")
+    assert type(read.pop("array")) is np.ndarray and read == states
 
 
 class Built:
@@ -355,6 +373,7 @@ class Built:
 
 
 _RECONSTRUCT, _EMPTY, *_ = np.array(1).__reduce__()
+_AS_DTYPE = {"code": "S4", "order": "="}, {"__class__": np.dtype}
 
 
 @pytest.mark.parametrize(
@@ -362,7 +381,9 @@ _RECONSTRUCT, _EMPTY, *_ = np.array(1).__reduce__()
     [np.array([{}]), np.array(["text"]), np.zeros(1, [("a", "i4"), ("b", "O")]), np.array(["2026"], "M8[D]"),
      Built(np.ndarray, (10**12,)), Built(bytes, (10**12,)), Built(np.dtype, ("O",)), Built(np.dtype, ([("a", "O")],)),
      Built(_RECONSTRUCT, _EMPTY, (1, (10**9,), np.dtype("u4"), False, b"1234")),
-     Built(_RECONSTRUCT, _EMPTY, (1, (1,), "O", False, b"12345678"))],
+     Built(_RECONSTRUCT, _EMPTY, (1, (1,), "O", False, b"12345678")),
+     Built(_RECONSTRUCT, _EMPTY, (1, (1,), Built(Namespace, (), _AS_DTYPE), False, b"1234")),
+     np.dtype("f4"), np.dtype, np.ndarray, [bytes], {"a": (1, np.dtype("f4"))}, Namespace(kind=np.dtype("f4"))],
 )  # fmt: skip
 def test_other_pickles_with_names_of_numpy_are_refused(value: Any, tmp_path: Path) -> None:
     torch.save(value, tmp_path / "a.pt")

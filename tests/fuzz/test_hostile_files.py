@@ -162,6 +162,8 @@ def tensor(numbers: int, size: int) -> bytes:
 
 CODES = {  # which torch alone would take minutes or gigabytes for, or read
     "an array of 8 GiB": b"cbuiltins\nbytearray\n(\x8a\x05\0\0\0\0\2tR.",
+    "bytes that double": b"c_codecs\nencode\nq\0X\1\0\0\0xX\6\0\0\0latin1\x86Rq\2X\3\0\0\0hexq\1%s."
+    % (b"h\0h\2h\1\x86Rq\2" * 30),
     "tuples of tuples": b"N%sq\xff}h\xffK\1s." % b"".join(b"q%ch%c\x86" % (k, k) for k in range(60)),
     "a long name": b"cx\n%s\n." % (b"y" * (1 << 20)),
     "a name for the terminal": b"c\x1b]0;title\7\nname\n.",
@@ -294,7 +296,8 @@ def problems_of(words: list[str]) -> list[str]:
 
 FEW = {
     "/dev/zero", "a pipe without a writer", "a bomb", "a pickle", "too many lists", "orders for the terminal",
-    "an array of 8 GiB, zip", "tuples of tuples, legacy", "a long name, zip", "system in a state, zip",
+    "bytes that double, zip", "an array of 8 GiB, zip", "tuples of tuples, legacy", "a long name, zip",
+    "system in a state, zip",
 }  # fmt: skip
 
 

@@ -35,7 +35,7 @@ _ALLOWED = (fragment_address, ZeroStageEnum, LossScaler, DynamicLossScaler, argp
 _REFUSED = re.compile(r"GLOBAL \S+|more than .*")
 _ANOTHER = "Load another checkpoint, by its tag"
 _MOST_OPERATIONS, _MOST_WORK = 2_000_000, 10**8  # of a pickle; 60,000 tensors take the former
-_HASHED = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ")
+_HASHED = ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "REDUCE", "NEWOBJ", "BUILD")
 _LEGACY_PICKLES = 5  # at the head of a file that is no archive
 
 
@@ -180,10 +180,13 @@ def _refuse_endless(file: io.BufferedReader) -> None:
         is_marked = pickletools.markobject in takes
         first = marks.pop() - takes.index(pickletools.markobject) if is_marked else len(stack) - len(takes)
         items = sum(stack[first:])
+        if name == "REDUCE" and stack[first] == 0 and items > 3:  # text and its encoding have one value each
+            raise pickle.UnpicklingError("GLOBAL _codecs.encode of encoded bytes, which doubles them")
         del stack[first:]
         work += items
         # Push the result; only tuples, and values made of them, are as large as their items
         size = memo[argument] if "GET" in name else 1 + items * (name in _HASHED)
+        size *= not (name == "GLOBAL" and kind == "_codecs.encode")
         stack += [size] * len(operation.stack_after)
         if "PUT" in name:
             memo[argument] = stack[-1]

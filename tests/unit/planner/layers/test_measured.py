@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ from terapipe_ds.planner.layers.parts import Setting, Span
 from terapipe_ds.planner.recompute import recomputable_parts
 from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.strategy import Cluster, price_strategy, rank_strategies
+from terapipe_ds.planner.strategy.candidate import Candidate
+from terapipe_ds.planner.strategy.priced import Priced
+from terapipe_ds.planner.strategy.shapes import Shape
+from terapipe_ds.strategy import Grid
 
 LENGTH = 256
 FORWARD = ((0.1, 0.5, 0.4), (0.25, 0.35, 0.4))  # shares of the layers of two parts
@@ -111,6 +116,22 @@ def test_every_part_takes_the_same_beyond_its_layers(schedule: str, parts: int, 
     strategy = planned.model_copy(update={"recompute": recompute})
     plain, more = (price_strategy(strategy, profile(parts={"step_s": 1e-4} | p), CLUSTER) for p in ({}, beyond))
     assert more.predicted_s - plain.predicted_s == pytest.approx(2 * parts * 15e-3, rel=1e-9)
+
+
+def test_estimates_of_cuts_have_the_time_of_each_part_too() -> None:
+    beyond = {"overheads": (Overhead(64, 6e-3, 9e-3), Overhead(LENGTH, 6e-3, 9e-3))}
+    plain, more = (
+        Priced(
+            MeasuredLayers([profile(parts=parts)], CLUSTER, LENGTH), CLUSTER, LENGTH, Candidate(Grid(2, 1, 1), 1, 1, 0)
+        )
+        for parts in (None, beyond)
+    )
+    numbers = []
+    for priced in (plain, more):
+        (cut_s, cut), *_ = priced.estimates(1, math.inf)
+        numbers.append((cut_s, priced._cut_s(cut, Shape("1f1b"), 1, math.inf), priced.even_s(Shape("1f1b"), 1)))
+    for without, beside in zip(*numbers, strict=True):
+        assert beside - without == pytest.approx(2 * 15e-3, rel=1e-9)
 
 
 def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:

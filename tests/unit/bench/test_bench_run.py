@@ -5,6 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -348,6 +349,17 @@ def test_costs_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (plain["recompute"], plain["links"], plain["partition"]) == ("full", {"forward": "bf16"}, [0, 3, 7])
     assert plain["planner"] == {"cache_dir": str(tmp_path / "costs")} and plain["slices"] == "auto"
     assert "partition" not in halves and not {"trace_dir", "schedule_options"} & plain.keys()
+
+
+@pytest.mark.parametrize(("compiles", "halves"), [(False, "zbv"), (True, "interleaved")])
+def test_costs_of_compiled_layers_need_no_split_backwards(
+    compiles: bool, halves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, str] = {}
+    monkeypatch.setattr(PlannedCases, "_measure", lambda self, cut, case, folder: asked.update({cut: case.schedule}))
+    job = configured(tmp_path, schedule="interleaved", chunks_per_stage=2, slices="auto", compile=compiles)
+    PlannedCases.measure(job, job.cases, tmp_path, mock.Mock())
+    assert asked == {"whole stages": "seq1f1b", "halves": halves}
 
 
 def test_auto_is_the_best_schedule_for_the_slices_at_hand(planned: PlannedCases) -> None:

@@ -166,8 +166,8 @@ class _Turns:
 
 def first_words(error: Exception) -> str:
     """Return the first line of an error for a row, and the second one where the first is a heading."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:

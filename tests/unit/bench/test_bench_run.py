@@ -319,8 +319,8 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
 def test_an_error_row_says_more_than_a_heading() -> None:
     from terapipe_ds.bench.train_in_turns import first_words
 
-    errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError())
-    told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError"]
+    errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError(), ValueError("\nfive"))
+    told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError", "five"]
     assert list(map(first_words, errors)) == told
 
 

@@ -38,7 +38,7 @@ from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_hos
 from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.schedule import SEARCH, to_csv
+from terapipe_ds.schedule import SEARCH, SPLIT_SCHEDULES, to_csv
 
 _PINGS = 5
 _DRIVERS: dict[str, Callable[[Case, Job], Driver]] = {
@@ -159,8 +159,8 @@ class _Turns:
 
 def first_words(error: Exception) -> str:
     """Return the first line of an error for a row, and the second one where the first is a heading."""
-    lines = str(error).splitlines() or [type(error).__name__]
-    return " ".join(map(str.strip, lines[: 1 + lines[0].endswith(":")]))
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[: 1 + lines[0].endswith(":")])
 
 
 def _memory_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> None:
@@ -250,9 +250,12 @@ class PlannedCases:
         Engines run whole stages, and each other cut for which some of `cases` need a plan (all cases can be built).
         """
         planned, ours = cls(job, folder), [case for case in cases if case.system == "terapipe"]
+        compiles = (job.ds_config or {}).get("terapipe", {}).get("compile", False)
         for cut, case in {case.cut if case.needs_costs else "whole stages": case for case in ours}.items():
             position.at(f"the costs of {cut}, which the plans of {case.label} need,")
             one = Case("terapipe", CUTS[cut][-1]) if cut in CUTS else case
+            if compiles and one.schedule in SPLIT_SCHEDULES:  # which compiled layers do not run
+                one = case
             planned._measure(cut, one, folder / cut.replace(" ", "-"))
         return planned
 

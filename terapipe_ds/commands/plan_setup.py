@@ -66,7 +66,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
         limit = f"--memory-limit-gb {options.memory_limit_gb}"
         raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
-    if section.get("compile") and options.schedule == "auto":  # the engine refuses schedules that split backwards
+    if section.get("compile") and options.schedule in ("auto", SEARCH):  # the engine refuses split backwards
         setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     return dataclasses.replace(setup, section=section)
 

@@ -112,10 +112,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
         return
     numbers = [len(each) for each in config.listed_slices] or [config.slices if isinstance(config.slices, int) else 4]
     whole = (stages - 1) / (count + stages - 1)
-    if (units := stages * config.chunks_per_stage * count * max(numbers)) > _MOST_UNITS:
-        text = f"a step of {units} forwards is not simulated here; 1F1B of whole sequences has a bubble of {whole:.1%}"
-        yield Line("note", "schedule", text, "give fewer gradient_accumulation_steps to see the schedule's own")
-        return
+    if is_long := (units := stages * config.chunks_per_stage * count * max(numbers)) > _MOST_UNITS:
+        count, numbers = 1, [min(numbers[0], 4)]  # which show whether there is such a schedule
     per_micro_batch = [numbers[m % len(numbers)] for m in range(count)]
     options: dict[str, Any] = config.options_of(name)
     try:
@@ -123,6 +121,10 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     except ScheduleError as error:
         text = f"{name} on {many(stages, 'stage')}: {error.reason}"
         yield Line("fail", "schedule", text, "terapipe show --help lists all")
+        return
+    if is_long:
+        text = f"a step of {units} forwards is not simulated here; 1F1B of whole sequences has a bubble of {whole:.1%}"
+        yield Line("note", "schedule", text, "give fewer gradient_accumulation_steps to see the schedule's own")
         return
     length = math.prod(set(per_micro_batch))
     plans = [SlicePlan.equal(length, number) for number in per_micro_batch]

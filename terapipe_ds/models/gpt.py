@@ -204,10 +204,13 @@ class TokenEmbedding(nn.Module):
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
         """Look at position ids while they are on the host: no slice then waits for its device to read them."""
-        if self._is_learned and isinstance(inputs, tuple) and _are_with_ids(inputs):
+        if not isinstance(inputs, tuple) or not _are_with_ids(inputs):
+            return
+        counts_anew = starts is None and _count_anew(*inputs)  # which a slice refuses, and says what to set
+        if starts is None:
+            self._rows_count_anew = bool(self._rows_count_anew) or counts_anew
+        if self._is_learned and not counts_anew:
             _require_from_0(inputs[1], starts)
-        if starts is None and isinstance(inputs, tuple) and _are_with_ids(inputs):
-            self._rows_count_anew = bool(self._rows_count_anew) or _count_anew(*inputs)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs

@@ -12,7 +12,7 @@ import torch.distributed as torch_dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import AutoModelForCausalLM, CompileConfig, GenerationConfig
 
 import terapipe_ds
 from terapipe_ds.models.hugging_face.layers import Piece
@@ -166,6 +166,7 @@ def generation_settings(folder: str, **of_model: Any) -> tuple[Any, Any]:
     for name, value in of_model.items():
         setattr(model.config, name, value)
     model.generation_config.temperature = 0.25  # without do_sample
+    model.generation_config.compile_config = CompileConfig()  # transformers could not read it again
     with engine_of(terapipe_ds.from_pretrained(model, num_stages=2), engines.section()) as engine:
         terapipe_ds.save_pretrained(engine, first)
     torch_dist.barrier()

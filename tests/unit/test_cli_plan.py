@@ -201,6 +201,9 @@ def test_compiled_layers_get_no_schedule_that_splits_backwards(
         listed.append({row["schedule"] for row in found["ranking"]})
     assert listed[0] - listed[1] == {"zb-h1", "seq1f1b-zb", "zbv", "seq1f1b-interleaved-zb"}
     assert "compile = True with schedule = 'zbv'" in refused(capsys, *options, "--schedule", "zbv")
+    order = tmp_path / "order.csv"
+    found = as_json(capsys, *options, "--granularity", "256", "--schedule", "search", "--order", str(order))
+    assert TeraPipeConfig.from_deepspeed({"terapipe": found["terapipe"]}).compile and "W" not in order.read_text()
 
 
 def test_a_granularity_that_nobody_set_gives_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

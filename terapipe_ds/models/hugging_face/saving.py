@@ -276,6 +276,8 @@ def _write_settings(settings: PretrainedConfig | GenerationConfig, path: Path) -
         settings.save_pretrained(path.parent)
     except ValueError as error:
         logger.warning("%s was saved with flags that transformers does not save: %s", path.name, error)
+        settings = copy.copy(settings)
+        vars(settings).pop("compile_config", None)  # transformers does not save it either, and could not read it
         settings.to_json_file(path)
 
 

@@ -44,8 +44,9 @@ class LossOfHidden:
         empties = getattr(module, "activation_checkpoint_interval", 0) > 0 and ds_checkpointing.PARTITION_ACTIVATIONS
         if empties or not hasattr(loss_fn, "of_hidden"):
             return None
-        # functools.wraps copies the attributes of the inner loss, of_hidden among them
-        wraps = "it wraps another loss, to which it may add something" if hasattr(loss_fn, "__wrapped__") else ""
+        # functools.wraps copies the attributes of the inner loss, of_hidden among them; a program may give it its own
+        is_copied = getattr(getattr(loss_fn, "__wrapped__", None), "of_hidden", None) == loss_fn.of_hidden
+        wraps = "it wraps another loss, to which it may add something" if is_copied else ""
         head = getattr(loss_fn, "needs_logits", "") or wraps or find_head(module.forward_funcs[-1])
         if isinstance(head, str):
             logger.info("the loss keeps the logits of each slice: %s", head)

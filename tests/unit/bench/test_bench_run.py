@@ -5,6 +5,7 @@ import dataclasses
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -318,8 +319,8 @@ def test_what_the_benchmark_cannot_run_of_a_config_is_refused(tmp_path: Path, mo
 def test_an_error_row_says_more_than_a_heading() -> None:
     from terapipe_ds.bench.train_in_turns import first_words
 
-    errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError())
-    told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError"]
+    errors = (TeraPipeConfigError("one", "two"), ValueError("three\nfour"), ValueError(), ValueError("\nfive"))
+    told = ["2 problems with the DeepSpeed config: - one", "three", "ValueError", "five"]
     assert list(map(first_words, errors)) == told
 
 
@@ -348,6 +349,17 @@ def test_costs_are_those_of_the_steps(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (plain["recompute"], plain["links"], plain["partition"]) == ("full", {"forward": "bf16"}, [0, 3, 7])
     assert plain["planner"] == {"cache_dir": str(tmp_path / "costs")} and plain["slices"] == "auto"
     assert "partition" not in halves and not {"trace_dir", "schedule_options"} & plain.keys()
+
+
+@pytest.mark.parametrize(("compiles", "halves"), [(False, "zbv"), (True, "interleaved")])
+def test_costs_of_compiled_layers_need_no_split_backwards(
+    compiles: bool, halves: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, str] = {}
+    monkeypatch.setattr(PlannedCases, "_measure", lambda self, cut, case, folder: asked.update({cut: case.schedule}))
+    job = configured(tmp_path, schedule="interleaved", chunks_per_stage=2, slices="auto", compile=compiles)
+    PlannedCases.measure(job, job.cases, tmp_path, mock.Mock())
+    assert asked == {"whole stages": "seq1f1b", "halves": halves}
 
 
 def test_auto_is_the_best_schedule_for_the_slices_at_hand(planned: PlannedCases) -> None:

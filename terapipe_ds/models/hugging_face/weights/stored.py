@@ -182,8 +182,10 @@ class HeldWeights:
     def fill(self, name: str, module: nn.Module) -> None:
         """Copy the parameters and saved buffers; once they are released, draw small numbers for parameters."""
         if self._state is None:
-            for parameter in module.parameters():
-                parameter.normal_(0.0, 0.02)
+            with torch.random.fork_rng([]):  # tensor-parallel ranks compare what they compute with the same numbers
+                torch.manual_seed(zlib.crc32(name.encode()))
+                for parameter in module.parameters():
+                    parameter.normal_(0.0, 0.02)
             return
         for key, value in module.state_dict(keep_vars=True).items():
             held = self._state[f"{name}.{key}"].detach()

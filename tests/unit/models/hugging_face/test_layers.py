@@ -22,6 +22,7 @@ from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face import ModelRefusedError, layers
 from terapipe_ds.models.hugging_face.forward import attention, cache
 from terapipe_ds.models.hugging_face.module import to_tuple
+from terapipe_ds.models.hugging_face.weights.stored import HeldWeights
 from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, VOCAB_SIZE, WITH_STATES, config_of
 from tests.unit.models.hugging_face import sliced_model
@@ -47,6 +48,17 @@ def test_missing_labels_are_refused_by_key() -> None:
 
 
 # -- weights
+
+
+def test_weights_that_are_freed_are_drawn_alike_on_all_ranks() -> None:
+    """Tensor-parallel ranks compare what a whole layer computes with what they compute together."""
+    weights, drawn = HeldWeights({}), list[Tensor]()
+    weights.release()
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        weights.fill("model.layers.0", layer := nn.Linear(4, 4))
+        drawn.append(layer.weight)
+    assert torch.equal(*drawn) and drawn[0].all()
 
 
 def test_initial_weights_are_drawn_as_the_family_draws_them() -> None:

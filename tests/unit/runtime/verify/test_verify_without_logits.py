@@ -248,9 +248,11 @@ def penalized(logits: Tensor, labels: Tensor) -> Tensor:
 
 def test_a_loss_around_another_gets_logits() -> None:
     """What it adds may be too small for the check."""
-    losses = {loss: SimpleNamespace(loss_fn=loss, forward_funcs=[Capped()]) for loss in (penalized, gpt.gpt_loss)}
+    own = functools.wraps(penalized)(lambda logits, labels: penalized(logits, labels))
+    vars(own)["of_hidden"] = LinearCrossEntropy().of_hidden  # which has the term as well
+    losses = {loss: SimpleNamespace(loss_fn=loss, forward_funcs=[Capped()]) for loss in (penalized, gpt.gpt_loss, own)}
     runs = {loss: LossOfHidden.of(module, WeightGradients()) for loss, module in losses.items()}
-    assert runs[penalized] is None and runs[gpt.gpt_loss] is not None
+    assert runs[penalized] is None and runs[gpt.gpt_loss] is not None and runs[own] is not None
 
 
 def test_a_loss_that_says_why_it_needs_logits_is_not_run_without(monkeypatch: pytest.MonkeyPatch) -> None:

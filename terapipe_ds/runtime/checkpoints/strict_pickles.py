@@ -168,8 +168,9 @@ def _refuse_endless(file: io.BufferedReader) -> None:
         name, takes = operation.name, operation.stack_before
         if name == "GLOBAL":
             kind = str(argument).replace(" ", ".")
-            # torch takes minutes over a long name, and a number in the file sets the length of a bytearray
-            if len(kind) > 200 or not kind.isprintable() or kind.endswith("bytearray"):
+            # torch takes minutes over a long name, a number in the file sets the length of a bytearray, and a tensor
+            # of XLA from an array shares memory that the file may free, where the program allows arrays
+            if len(kind) > 200 or not kind.isprintable() or kind.endswith(("bytearray", "_from_numpy")):
                 raise pickle.UnpicklingError(f"GLOBAL {show_key(kind)}")
         if count > _MOST_OPERATIONS or work > _MOST_WORK:
             raise pickle.UnpicklingError(f"more than {_MOST_OPERATIONS:,} values")

@@ -240,7 +240,7 @@ def _with_profile(path: str, layers: dict[str, Any], **options: Any) -> tuple[st
     [
         (None, {}, {}, "cannot read the profile"),
         ({}, {"ffn_size": 32}, {}, "model_fingerprint"),
-        ({}, {"init_std": 0.2}, {}, "model_fingerprint"),  # of the same sizes
+        ({}, {"dropout": 0.1}, {}, "model_fingerprint"),  # of the same sizes
         ({}, {"dtype": "float32"}, {}, "dtype"),
         ({}, {}, {"module": {"activation_checkpoint_interval": 1}}, "activation_checkpointing"),
         ({"device": "a calculator"}, {}, {}, "a calculator"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import fcntl
+import functools
 import json
 import os
 import re
@@ -25,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from terapipe_ds.files.atomic import sync, write_text
+from terapipe_ds.files.atomic import sync, write_atomically, write_text
 from terapipe_ds.messages import logger
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.models.hugging_face.module import HuggingFaceModule
@@ -256,7 +257,7 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     if module.source is not None and module.source.resolve() != folder.parent.resolve():
         for name, content in _tokenizer_in(module.source).items():
             (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_bytes(content)
+            write_atomically(folder / name, functools.partial(Path.write_bytes, data=content))
 
 
 def _tokenizer_in(source: Path) -> dict[Path, bytes]:

@@ -432,7 +432,8 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
         "ModelRefusedError", {"plan": {f"{PLAN}q_norm": None, f"{PLAN}k_norm": None, f"{PLAN}o_proj": None}},
     ),
     "gradients of mlp.act_fn.alpha_p are not whole, and their sum is neither": (
-        "ModelRefusedError", {"family": "apertus", "is_used_twice": True},
+        "ModelRefusedError",
+        {"family": "apertus", "is_used_twice": True, "fields": {"base_model_tp_plan": OLDER_PLAN}},
     ),
     "by its plan: found by one rank": ("ModelRefusedError", {"is_alone": True}),
     "different gradients for 1 of 9 parameters": ("ReplicatedGradientError", {"step": True, "apart": True}),

@@ -37,7 +37,7 @@ from terapipe_ds.schedule.action import Action
 from terapipe_ds.simulator.offload import offloaded_until
 
 _SMALLEST_BYTES = 1024  # below this size, a copy takes longer than the memory is worth
-_FILE_BYTES = 1 << 30  # of which the disk holds what has been written
+_FILE_BYTES = 1 << 30  # a sparse file: the disk holds the written part
 _MOST_BESIDES = 4.0  # times of a view's bytes; a larger memory has more in it than this slice's
 
 

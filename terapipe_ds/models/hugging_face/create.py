@@ -214,7 +214,7 @@ def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:
     """Return a folder, or the hub's model of that name in the cache. Ranks of a machine wait for one another."""
     path = Path(name)
     if path.is_dir():
-        return path.absolute()  # stages read it later, and a program may go to another folder meanwhile
+        return path.absolute()  # stages read it later, when the program may be in another folder
     try:
         return Path(snapshot_download(os.fspath(name), allow_patterns=_FILES, ignore_patterns=_OTHERS, **of_hub))
     except (OSError, ValueError) as error:  # the hub's errors are of these classes

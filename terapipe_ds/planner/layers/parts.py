@@ -82,7 +82,7 @@ class Layers(abc.ABC):
         """Return the costs of each layer; equal layers share one object."""
 
     def overhead(self, setting: Setting, layer: int) -> Sequence[Costs]:
-        """Return the costs of each F and B of a part that ends with `layer`, beyond those of its layers."""
+        """Return the costs of each F and B of a part that ends with `layer`, besides its layers."""
         return ()
 
     @abc.abstractmethod

@@ -145,7 +145,7 @@ class _Search:
         schedule = self.nodes.to_schedule(self.best)
         if self.holdings.keeps(schedule, self.best):
             return schedule
-        # a named one as it is: with B and W apart it may hold more than with whole backwards
+        # a named schedule stays as it is: its order with B and W apart may hold more
         self.best_s, named = min(self.named, key=itemgetter(0), default=(STUCK, None))
         return None if named is None else replace(named, name=SEARCH)
 

@@ -41,7 +41,7 @@ MOST_CUTS = 4096
 REPLAYED = 12
 """Candidates that are replayed at least, each with its best proposal."""
 
-_WORK = 200_000  # replayed computations
+_WORK = 300_000  # replayed computations
 _PROPOSING = 6_000  # computations whose replay takes as long as the proposals of a candidate
 _POLISH = 100_000  # more of them, for more slices, planned slices and moved layers of the best
 _FINALISTS = 2  # scores that are improved at least

@@ -447,12 +447,9 @@ def test_a_second_interrupt_keeps_the_best_so_far(monkeypatch: pytest.MonkeyPatc
     ("model", "nodes", "batch", "length"), [("llama-3-70b", 8, 256, 32768), ("gpt3-175b", 128, 1536, 2048)]
 )
 def test_large_clusters_are_planned_near_the_bound(model: str, nodes: int, batch: int, length: int) -> None:
-    """The bound holds for several parts per stage, too, which hardly wait; these clusters have no memory for them.
-
-    The first gap is 0.2505. With `schedule="seq1f1b"` the search finds 155.9 s, 1.6 % less than without.
-    """
+    """The bound holds for several parts per stage, too, which hardly wait; these clusters have no memory for them."""
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
-    assert best.gap < 0.26
+    assert best.gap < 0.25
     assert max(best.memory_bytes) <= 0.9 * 80 * 2**30
 
 

@@ -41,7 +41,7 @@ NO_COSTS = "no costs: give --model and --device, or --profile with measured cost
 def plan_setup(options: PlanOptions) -> PlanSetup:
     """Return the setup that the options describe; raise CommandError where one is missing, or two do not agree."""
     profile = None if options.profile is None else Profile.load(options.profile)
-    configured = from_config(options.config)
+    configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
     section = configured.pop("section", {})
     if "strategy" in configured:
@@ -54,7 +54,8 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
         unknown = {key: value for key, value in unknown.items() if key == "terapipe.offload_activations"}
     if unknown:
         shown = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
-        raise CommandError(f"{shown} in --config: only `terapipe strategy` counts that; take it out to plan without")
+        counts = "" if "torch_autocast.enabled" in unknown else "; only `terapipe strategy` counts that"
+        raise CommandError(f"{shown} in --config: not among the costs of this command{counts}; take it out to plan")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
         raise CommandError(
@@ -143,8 +144,11 @@ def unknown_names(options: CostOptions) -> list[str]:
     return problems
 
 
-def from_config(path: str | None) -> dict[str, Any]:
-    """Return the options that a DeepSpeed JSON sets; validate its terapipe section as the engine, even if disabled."""
+def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
+    """Return the options that a DeepSpeed JSON sets; validate its terapipe section as the engine, even if disabled.
+
+    A JSON without precision keeps the parameters as they are: those of a profile were measured, others are in fp32.
+    """
     if path is None:
         return {}
     ds_config = read_json(path, "--config")
@@ -160,6 +164,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "terapipe.recompute": section.recompute not in ("full", "off", None) and given["recompute"],
         "terapipe.keep_attention": section.keep_attention,
         "terapipe.offload_activations": section.offload_activations,
+        "torch_autocast.enabled": keys.is_on("torch_autocast.enabled"),
         "sequence_parallel_size": ranks != 1 and ranks,
     }
     values = {
@@ -172,7 +177,7 @@ def from_config(path: str | None) -> dict[str, Any]:
         "chunks_per_stage": section.chunks_per_stage if "chunks_per_stage" in given else None,
         "schedule": section.schedule if "schedule" in given else None,
         "options_by_schedule": {section.schedule: section.schedule_options},
-        "dtype": keys.precision,
+        "dtype": keys.precision or (None if is_measured or keys.leaves_precision else "fp32"),
         "activation_checkpointing": {"full": True, "off": False}.get(str(section.recompute), checkpoints),
         "partition": section.partition,
         # the planner has one price for all links: the widest one's

@@ -149,7 +149,7 @@ def _question(options: StrategyOptions) -> _Question:
             f"--strategy-out {options.strategy_out}: give a name that ends with .json, as terapipe.strategy needs"
         )
     # the search chooses the rest of a DeepSpeed JSON
-    configured = from_config(options.config)
+    configured = from_config(options.config, is_measured=bool(options.profiles))
     taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
     options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
     if options.model and options.profiles:

@@ -85,6 +85,12 @@ class DeepSpeedJson:
         return next((dtype for name, dtype in names.items() if self.is_on(f"{name}.enabled")), None)
 
     @property
+    def leaves_precision(self) -> bool:
+        """Return whether Trainer or `torch.autocast` decides the precision."""
+        enabled = [self._value(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")]
+        return "auto" in enabled or self.is_on("torch_autocast.enabled")
+
+    @property
     def dtype(self) -> str:
         """Return torch's name of the dtype in training."""
         return DTYPE_NAMES[self.precision or "fp32"]

@@ -159,6 +159,8 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     assert "terapipe.recompute = [0, 1] and terapipe.keep_attention = True and sequence_parallel_size = 2 in" in told
     path.write_text('{"terapipe": {"offload_activations": true}}')
     assert "only `terapipe strategy` counts that" in refused(capsys, *options, "--config", str(path))
+    path.write_text('{"torch_autocast": {"enabled": true}}')
+    assert "torch_autocast.enabled = True in --config: not among" in refused(capsys, *options, "--config", str(path))
     path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}')
     assert "train_batch_size = 10 in --config is no multiple of 6" in refused(capsys, *options, "--config", str(path))
     path.write_text(json.dumps({**config, "terapipe": {"enabled": True, "strategy": "mine.json"}}))
@@ -168,6 +170,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(("precision", "dtype"), [
     ({"bfloat16": {"enabled": True}}, "bf16"), ({"bf16": {"enabled": 1}}, "bf16"),
     ({"fp16": {"enabled": "true"}}, "fp16"), ({"bf16": {"enabled": False}, "fp16": {"enabled": True}}, "fp16"),
+    ({}, "fp32"), ({"bf16": {"enabled": "auto"}}, "bf16 by the device"),  # as Trainer's file says
 ])  # fmt: skip
 def test_a_precision_in_any_form_that_deepspeed_takes(
     precision: dict[str, Any], dtype: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -178,9 +181,11 @@ def test_a_precision_in_any_form_that_deepspeed_takes(
     device = "v100" if dtype == "bf16" else "a100"
     options = ("--model", "gpt3-1b", "--device", device, "--stages", "8", "--schedule", "1f1b", "--config", str(path))
     if device == "a100":
-        assert as_json(capsys, *options)["setup"].startswith("gpt3-1b in fp16 on")
+        assert as_json(capsys, *options)["setup"].startswith(f"gpt3-1b in {dtype.split()[0]} on")
     else:
         assert "bf16" in refused(capsys, *options)  # a V100 has none
+    if dtype not in ("bf16", "fp16"):
+        return
     pytest.importorskip("deepspeed")
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 

@@ -27,7 +27,9 @@ DEEPSPEED_HOOKS = {
         "_count_layer_params _get_frozen_parameter_names compile forward load_state_dir save_state_dict stage_owner"
     ),
     "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
-    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": "get_grad_norm_direct scaled_global_norm",
+    "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
+        "get_grad_norm_direct reduce_gradients scaled_global_norm"
+    ),
     "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size _initialize_params",
     "deepspeed.runtime.engine:DeepSpeedEngine": "__init__",
     "deepspeed.runtime.pipe.p2p": "send recv",

@@ -16,6 +16,7 @@ from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -126,6 +127,19 @@ def count_nothing_as_zero(optimizer: Any) -> None:
         return [torch.zeros(1, device=get_accelerator().current_device_name())], counted[1]
 
     optimizer.get_grads_for_norm = get_grads_for_norm
+
+
+def reduce_in_one_bucket(optimizer: Any) -> None:
+    """Reduce gradients of ZeRO-1 in the bucket that it has from the first backward on: DeepSpeed allocates another."""
+    if not isinstance(optimizer, DeepSpeedZeroOptimizer):
+        return
+    stock = optimizer.reduce_gradients
+
+    def reduce_gradients(pipeline_parallel: bool = False) -> None:
+        # it has none where no parameter had a gradient
+        stock(pipeline_parallel=pipeline_parallel and not optimizer.ready_for_gradients)
+
+    optimizer.reduce_gradients = reduce_gradients
 
 
 def forget_replaced_parameters(optimizer: Any) -> None:

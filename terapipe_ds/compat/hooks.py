@@ -26,7 +26,7 @@ DEEPSPEED_HOOKS = {
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
         "_count_layer_params _get_frozen_parameter_names compile forward load_state_dir save_state_dict stage_owner"
     ),
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm get_grads_for_reduction",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
         "get_grad_norm_direct reduce_gradients scaled_global_norm"
     ),

@@ -96,6 +96,10 @@ class MemoryModel:
         """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
         return math.ceil(self.parts[part_id].gradient_bytes)
 
+    def step_bytes(self, part_id: int) -> int:
+        """Return the bytes beside gradients and states while the optimizer steps, after the batch."""
+        return math.ceil(self.parts[part_id].step_bytes)
+
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
         """Return the bytes that a micro-batch of one slice keeps in place of `store_bytes` and `store_grad_bytes`."""
         rate = self.parts[part_id].whole_bytes_per_token
@@ -229,5 +233,7 @@ def fill_drain_peak_bytes(
         working = (memory.working_bytes(part_id, *span, plan.num_slices == 1) for span in spans)
         running = max(total + more for total, more in zip(live, working, strict=True))
         lasting = memory.process_bytes + memory.static_bytes(part_id)
-        peaks.append(lasting + stores + (num_micro_batches - 1) * sum(slices) + running)
+        # the memory of the store is lent, and stays; that of a whole sequence goes
+        step = parameters + memory.step_bytes(part_id) + (0 if plan.num_slices == 1 else stores)
+        peaks.append(lasting + max(step, stores + (num_micro_batches - 1) * sum(slices) + running))
     return tuple(peaks)

@@ -98,6 +98,7 @@ class PartMemory:
     working_copied_bytes_per_token: float = 0  # of one weight's factors, which a W copies for all its slices
     working_whole_bytes_per_token: float = 0  # keys and values of a layer that runs again, if its sequence is one slice
     working_factor_bytes_per_token: float = 0  # of `working_bytes_per_token`, what is in `weight_bytes_per_token` too
+    step_bytes: float = 0  # more, only while gradients are reduced and the optimizer steps; then no slice is live
     tied_bytes: float = 0  # of `static_bytes`, those of a matrix that is the first part's where one stage has both
 
     def __post_init__(self) -> None:
@@ -113,6 +114,45 @@ class PartMemory:
     def of(cls, numbers: Mapping[str, Any] | None) -> PartMemory | None:
         """Return the memory of a part or a layer from a profile; None: it was not measured."""
         return None if numbers is None else cls(**numbers)
+
+
+DEEPSPEED_OPTIMIZERS = {
+    "DeepSpeedZeroOptimizer": "zero",
+    "BF16_Optimizer": "bf16",
+    "FP16_Optimizer": "fp16",
+    "FP16_UnfusedOptimizer": "unfused fp16",
+}
+_REDUCED_AT_ONCE = 500_000_000  # numbers: pipe/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
+
+
+def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, replicas: int) -> int:
+    """Return the bytes beyond gradients and states while DeepSpeed 0.19.8 reduces gradients and steps.
+
+    Args:
+        trained: parameters of a rank that have gradients.
+        optimizer: as `DEEPSPEED_OPTIMIZERS` has it. ZeRO-1 joins its share of the gradients, and copies that to fp32;
+            the one of bf16 copies its share, or casts sums in fp32 for the reduction; the one of fp16 copies all to
+            fp32, and the fused one joins the copies. Any other optimizer gets gradients joined in its reduction.
+        replicas: the ranks that divide the states.
+    """
+    item, of_sum = ITEMSIZE[dtype], ITEMSIZE[sum_dtype]
+    copied = 4 if of_sum < 4 else 0
+    if optimizer == "zero":
+        return math.ceil(trained / replicas * (of_sum + copied))
+    if optimizer == "bf16":
+        return math.ceil(trained / replicas * copied if copied else min(trained, _REDUCED_AT_ONCE) * item)
+    if optimizer:
+        return math.ceil(trained * (8 if optimizer == "fp16" else 4))
+    return math.ceil(min(trained, _REDUCED_AT_ONCE) * of_sum) if replicas > 1 else 0
+
+
+def optimizer_of(dtype: str, sum_dtype: str, zero_stage: int, on_cpu: bool = False) -> str:
+    """Return the optimizer that DeepSpeed chooses: one of `DEEPSPEED_OPTIMIZERS`, or "" for the user's own."""
+    if dtype == "bfloat16" and (zero_stage == 0 or sum_dtype == "float32"):
+        return "bf16"
+    if zero_stage == 1:
+        return "zero"
+    return {"float16": "unfused fp16" if on_cpu else "fp16"}.get(dtype, "")
 
 
 @dataclass
@@ -221,6 +261,7 @@ class Setup:
             working_copied_bytes_per_token=share * self._largest_factors(is_last, layers),
             working_factor_bytes_per_token=share * self._factors_of_layer if again and layers else 0,
             staying_bytes_per_token=share * message * ((not is_first) + (not is_last)),
+            step_bytes=self._step_bytes(parameters),
             loss_bytes_per_token=share * logits if is_last and self.fused_loss else 0,
             loss_chunk_tokens=loss_chunk_tokens(vocabulary, on_cpu=self.on_cpu) / share,
             whole_bytes_per_token=0 if again else rows * layers * whole * item,
@@ -250,8 +291,7 @@ class Setup:
         has a buffer that accumulates the gradients (`data_types.grad_accum_dtype`), and its optimizer
         (bf16_optimizer.py) always divides. Linear layers and embeddings add to this buffer and leave `.grad` empty
         (`runtime/layers/gradient_sums.py`). An offloaded optimizer adds each gradient to its sum at once, and drops it.
-        Autograd makes the gradients of experts, which otherwise wait in `.grad` for the end of a backward. Tensors that
-        live only in the optimizer step do not count: no slice is live.
+        Autograd makes the gradients of experts, which otherwise wait in `.grad` for the end of a backward.
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self._sum_dtype]
@@ -262,6 +302,17 @@ class Setup:
         states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)
         on_device = 0 if self.offload_optimizer else -(-states // divided)
         return parameters * (self._item + gradients) + on_device
+
+    def _step_bytes(self, parameters: int) -> int:
+        """Count `bytes_of_step`; an offloaded optimizer steps on the host."""
+        optimizer = optimizer_of(self.dtype, self._sum_dtype, self.zero_stage, self.on_cpu)
+        replicas, counted = self.data_parallel * self.sequence_ranks, 0
+        sums = self._sum_dtype
+        if optimizer == "bf16" and self.zero_stage == 0 and self.gradient_dtype is None:
+            # without ZeRO DeepSpeed sums in bf16, and `_static_bytes` counts sums in fp32
+            sums, counted = "bfloat16", 2 * parameters
+        step = bytes_of_step(parameters, optimizer, self.dtype, sums, replicas)
+        return 0 if self.offload_optimizer else max(0, step - counted)
 
     @property
     def _sum_dtype(self) -> str:

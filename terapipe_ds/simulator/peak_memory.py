@@ -37,6 +37,7 @@ class Memory(Protocol):
     def static_bytes(self, part_id: int) -> int: ...
     def tied_bytes(self, part_ids: Collection[int]) -> int: ...
     def gradient_bytes(self, part_id: int) -> int: ...
+    def step_bytes(self, part_id: int) -> int: ...
     def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
     def store_grad_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
     def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
@@ -56,8 +57,8 @@ def bytes_of_stage(
     schedule: Schedule, stage_id: int, spans: Spans, memory: Memory, outstanding: int, apart: bool = False
 ) -> list[int]:
     """Return the bytes of a stage before its first computation, and then two numbers per computation of its order: the
-    bytes while it runs, and the bytes once it has run. With `apart` the bytes at its start and end are in place of the
-    larger of both.
+    bytes while it runs, and the bytes once it has run; after the last one, while the optimizer steps. With `apart` the
+    bytes at its start and end are in place of the larger of both.
 
     A slice counts from its F to the end of its B; then the bytes for its weight gradients count, until the W or B of
     the last slice that shares their products. The store of a micro-batch counts from its first F to its last B on the
@@ -100,6 +101,8 @@ def bytes_of_stage(
         numbers += both if apart else [max(both)]
         now += after[index]
         numbers.append(now)
+    if not schedule.forward_only:  # the optimizer steps when all has run
+        numbers[-1] += sum(map(memory.step_bytes, parts))
     return numbers
 
 

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe import engine as pipe_engine
 from torch import Tensor, nn
 
 from studies.levers import host_bytes
@@ -17,6 +18,7 @@ from studies.options import batches
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, Workload, build_engine
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
+from terapipe_ds.planner import model_memory
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
@@ -147,19 +149,40 @@ def _with_scales(config: gpt.GPTConfig, make: Any = gpt.gpt_layers) -> list[Any]
     return [embedding, *(LayerSpec(Scale) for _ in range(4)), *others]
 
 
+UNJOINED: dict[str, Any] = {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
+PIECES = "sums in fp32, reduced in pieces"
+STEPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
+    "fp16": (2, 2, FP16, {}),
+    "bf16": (2, 2, BF16, {}),
+    "ZeRO-1 in fp32": (2, 2, UNJOINED, {}),
+    "ZeRO-1 in bf16": (2, 2, BF16 | UNJOINED, {}),
+    PIECES: (2, 2, BF16 | UNJOINED | {"data_types": {"grad_accum_dtype": "fp32"}}, {}),
+}
+"""The same, for short sequences: the peak is in the optimizer's step, or in the reduction before."""
+
+
 def _in_setting(name: str, folder: str) -> tuple[int, float]:
     """Return the stage, and the predicted peak over the measured one."""
     import torch.distributed as torch_dist
 
-    stages, slices, settings, keys = SETTINGS[name]
+    stages, slices, settings, keys = (SETTINGS | STEPS)[name]
     count = 4 if keys else 1  # micro-batches; many would hide the optimizer's bytes
     # beside a CPU every recomputed layer of a slice keeps 5 KB of random state
     work = replace(SMALL, stages=stages, micro_batch=16 if keys else 2)
+    if name in STEPS:
+        work = replace(work, sequence_length=32, hidden=256, layers=16 if name == PIECES else 8, micro_batch=1)
     section = {"enabled": True, "schedule": "terapipe", "slices": "auto", "planner": {"cache_dir": folder}} | keys
     ds_config = USUAL_SETTINGS | {"zero_allow_untested_optimizer": True} | settings
-    dtype = {"dtype": "bfloat16" if "bf16" in settings else "float32"}
+    dtype = {"dtype": "bfloat16" if "bf16" in settings else "float16" if "fp16" in settings else "float32"}
     make = _with_scales if name == "gradients that wait" else gpt.gpt_layers
-    with mock.patch.object(gpt, "gpt_layers", make), few_rounds():
+    numbers = 10_000 if name == PIECES else 500_000_000
+    with (
+        mock.patch.object(gpt, "gpt_layers", make),
+        mock.patch.object(pipe_engine, "MEMORY_OPT_ALLREDUCE_SIZE", numbers),
+        mock.patch.object(model_memory, "_REDUCED_AT_ONCE", numbers),
+        few_rounds(),
+    ):
         engine, data = build_engine(section, work, ds_config=ds_config, gpt=dtype), batches(work)
         try:
             engine.train_batch(data)
@@ -175,7 +198,7 @@ def _in_setting(name: str, folder: str) -> tuple[int, float]:
             engine.destroy()
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", SETTINGS | STEPS)
 def test_measured_models_know_the_optimizer_and_the_host(name: str, tmp_path: Path) -> None:
     with contextlib.closing(RankPool(2)) as pool:
         ratios = [ratio for _, ratio in pool.run(_in_setting, name=name, folder=str(tmp_path))]

@@ -212,7 +212,7 @@ def test_compiled_layers_get_no_schedule_that_splits_backwards(
 
 
 def test_a_granularity_that_nobody_set_gives_way(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--model", "gpt3-1b", "--device", "v100", "--stages", "2", "--schedule", "seq1f1b")
+    options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "2", "--schedule", "seq1f1b")
     path = tmp_path / "ds.json"
     path.write_text('{"terapipe": {"enabled": true}}')
     for more in ((), ("--config", str(path)), ("--tensor-parallel", "2", "--sequence-parallel")):
@@ -503,7 +503,7 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
         "SMALL --stages 25": "24",
         "SMALL --tensor-parallel 2 --sequence-parallel --sequence-length 1025": "2 ranks; give a multiple of 2",
         "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.4657 GiB (0.5 GB)",
-        "SMALL --memory-limit-gb 8": "NCCL; try activation checkpointing",  # of all schedules
+        "SMALL --dtype fp32 --memory-limit-gb 8": "NCCL; try activation checkpointing",  # of all schedules
         "SMALL --config no-such-file.json": "no-such-file.json: No such file",
         "SMALL --profile no-such-file.json": "no-such-file.json",
         "SMALL --picture step.bmp": ".png, .svg or .pdf",

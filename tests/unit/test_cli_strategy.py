@@ -121,12 +121,12 @@ def test_degrees_and_schedules_are_fixed(
 
 def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, cluster = tmp_path / "ds.json", SMALL[:-2]
-    section = {"enabled": True, "planner": {"memory_limit_gb": 1.9}}
+    section = {"enabled": True, "planner": {"memory_limit_gb": 2.9}}
     path.write_text(json.dumps({"train_batch_size": 8, "fp16": {"enabled": True}, "terapipe": section}))
     of_file = as_json(capsys, *cluster, *FEW[len(SMALL) :], "--config", str(path))
-    assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "1.9")
+    assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "2.9")
     assert as_json(capsys, *FEW, "--config", str(path))["deepspeed"]["train_batch_size"] == 4
-    assert "(1.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
+    assert "(2.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

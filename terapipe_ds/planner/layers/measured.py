@@ -26,7 +26,7 @@ from terapipe_ds.planner.layers.both_ways import line_of
 from terapipe_ds.planner.layers.layer import Layer, costs_of_layers, layers_of_profile, memory_of_layers
 from terapipe_ds.planner.layers.parts import Again, Floats, Layers, Setting, Span, bytes_summed
 from terapipe_ds.planner.memory import PartMemory
-from terapipe_ds.planner.model_memory import ITEMSIZE
+from terapipe_ds.planner.model_memory import ITEMSIZE, bytes_of_step, optimizer_of
 
 _SAME = ("device", "dtype", "sequence_length", "attention_backend")  # of all profiles of one model
 _AGAIN = "measure with terapipe.planner.cache_dir, which times layers one by one"
@@ -141,14 +141,17 @@ class MeasuredLayers(Layers):
         ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
         """
         static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
+        trained, sums = sum(layer.trained for layer in layers), "float16" if self.dtype == "float16" else "float32"
+        optimizer = optimizer_of(self.dtype, sums, setting.zero_stage)
+        step = {"step_bytes": bytes_of_step(trained, optimizer, self.dtype, sums, setting.data)}
         if setting.zero_stage == 0 and self.dtype != "bfloat16":
-            return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)}
+            return {"static_bytes": math.ceil(static), "gradient_bytes": math.ceil(gradients)} | step
         # the measured bytes without parameters and gradients are the states
         parameters = ITEMSIZE[self.dtype] * sum(layer.parameters for layer in layers)
-        kept = gradients or 4.0 * sum(layer.trained for layer in layers)  # in `static` where the optimizer keeps them
+        kept = gradients or 4.0 * trained  # in `static` where the optimizer keeps them
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
         states += parameters if self.dtype == "float32" else 0.0
-        return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0}
+        return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0} | step
 
 
 def measured_cluster(

@@ -240,10 +240,10 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     need, peaks, count = min(needs, key=itemgetter(0))
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
-    static = memory.process_bytes + sum(memory.static_bytes(part) + memory.gradient_bytes(part) for part in parts)
-    static -= memory.tied_bytes(parts)
+    of_parts = memory.static_bytes, memory.gradient_bytes, memory.step_bytes
+    static = memory.process_bytes + sum(of(part) for of in of_parts for part in parts) - memory.tied_bytes(parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
-    states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
+    states = ", the optimizer, CUDA and NCCL" if memory.process_bytes else " and the optimizer"
     problem = (
         f"no plan fits in {limit_text(limit)}: with schedule {judge.schedule!r} the least need found is {gib(need)} "
         f"on stage {stage_id} ({many(count, 'slice')}); {gib(static)} of it are parameters, gradients{states}"

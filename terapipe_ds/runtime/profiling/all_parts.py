@@ -25,6 +25,7 @@ from terapipe_ds.attention.slice_store import LayerBytes
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LinkSample
 from terapipe_ds.planner.memory import PartMemory
+from terapipe_ds.planner.model_memory import DEEPSPEED_OPTIMIZERS, bytes_of_step
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
@@ -318,6 +319,7 @@ def _part_memory(engine: PipelineEngine, timer: SliceTimer, specs: Specs, wire_f
         joined_bytes_per_token=waiting if timer.joins_unsplit else 0,
         joined_tokens=timer.joined_tokens,
         working_copied_bytes_per_token=copied,
+        step_bytes=_step_bytes(engine, sum(p.numel() for p in trained)),
         carried_bytes_per_slice=timer.store.carried.bytes_of(timer.part_id, 0),
         **of_store,
     )
@@ -347,6 +349,15 @@ def _line(small: int, late: int, whole: int, smallest: int, length: int) -> tupl
     fixed = max(0.0, small - per_token * smallest)
     over = late - fixed - per_token * smallest
     return math.ceil(fixed), per_token, max(0.0, over / (length - smallest)) if length > smallest else 0.0
+
+
+def _step_bytes(engine: PipelineEngine, trained: int) -> int:
+    """Return `bytes_of_step`; an offloaded optimizer steps on the host."""
+    if engine.optimizer is None or engine.zero_cpu_offload():
+        return 0
+    dtype, sum_dtype = (str(dtype).removeprefix("torch.") for dtype in engine.get_data_types())
+    optimizer = DEEPSPEED_OPTIMIZERS.get(type(engine.optimizer).__name__, "")
+    return bytes_of_step(trained, optimizer, dtype, sum_dtype, engine.seq_dp_world_size)
 
 
 def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter]) -> int:

@@ -117,7 +117,7 @@ def shares_of_memory(
     seen to keep. The working bytes are the maximum over layers, so each layer has the working bytes of the part.
     """
     by_parameters, by_trained = _shares(list(zip(*counts, strict=True))).tolist()
-    of_trained = "gradient_bytes", "weight_bytes_per_token", "joined_bytes_per_token"
+    of_trained = "gradient_bytes", "step_bytes", "weight_bytes_per_token", "joined_bytes_per_token"
     by = {"static_bytes": by_parameters, **dict.fromkeys(of_trained, by_trained)}
     by_stored, by_kept = _shares([[layer.stored for layer in kept], [layer.kept for layer in kept]]).tolist()
     memories: list[dict[str, float | None]] = [{} for _ in kept]

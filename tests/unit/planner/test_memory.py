@@ -266,6 +266,35 @@ def test_bytes_per_parameter(options: dict[str, Any], bytes_per_parameter: float
     assert model.gradient_bytes(0) == (size.num_parameters() * item if drops else 0)
 
 
+@pytest.mark.parametrize(("options", "bytes_per_parameter"), [
+    ({"dtype": "float32"}, 0),
+    ({"dtype": "float32", "data_parallel": 4}, 4),  # a bucket of its reduction
+    ({"dtype": "float32", "zero_stage": 1, "data_parallel": 2}, 4 / 2),
+    ({"dtype": "float16"}, 4 + 4),
+    ({"dtype": "float16", "on_cpu": True}, 4),
+    ({"dtype": "float16", "zero_stage": 1, "data_parallel": 2}, (2 + 4) / 2),
+    ({"dtype": "float16", "zero_stage": 1, "offload_optimizer": True}, 0),
+    # without ZeRO the sums are in bf16, and the static bytes count 2 more of each
+    ({"dtype": "bfloat16"}, 4 - 2),
+    ({"dtype": "bfloat16", "data_parallel": 4}, 0),
+    ({"dtype": "bfloat16", "zero_stage": 1, "data_parallel": 4}, 2),
+    ({"dtype": "bfloat16", "zero_stage": 1, "gradient_dtype": "bfloat16", "data_parallel": 2}, (2 + 4) / 2),
+])  # fmt: skip
+def test_bytes_of_a_step(options: dict[str, Any], bytes_per_parameter: float) -> None:
+    """As `tests/distributed/test_memory_peaks.py` measures them."""
+    size = model_size("mini")
+    model = MemoryModel.of_model(size, num_stages=1, micro_batch=1, **options)
+    assert model.step_bytes(0) == pytest.approx(size.num_parameters() * bytes_per_parameter, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [
+    {"dtype": "float32", "data_parallel": 4}, {"dtype": "bfloat16", "zero_stage": 1, "data_parallel": 4},
+])  # fmt: skip
+def test_a_reduction_copies_one_bucket(options: dict[str, Any]) -> None:
+    model = MemoryModel.of_model(model_size("llama-2-7b"), num_stages=1, micro_batch=1, **options)
+    assert model.step_bytes(0) == {"float32": 4, "bfloat16": 2}[options["dtype"]] * 500_000_000
+
+
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_an_offloaded_optimizer_keeps_buffers_on_the_device(tensor: int) -> None:
     """The largest gradient, its fp32 copy, a buffer of its size, and a bucket: of the embedding, or of gate and up."""
@@ -322,6 +351,11 @@ def test_impossible_setups(changes: dict[str, Any], message: str) -> None:
     ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=15), (7 + 50,)),
     ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 55,)),
     ("1f1b", 1, 2, (3, 2), PartMemory(7, 10, gradient_bytes=25), (7 + 75,)),
+    # The optimizer steps when no slice is live, beside the gradients and the store, which is lent again.
+    ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25, step_bytes=20), (7 + 55,)),
+    ("1f1b", 1, 1, (3, 2), PartMemory(7, 10, gradient_bytes=25, step_bytes=90), (7 + 25 + 90,)),
+    ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, step_bytes=900), (7 + 2 * 500 + 5000 + 900,)),
+    ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, whole_bytes_per_token=40, step_bytes=900), (7 + 900,)),
     # A sequence in one slice does not use the store.
     ("terapipe", 1, 2, (5,), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 50,)),
     ("terapipe", 1, 2, (3, 2), PartMemory(7, 10, 100, 1000, whole_bytes_per_token=40), (7 + 2 * 5 * 110 + 5000,)),

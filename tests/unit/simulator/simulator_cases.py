@@ -48,6 +48,7 @@ MEMORY: Any = SimpleNamespace(
     process_bytes=30_000_000,
     static_bytes=lambda part_id: 1_000_000 + part_id,
     gradient_bytes=lambda part_id: 200_000 + part_id,
+    step_bytes=lambda part_id: 2 * part_id,  # apart: below what slices need
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
     store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
     store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
@@ -256,4 +257,6 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
                 return max(held(i), held(i + 0.5) - twice) + working
             twice *= action.kind is Kind.WEIGHT
             return max(held(i) + late(action), held(i + 0.5)) + working - twice
-    return held(sum(end_s <= time_s for _, end_s in times) - 0.5)
+    ended = sum(end_s <= time_s for _, end_s in times)
+    steps = ended == len(order) and not case.schedule.forward_only
+    return held(ended - 0.5) + steps * sum(map(memory.step_bytes, parts))

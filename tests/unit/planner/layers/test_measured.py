@@ -156,6 +156,7 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])
     # fp32 parameters and gradients whole, a copy of the parameters and two states by halves
     assert (zero.static_bytes, zero.gradient_bytes) == ((4 + 4 + 12 / 2) * sum(counts[1:5]), 0)
+    assert (memory.step_bytes, zero.step_bytes) == (0, 4 / 2 * sum(counts[1:5]))  # its share of the gradients
 
 
 def test_what_is_summed_and_stepped_is_what_was_measured() -> None:

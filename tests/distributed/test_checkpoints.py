@@ -263,9 +263,7 @@ def job_8_bits(system: str, folder: str) -> list[float]:
     bitsandbytes, losses = pytest.importorskip("bitsandbytes"), list[float]()
     data, chosen = engines.batches(4), {"optimizer": lambda listed: bitsandbytes.optim.AdamW8bit(listed, lr=1e-2)}
     for is_later in (False, True):
-        with Chain((), "fp32_zero1", tied=False).engine(
-            system, zero_allow_untested_optimizer=True, initialize=chosen
-        ) as engine:
+        with Chain((), "fp32_zero1").engine(system, zero_allow_untested_optimizer=True, initialize=chosen) as engine:
             if is_later:
                 engine.load_checkpoint(folder)
             else:
@@ -276,8 +274,10 @@ def job_8_bits(system: str, folder: str) -> list[float]:
 
 
 @pytest.mark.parametrize("system", ["seq1f1b", "zbv"])
-def test_states_of_bitsandbytes_stay_where_they_are(system: str, tmp_path: Path) -> None:
-    """In stages that hold other layers than DeepSpeed's own, too: each parameter got the states of all."""
+def test_states_of_bitsandbytes_are_resumed(system: str, tmp_path: Path) -> None:
+    """In zbv each parameter got the states of all. In seq1f1b the copies of the tied weight differed before the save:
+    blocks of 8 bits lie elsewhere on another stage.
+    """
     for losses in rank_pool(2).run(job_8_bits, system=system, folder=str(tmp_path)):
         assert losses[:2] == losses[2:]
 

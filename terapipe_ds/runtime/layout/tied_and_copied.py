@@ -150,7 +150,7 @@ def tied_may_differ(module: Any, optimizer: Any) -> bool:
     and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself.
     """
     kind = type(optimizer)
-    is_by_number = kind.__module__.partition(".")[0] in ("torch", "deepspeed", "apex")
+    is_by_number = kind.__module__.partition(".")[0] in ("torch", "deepspeed", "apex", "transformer_engine")
     is_by_number &= not any(name in kind.__name__.lower() for name in ("adafactor", "muon", "lamb", "lbfgs"))
     return optimizer is not None and bool(module.tied_comms) and not is_by_number
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import platform
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -215,6 +216,26 @@ def test_another_run_is_measured_again(tmp_path: Path, runs: list[dict[str, Any]
         for options in runs:
             for measured, _ in on_ranks(2, _measured_in, **job, **options):
                 assert measured == [expected], options
+
+
+def _measured_by_others(folder: str) -> list[int]:
+    """Return how often engines measure: with TF32, with rank 1 on a machine of its own, and with both left out."""
+    rank = torch.distributed.get_rank()
+    changes = [
+        mock.patch.object(torch.backends.cuda, "matmul", mock.Mock(fp32_precision="tf32")),
+        mock.patch.object(platform, "node", lambda: f"machine {rank}"),
+        mock.patch.object(platform, "node", lambda: "another name for one machine"),
+    ]
+    counts = []
+    for change in changes:
+        with change:
+            counts += _measured_in(folder, 1)[0]
+    return counts
+
+
+def test_other_products_and_other_links_are_measured_again(profile_file: Path) -> None:
+    """The cache has a profile of the same model, made in fp32 on one machine."""
+    assert on_ranks(2, _measured_by_others, folder=str(profile_file.parent)) == [[1, 1, 0]] * 2
 
 
 def test_a_cache_that_cannot_be_used_is_measured_again(profile_file: Path) -> None:

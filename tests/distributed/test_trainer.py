@@ -219,9 +219,13 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
 
 
 def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:
-    for (kind, text), *saves in rank_pool(2).run(trainer_jobs.mistakes_after_a_start, folder=str(tmp_path)):
-        assert kind == "ModelRefusedError" and text.startswith("learning_rate, max_grad_norm of the arguments: changed")
-        assert all(name == "RuntimeError" and "trainer.save_model(folder)" in told for name, told in saves), saves
+    for raised in rank_pool(2).run(trainer_jobs.mistakes_after_a_start, folder=str(tmp_path)):
+        assert [name for name, _ in raised] == ["ModelRefusedError", *["RuntimeError"] * 4, *["ModelRefusedError"] * 2]
+        (_, text), *without_weights, (_, hooked), (_, frozen) = raised
+        assert text.startswith("learning_rate, max_grad_norm of the arguments: changed")
+        assert all("trainer.save_model(folder)" in told for _, told in without_weights)
+        assert "hooks of model.embed_tokens.weight" in hooked, raised
+        assert "requires_grad of model.embed_tokens.weight has changed since training began" in frozen, raised
 
 
 def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:

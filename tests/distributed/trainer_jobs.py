@@ -473,7 +473,26 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
         trainer.model.state_dict,
         lambda: trainer.accelerator.get_state_dict(trainer.model),
     ]
-    return [engines.raised_by(call) for call in calls]
+    # torch only warns of values for a model without memory, and stages do not see what a callback freezes
+    calls.append(lambda: trainer.model.load_state_dict(model_of(setting).state_dict()))
+    raised = [engines.raised_by(call) for call in calls]
+    vars(trainer.args).update(trainer._started_with)
+    for change in (lambda weight: weight.register_hook(torch.zeros_like), lambda weight: weight.requires_grad_(False)):
+        trainer.add_callback(ChangesWeights(change))
+        raised.append(engines.raised_by(trainer.train))
+        trainer.pop_callback(ChangesWeights)
+        trainer.model.get_input_embeddings().weight._backward_hooks.clear()
+    return raised
+
+
+class ChangesWeights(TrainerCallback):
+    """Change what happens to the embedding from the second step on."""
+
+    def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
+        self._change = change
+
+    def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self._change(model.get_input_embeddings().weight)
 
 
 def pushed(folder: str) -> list[set[str]]:

@@ -32,7 +32,7 @@ from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments, stock_of
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
-from terapipe_ds.messages import logger
+from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
@@ -73,6 +73,7 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
     _has_trained = False
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
+    _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the training run began
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
@@ -172,11 +173,9 @@ class PipelineTrainerMixin(Trainer):
                 )
             for name, each in self._own_parameters():
                 if trained.get(name, each.requires_grad) != each.requires_grad:
-                    raise ModelRefusedError(
-                        f"requires_grad of {name} has changed since the Trainer was built, which gave the weights to "
-                        "its stages: freeze weights before"
-                    )
+                    raise ModelRefusedError(_changed_late([name], "the Trainer was built"))
         self._has_trained = True
+        self._given = [(name, each, each.requires_grad) for name, each in self.model.named_parameters()]
         # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
         once = replaced(self, "create_optimizer", functools.cache(self.create_optimizer))
         with once, self.accelerator.loaders_of_replicas():  # a resumed run makes a loader that skips batches
@@ -240,6 +239,14 @@ class PipelineTrainerMixin(Trainer):
         self._waiting.append((inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
+        # callbacks get the model, and stages would notice nothing
+        if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
+            raise ModelRefusedError(_changed_late(changed, "training began"))
+        if hooked := [name for name, each, _ in self._given if each._backward_hooks]:
+            raise ModelRefusedError(
+                f"hooks of {in_short(hooked)}: trainer.model has no gradients, and nobody would call them: remove them "
+                "(WANDB_WATCH adds some), or train a PipelineModule of terapipe_ds.from_pretrained without Trainer"
+            )
         batches, counts = zip(*self._waiting, strict=True)
         self._waiting.clear()
         self.model.train()
@@ -357,6 +364,13 @@ class PipelineTrainerMixin(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._as_rank():
             super()._load_rng_state(checkpoint)
+
+
+def _changed_late(names: Sequence[str], since: str) -> str:
+    return (
+        f"requires_grad of {in_short(names)} has changed since {since}, and stages keep the values from before, when "
+        "they got the weights: freeze weights before you build the Trainer, and another one to go on with others"
+    )
 
 
 def _last_whole(folder: str) -> str | None:

@@ -275,14 +275,16 @@ def refuse_without_weights(*_: Any, **__: Any) -> None:
     """Raise the error of all that needs the weights of a Trainer's model."""
     raise RuntimeError(
         "the model of this Trainer has no weights: they are on the pipeline's stages. Call trainer.evaluate() or "
-        "trainer.predict(), or save with trainer.save_model(folder) on all ranks and load the folder"
+        "trainer.predict(), or save with trainer.save_model(folder) on all ranks and load the folder. Load weights "
+        "into the model before you build the Trainer"
     )
 
 
 def leave_no_weights(model: nn.Module) -> None:
-    """Drop the weights of a model whose stages have them; a forward and a state_dict are errors from now on."""
+    """Drop the weights of a model whose stages have them; it can no longer run, nor give or take a state_dict."""
     model.to_empty(device="meta")
     for module in model.modules():
+        module.register_load_state_dict_pre_hook(refuse_without_weights)  # torch would only warn
         if isinstance(module, PreTrainedModel):
             module.tie_weights()  # so that Trainer counts tied weights once
             module.register_forward_pre_hook(refuse_without_weights, with_kwargs=True)

@@ -32,6 +32,10 @@ _MASTER = "terapipe fp32 copy"  # key of a parameter's fp32 copy beside those of
 _PER_ELEMENT = (_MASTER, "exp_avg", "exp_avg_sq", "momentum_buffer")  # states with the shape of their parameter
 
 
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if torch.is_tensor(value) else isinstance(value, int | float | str | None)
+
+
 class StateError(ValueError):
     """Say that a saved state has an unexpected form, or belongs to other parameters."""
 
@@ -202,6 +206,9 @@ class Shard:
         return _Vector(names, size, padding, size * form.num_partitions - used, shape, offsets)
 
     def _check(self, state: State, index: int, vector: _Vector, whole: Content) -> None:
+        # bitsandbytes keeps its vectors in a dict: each parameter of the group would get those of all
+        if self.form.is_flat and (key := next((k for k, v in whole.others.items() if not _is_number(v)), None)):
+            raise StateError(f"{key} of group {index} holds more than a number for the group, or for each element")
         sparse = {k: v for k, v in whole.others.items() if torch.is_tensor(v) and v.layout is not torch.strided}
         for key, tensor in {**whole.vectors, **sparse}.items():
             is_stripped = self.form.is_flat and tensor.numel() == vector.size - vector.padding

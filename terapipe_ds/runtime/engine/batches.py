@@ -34,6 +34,7 @@ from terapipe_ds.runtime.layout.tied_and_copied import (
     join_copies,
     problem_of_left_gradients,
     take_owners_weights,
+    tied_may_differ,
 )
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.plans import Plans
@@ -366,10 +367,13 @@ class BatchEnd:
         logger.warning("step %d: %s. DeepSpeed skips this step; the next one with NaN is an error", step, found.problem)
 
     def step(self, step: Callable[[], None]) -> None:
-        """Let the optimizer step, whose norm reads marks; then copies of a part that it may update apart are equal."""
+        """Let the optimizer step, whose norm reads marks; then copies of weights that it may update apart are equal."""
         mark_gradients(self._engine.module, self._engine.optimizer)
         if self._stage.flops is not None:
             self._stage.flops.report()
         step()
         if copies_may_differ(self._layout, self._engine.basic_optimizer, self._engine.dp_world_size):
             take_owners_weights(self._engine.module)
+        elif not self._layout.has_copies and tied_may_differ(self._engine.module, self._engine.basic_optimizer):
+            with torch.no_grad():
+                self._engine.module._synchronize_tied_weights()

@@ -143,6 +143,18 @@ def copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int) -> bool
     return num_replicas > 2 or not is_plain or any(group.get("fused") for group in optimizer.param_groups)
 
 
+def tied_may_differ(module: Any, optimizer: Any) -> bool:
+    """Return whether stages may update their copies of a tied weight to values that differ by more than rounding.
+
+    ZeRO lays out all weights of a stage in one vector. Optimizers of bitsandbytes then round moments by blocks of it,
+    and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself.
+    """
+    kind = type(optimizer)
+    is_by_number = kind.__module__.partition(".")[0] in ("torch", "deepspeed", "apex", "transformer_engine")
+    is_by_number &= not any(name in kind.__name__.lower() for name in ("adafactor", "muon", "lamb", "lbfgs"))
+    return optimizer is not None and bool(module.tied_comms) and not is_by_number
+
+
 def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> str | None:
     """Return an error about gradients that a program left in copies before a batch, where each copy adds its own."""
     if not layout.has_copies:

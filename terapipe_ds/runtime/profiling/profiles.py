@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hashlib
+import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,7 @@ from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
-from terapipe_ds.runtime.profiling.key import describe_part, profile_key
+from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
 
 T = TypeVar("T")
@@ -127,8 +128,15 @@ class Profiles:
         return everyone
 
     def _not_in_key(self, length: int) -> dict[str, Any]:
-        """Return all that a cached profile depends on, except its key: points, loss, scope of the memory."""
+        """Return all that a cached profile depends on, except its key: points, loss, scope of the memory. A collective.
+
+        Links of ranks on other machines are other links, whatever the names of these machines are.
+        """
         engine, loss_fn = self._engine, self._engine.module.loss_fn
+        device = torch.device(engine.device)
+        threads = torch.get_num_threads() if device.type == "cpu" else None
+        names = gather((platform.node(), device_name(device), threads), self._groups.world)
+        nodes = list(dict.fromkeys(node for node, *_ in names))
         return {
             "granularity_tokens": self._config.granularity_for(length),
             "loss": "none" if loss_fn is None else getattr(loss_fn, "__qualname__", type(loss_fn).__qualname__),
@@ -139,6 +147,9 @@ class Profiles:
             "data_parallel": engine.seq_dp_world_size,
             "stages": engine.num_stages,
             "contents": VERSION,  # grows when more is measured
+            "ranks": [[nodes.index(node), *of_rank] for node, *of_rank in names],
+            "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
+            "offload_activations": self._config.offload_activations,
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),

@@ -185,6 +185,15 @@ def test_states_of_other_parameters_are_not_taken(claimed: tuple[str, ...]) -> N
         Shard(zero_form(1, strips=True), (("0",),), SHAPES, 0).take(flat_state((("1",),), SHAPES, 1, 0, True))
 
 
+@pytest.mark.parametrize("kept", [{"state1": torch.ones(6)}, [torch.ones(6)], torch.ones(6).to_sparse()])
+def test_vectors_within_other_values_are_not_taken(kept: Any) -> None:
+    """As bitsandbytes and LBFGS keep them: nobody can cut what belongs to one parameter."""
+    state = flat_state((("1",),), SHAPES, 1, 0, True)
+    state["base_optimizer_state"]["state"][0]["kept"] = kept
+    with pytest.raises(StateError, match="kept of group 0"):
+        Shard(zero_form(1, strips=True), (("1",),), SHAPES, 0).take(state)
+
+
 def test_copies_are_saved_as_their_owner_has_them() -> None:
     """Two stages hold both parameters, with moments that differ by rounding: what counts is that of the owner."""
     shapes, both = {"1": (2,), "2": (2,)}, ((("1", "2"),), (("2", "1"),))

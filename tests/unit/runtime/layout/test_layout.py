@@ -13,7 +13,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers
 from terapipe_ds.planner.strategy import Cluster, plan_strategy
 from terapipe_ds.runtime.layout.layout import Layout, Place, bounds_in, layout_of
-from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_may_differ, owners_of
+from terapipe_ds.runtime.layout.tied_and_copied import LOSS, copies_may_differ, owners_of, tied_may_differ
 from terapipe_ds.runtime.links.groups import wires_apart
 from terapipe_ds.schedule import build, placement_for, to_csv
 from terapipe_ds.schedule.action import Action
@@ -137,6 +137,14 @@ class Own(torch.optim.Adam):
 ])  # fmt: skip
 def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: int, may_differ: bool) -> None:
     assert copies_may_differ(layout, optimizer, num_replicas) == may_differ
+
+
+def test_when_tied_weights_may_differ() -> None:
+    tied, alone = SimpleNamespace(tied_comms={"words": {}}), SimpleNamespace(tied_comms={})
+    usual = torch.optim.Adam(PARAMETERS, fused=True)
+    assert not tied_may_differ(tied, usual) and not tied_may_differ(tied, None)
+    for optimizer in (Own(PARAMETERS), torch.optim.Adafactor(PARAMETERS)):
+        assert tied_may_differ(tied, optimizer) and not tied_may_differ(alone, optimizer)
 
 
 def test_the_owner_of_a_tied_layer_is_that_of_its_first_part_and_of_the_loss_that_of_the_last() -> None:

@@ -368,8 +368,8 @@ class PipelineTrainerMixin(Trainer):
 
 def _changed_late(names: Sequence[str], since: str) -> str:
     return (
-        f"requires_grad of {in_short(names)} has changed since {since}, and stages keep the values from before, when "
-        "they got the weights: freeze weights before you build the Trainer, and another one to go on with others"
+        f"requires_grad of {in_short(names)} has changed since {since}, which the stages do not see: freeze weights "
+        "before you build the Trainer, or build a new Trainer"
     )
 
 

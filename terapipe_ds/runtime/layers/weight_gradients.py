@@ -472,13 +472,14 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, ids: Tensor, weight: Tensor, witness: Tensor, keep: Callable[..., None], padding: int | None
     ) -> Tensor:
-        ctx.ids, ctx.keep, ctx.padding = ids, keep, padding
+        ctx.save_for_backward(ids)  # as F.embedding does, which may run in its place when a checkpoint runs again
+        ctx.keep, ctx.padding = keep, padding
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
+        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.saved_tensors[0].reshape(-1)
         ctx.keep(rows if ctx.padding is None else rows.masked_fill((ids == ctx.padding).unsqueeze(1), 0.0), ids)
         return None, None, None, None, None
 

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
@@ -613,6 +614,9 @@ class Mixed(nn.Module):
         x = self.pruned(self.b(x) + x)
         return self.last(self.multiply(x, self.turned.weight, self.turned.bias, True).tanh())
 
+    def checkpointed(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.forward, ids, use_reentrant=False)  # type: ignore[no-any-return]
+
     def change(self, frozen: list[str], hooked: list[str]) -> set[str]:
         """Do what a program may do when the engine is there; return the names of hooks that are called."""
         called = set[str]()
@@ -629,7 +633,9 @@ class Mixed(nn.Module):
         return called
 
 
-def backwards(model: nn.Module, ids: Tensor, gradients: WeightGradients, split: list[Any], groups: list[Any]) -> None:
+def backwards(
+    model: Callable[[Tensor], Tensor], ids: Tensor, gradients: WeightGradients, split: list[Any], groups: list[Any]
+) -> None:
     """Run the slices of `ids` forward, then backward in reverse, then what the schedule has split off."""
     keys = [(0, 0, slice_id) for slice_id in range(len(ids))]
     gradients.open_batch(split, groups)
@@ -661,7 +667,7 @@ def test_whatever_is_shared_frozen_hooked_summed_split_or_joined(seed: int) -> N
     called = [model.change(frozen, hooked) for model in (ours, plain)]
     split, groups = drawn.choice([[], keys]), drawn.choice([[], [keys[:2], keys[2:]]])
     ids = torch.randint(7, (4, 2, 5))
-    backwards(ours, ids, gradients, split, groups)
+    backwards(drawn.choice([ours, ours.checkpointed]), ids, gradients, split, groups)
     plain(ids.flatten(0, 1)).square().sum().backward()
     assert called[0] == called[1]
     for (name, own), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):

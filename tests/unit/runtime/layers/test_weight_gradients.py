@@ -460,6 +460,35 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
         torch.testing.assert_close(total, theirs.weight.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("asked", ["weight", "bias"])
+@pytest.mark.parametrize("way", ["product", "sums"])
+def test_a_layer_may_ask_for_gradients_of_its_parameters(way: str, asked: str, second_order: bool) -> None:
+    """Fast weights, after a step of their own. Torch raised "A leaf node was passed to _will_engine_execute_node"."""
+
+    class Fast(nn.Linear):
+        def use(self, x: Tensor, first: Callable[[Tensor], Tensor]) -> Tensor:
+            parameter = getattr(self, asked)
+            (slope,) = torch.autograd.grad(
+                first(x).pow(2).sum(), parameter, retain_graph=True, create_graph=second_order
+            )
+            return first(x) + F.linear(x, slope) if asked == "weight" else first(x) + slope
+
+    torch.manual_seed(0)
+    plain = Fast(4, 4).double()
+    model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
+    sums = OwnSums(model) if way == "sums" else None
+    product = WeightGradients(sums is not None, sums).product_of(model, with_bias=True)
+    for which in (1, 0):
+        with unit(3, 0, which):
+            model.use(inputs.clone().requires_grad_(), product).square().sum().backward()
+        plain.use(inputs.clone().requires_grad_(), plain).square().sum().backward()
+    total, left = None if sums is None else sums.so_far(model.weight), model.weight.grad
+    found = sum(each.double() for each in (total, left) if each is not None)
+    torch.testing.assert_close(found, plain.weight.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(model.bias.grad, plain.bias.grad)
+
+
 class SmallerWeights(TorchFunctionMode):
     """Multiply the weight of each linear operation, as tools for quantization change it."""
 

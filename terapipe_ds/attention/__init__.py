@@ -14,6 +14,7 @@ from terapipe_ds.attention.opaque import running_layer
 from terapipe_ds.attention.plain_attention_guard import (
     GuardCapturedNames,
     PlainAttentionError,
+    UncompiledMode,
     allow_attention_within_slice,
     guard_plain_attention,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "PlainAttentionError",
     "SliceStore",
     "SliceStoreError",
+    "UncompiledMode",
     "active_slice",
     "allow_attention_within_slice",
     "available_backends",

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -82,7 +83,17 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
             interception.close()
 
 
-class GuardCapturedNames(TorchFunctionMode):
+class UncompiledMode(TorchFunctionMode):
+    """Be a mode that torch's compiler never compiles by itself: it would run some operations with wrong arguments.
+
+    It does so (2.13) where a compiled function has to run as it is. Within the graph of a function it is right.
+    """
+
+    def __init_subclass__(cls) -> None:
+        skip_code(cls.__torch_function__.__code__)
+
+
+class GuardCapturedNames(UncompiledMode):
     """Check torch's attention under whatever name it was imported.
 
     `from torch.nn.functional import scaled_dot_product_attention` binds the function before `guard_plain_attention`

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from deepspeed import comm as dist
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import register_parametrization
 
@@ -16,6 +17,8 @@ import terapipe_ds
 from terapipe_ds.runtime.layout import tied_and_copied
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
+from tests.small_models.parts import Embedding
+from tests.zoo.healthy import MaskedWeights
 
 BOTH_WAYS = engines.unchecked(schedule="chimera-seq")
 
@@ -197,6 +200,42 @@ class TestAddedWeights:
         assert any(name.endswith("down") for name in ours)
         for name, value in ours.items():
             assert engines.relative_error(value, expected[name]) < 1e-6, name  # DeepSpeed's norm is in fp32
+
+
+# -- hooks of parameters -------------------------------------------------------------------------------------
+
+
+class HalfTrained(Embedding):
+    """Leave every other word as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.register_hook(lambda grad: grad * (torch.arange(len(grad)) % 2).unsqueeze(1))
+
+
+def hooked_layers() -> list[LayerSpec]:
+    last = TiedLayerSpec("words", HalfTrained, forward_fn=lambda words, hidden: hidden @ words.weight.T)
+    return [TiedLayerSpec("words", HalfTrained), LayerSpec(MaskedWeights), LayerSpec(MaskedWeights), last]
+
+
+def job_hooks(terapipe: dict[str, Any], folder: str) -> dict[str, float]:
+    """Return the differences from the stock engine with one stage, which does not resume between its two steps."""
+    first, second = engines.batches(2)
+    stock = engines.run_training(hooked_layers, None, [first, second], stages=1)
+    with engines.engine_of(hooked_layers(), terapipe) as engine:
+        before = engines.train(engine, [first])
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder)
+        after = engines.train(engine, [second])
+    joined = (getattr(before, name) + getattr(after, name) for name in ("losses", "returned", "gradients"))
+    return engines.differences(engines.Run(*joined, after.parameters), stock)
+
+
+@pytest.mark.parametrize("schedule", ["seq1f1b", "chimera-seq"])
+def test_hooks_of_weights_run_that_stages_share(schedule: str, tmp_path: Path) -> None:
+    """Torch forgot them when DeepSpeed sent the weights to the other stages; a load sends them again."""
+    terapipe = engines.section(schedule=schedule)
+    assert not engines.violations(rank_pool(2).run(job_hooks, terapipe=terapipe, folder=str(tmp_path)))
 
 
 # -- the same weights ----------------------------------------------------------------------------------------

@@ -348,6 +348,17 @@ class Scripted(nn.Module):
 
 
 beside()(Scripted=Scripted)
+
+
+def gelu_by_hand(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1 + 0.045 * x * x)))
+
+
+# a function that a program's own torch.compile runs, as megatron-core's fused activations
+compiled_gelu = torch.compile(gelu_by_hand, backend="eager", fullgraph=True)
+beside()(
+    Compiled=using(lambda it, x: x + it.inner(compiled_gelu(x)), inner=lambda: nn.Linear(WIDTH, WIDTH)),
+)
 add("DictOnTheWay", [Embedding, Mapped, using(lambda it, both: both[0]["hidden"].tanh()), SLICED, Mlp, Head])
 
 # -- shared, frozen and otherwise treated weights --------------------------------------------------------------------

@@ -57,7 +57,7 @@ from terapipe_ds.runtime.layout.sequence_axis import (
     token_multiple,
     with_multiple,
 )
-from terapipe_ds.runtime.layout.tied_and_copied import problem_of_shared_layers
+from terapipe_ds.runtime.layout.tied_and_copied import problem_of_shared_layers, restore_hooks
 from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_links
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
@@ -165,6 +165,7 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     engine.monitor.enabled = gather(engine.monitor.enabled, groups.world)[0]
     is_monitored = engine.monitor.enabled and 0 in groups.ranks
     flops, finite = stage_flops(engine, is_monitored and peak_flops(engine, config) is not None), None
+    restore_hooks(module)
     # layers leave weight gradients to W, or add them to their sums in the product itself
     weights = leave_to_autograd(module) if config.compile else accumulate_in_products(module, engine.optimizer)
     if config.check_finite == "every_step":

@@ -152,7 +152,8 @@ class StageFlops:
         counter = FlopCounterMode(display=False, custom_mapping=self._formulas)
         counter.flop_registry = _Undecomposed(counter.flop_registry)
         counter.mod_tracker = _ForwardTracker()
-        with counter:
+        # under such a mode torch's compiler would give up functions for good, and fail with `fullgraph`
+        with torch.compiler.set_stance("force_eager"), counter:
             yield
         self.totals[action.kind] += counter.get_total_flops()
         if action.kind is Kind.FORWARD:

@@ -472,13 +472,14 @@ class _Lookup(torch.autograd.Function):
     def forward(
         ctx: Any, ids: Tensor, weight: Tensor, witness: Tensor, keep: Callable[..., None], padding: int | None
     ) -> Tensor:
-        ctx.ids, ctx.keep, ctx.padding = ids, keep, padding
+        ctx.save_for_backward(ids)  # as F.embedding does, which may run in its place when a checkpoint runs again
+        ctx.keep, ctx.padding = keep, padding
         return F.embedding(ids, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.ids.reshape(-1)
+        rows, ids = grad.reshape(-1, grad.shape[-1]), ctx.saved_tensors[0].reshape(-1)
         ctx.keep(rows if ctx.padding is None else rows.masked_fill((ids == ctx.padding).unsqueeze(1), 0.0), ids)
         return None, None, None, None, None
 
@@ -496,20 +497,31 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        # a layer may compute only the gradients of its inputs in its forward, and go on with these
-        if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
-            weight, is_transposed, _ = ctx.leaf
-            return grad @ (weight.t() if is_transposed else weight), None, None, None, None
-        return _backward_once(ctx, grad) if torch.is_grad_enabled() else _backward(ctx, grad)
+        # a layer may compute some gradients in its forward, and go on with these: they are no gradients of the step
+        try:
+            if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
+                return _backward(ctx, grad, _no_product)
+        except RuntimeError:  # `torch.autograd.grad` asks for the weight's, which torch does not tell otherwise
+            return _backward(ctx, grad, _product)
+        add = ctx.leaf.add
+        return _backward_once(ctx, grad, add) if torch.is_grad_enabled() else _backward(ctx, grad, add)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _no_product(weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    """Leave the gradient of the weight out."""
+
+
+def _product(weight: Tensor, rows: Tensor, inputs: Tensor) -> Tensor:
+    return rows.t() @ inputs
+
+
+def _backward(ctx: Any, grad: Tensor, add: _Add) -> tuple[Tensor | None, ...]:
     # the gradient of the inputs comes first: the stage before waits for it
-    inputs, weight = ctx.saved_tensors
+    inputs, _ = ctx.saved_tensors
     needs_inputs, _, needs_bias, *_ = ctx.needs_input_grad
-    leaf, is_transposed, add = ctx.leaf
+    leaf, is_transposed, _ = ctx.leaf
     rows = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # not -1, for a width of 0
-    inputs_grad = (rows @ (weight.t() if is_transposed else weight)).view(inputs.shape) if needs_inputs else None
+    inputs_grad = (rows @ (leaf.t() if is_transposed else leaf)).view(inputs.shape) if needs_inputs else None
     bias_grad = rows.sum(dim=0) if needs_bias else None
     flat = inputs.reshape(inputs.shape[:-1].numel(), inputs.shape[-1])
     weight_grad = add(leaf, flat, rows) if is_transposed else add(leaf, rows, flat)

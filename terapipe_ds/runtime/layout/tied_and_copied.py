@@ -247,6 +247,16 @@ def take_owners_weights(module: Any) -> None:
         broadcast(weights, source, group)
 
 
+def restore_hooks(module: nn.Module) -> None:
+    """Let the hooks of parameters run: torch forgets them where a parameter is first broadcast under autograd.
+
+    DeepSpeed does so with tied weights, and with all weights at two places, when it has built them.
+    """
+    for parameter in module.parameters():
+        if parameter._backward_hooks:
+            parameter._backward_hooks = parameter._backward_hooks  # its setter enters them again
+
+
 def weights_by_group(module: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Yield each group of stages with the weights that all of them hold, in one order on all ranks."""
     by_group: dict[int, tuple[Any, list[Any]]] = {}

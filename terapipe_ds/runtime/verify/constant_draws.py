@@ -37,6 +37,15 @@ class ConstantDraws(TorchDispatchMode):
         self.numbers: list[Any] | None = None
         self._sizes: list[int] = []
 
+    def __enter__(self) -> Any:
+        # under such a mode torch's compiler would give up functions for good, and fail with `fullgraph`
+        self._as_they_are = torch.compiler.set_stance("force_eager")
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._as_they_are.__exit__(*error)
+
     def take(self, before: Sequence[bytes], after: Sequence[bytes]) -> Draws:
         """Return the draws since the last call, with the changes in the states of other generators."""
         sizes, self._sizes = self._sizes, []

@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from terapipe_ds.attention import push_slice
+from terapipe_ds.attention import UncompiledMode, push_slice
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
@@ -47,7 +46,7 @@ class Forward(NamedTuple):
     is_tuple: bool
 
 
-class _SeesFp32(TorchFunctionMode):
+class _SeesFp32(UncompiledMode):
     """Detect whether a forward converts fp64 to fp32."""
 
     narrows = False

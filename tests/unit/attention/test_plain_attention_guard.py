@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from attention_cases import Result, Tensor, largest_error, random_inputs, run_plain, run_sliced
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import (
@@ -314,3 +315,23 @@ def test_dropout_acts() -> None:
     call = lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.5, is_causal=True)  # noqa: E731
     with guard_plain_attention(True), torch.no_grad(), push_slice(first):
         assert not torch.allclose(Calls()(call), F.scaled_dot_product_attention.__wrapped__(x, x, x, is_causal=True))
+
+
+class Passing(TorchDispatchMode):
+    """Do nothing: torch's compiler leaves a function as it is that it first sees under such a mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_that_torch_does_not_compile_has_its_own_results() -> None:
+    """The compiler made a graph of the mode's own function, and left an argument out in operations that came later."""
+
+    def gelu(x: Tensor) -> Tensor:
+        return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1 + 0.045 * x * x)))
+
+    compiled, x = torch.compile(gelu, backend="eager"), torch.randn(5, 3)
+    with Passing():
+        compiled(x)
+    with GuardCapturedNames():
+        torch.testing.assert_close(compiled(x), gelu(x))

@@ -61,3 +61,10 @@ def test_a_whole_sequence(name: str) -> None:
 def test_packed_documents_count_nothing() -> None:
     formula = attention_formula(ATEN._flash_attention_forward, 2, token_dim=1)
     assert formula((TOKENS, HEADS, DIM), (KEYS, KV_HEADS, DIM), (KEYS, KV_HEADS, DIM)) == 0
+
+
+def test_a_function_that_torch_compiles_whole_is_counted() -> None:
+    """The compiler refused it under the counter, and ever after."""
+    compiled, x = torch.compile(lambda x: x @ x, backend="eager", fullgraph=True), torch.ones(4, 4)
+    assert counted(lambda: compiled(x)) == 2 * 4**3
+    assert torch.equal(compiled(x), x @ x)

@@ -22,6 +22,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
@@ -459,6 +460,35 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
         torch.testing.assert_close(total, theirs.weight.grad, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("second_order", [False, True])
+@pytest.mark.parametrize("asked", ["weight", "bias"])
+@pytest.mark.parametrize("way", ["product", "sums"])
+def test_a_layer_may_ask_for_gradients_of_its_parameters(way: str, asked: str, second_order: bool) -> None:
+    """Fast weights, after a step of their own. Torch raised "A leaf node was passed to _will_engine_execute_node"."""
+
+    class Fast(nn.Linear):
+        def use(self, x: Tensor, first: Callable[[Tensor], Tensor]) -> Tensor:
+            parameter = getattr(self, asked)
+            (slope,) = torch.autograd.grad(
+                first(x).pow(2).sum(), parameter, retain_graph=True, create_graph=second_order
+            )
+            return first(x) + F.linear(x, slope) if asked == "weight" else first(x) + slope
+
+    torch.manual_seed(0)
+    plain = Fast(4, 4).double()
+    model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
+    sums = OwnSums(model) if way == "sums" else None
+    product = WeightGradients(sums is not None, sums).product_of(model, with_bias=True)
+    for which in (1, 0):
+        with unit(3, 0, which):
+            model.use(inputs.clone().requires_grad_(), product).square().sum().backward()
+        plain.use(inputs.clone().requires_grad_(), plain).square().sum().backward()
+    total, left = None if sums is None else sums.so_far(model.weight), model.weight.grad
+    found = sum(each.double() for each in (total, left) if each is not None)
+    torch.testing.assert_close(found, plain.weight.grad, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(model.bias.grad, plain.bias.grad)
+
+
 class SmallerWeights(TorchFunctionMode):
     """Multiply the weight of each linear operation, as tools for quantization change it."""
 
@@ -613,6 +643,9 @@ class Mixed(nn.Module):
         x = self.pruned(self.b(x) + x)
         return self.last(self.multiply(x, self.turned.weight, self.turned.bias, True).tanh())
 
+    def checkpointed(self, ids: Tensor) -> Tensor:
+        return checkpoint(self.forward, ids, use_reentrant=False)  # type: ignore[no-any-return]
+
     def change(self, frozen: list[str], hooked: list[str]) -> set[str]:
         """Do what a program may do when the engine is there; return the names of hooks that are called."""
         called = set[str]()
@@ -629,7 +662,9 @@ class Mixed(nn.Module):
         return called
 
 
-def backwards(model: nn.Module, ids: Tensor, gradients: WeightGradients, split: list[Any], groups: list[Any]) -> None:
+def backwards(
+    model: Callable[[Tensor], Tensor], ids: Tensor, gradients: WeightGradients, split: list[Any], groups: list[Any]
+) -> None:
     """Run the slices of `ids` forward, then backward in reverse, then what the schedule has split off."""
     keys = [(0, 0, slice_id) for slice_id in range(len(ids))]
     gradients.open_batch(split, groups)
@@ -661,7 +696,7 @@ def test_whatever_is_shared_frozen_hooked_summed_split_or_joined(seed: int) -> N
     called = [model.change(frozen, hooked) for model in (ours, plain)]
     split, groups = drawn.choice([[], keys]), drawn.choice([[], [keys[:2], keys[2:]]])
     ids = torch.randint(7, (4, 2, 5))
-    backwards(ours, ids, gradients, split, groups)
+    backwards(drawn.choice([ours, ours.checkpointed]), ids, gradients, split, groups)
     plain(ids.flatten(0, 1)).square().sum().backward()
     assert called[0] == called[1]
     for (name, own), theirs in zip(ours.named_parameters(), plain.parameters(), strict=True):

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import BuiltinFunctionType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.eval_frame import skip_code
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
@@ -89,8 +89,12 @@ class UncompiledMode(TorchFunctionMode):
     It does so (2.13) where a compiled function has to run as it is. Within the graph of a function it is right.
     """
 
-    def __init_subclass__(cls) -> None:
-        skip_code(cls.__torch_function__.__code__)
+    def __enter__(self) -> Self:
+        # whoever compiles functions has imported it, which takes seconds
+        if (compiler := sys.modules.get("torch._dynamo.eval_frame")) is not None:
+            compiler.skip_code(type(self).__torch_function__.__code__)
+        mode: Self = super().__enter__()
+        return mode
 
 
 class GuardCapturedNames(UncompiledMode):

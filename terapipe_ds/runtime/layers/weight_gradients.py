@@ -499,10 +499,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # a layer may compute some gradients in its forward, and go on with these: they are no gradients of the step
         try:
-            if not torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0]):
-                return _backward(ctx, grad, _no_product)
+            is_of_step = torch._C._will_engine_execute_node(ctx.next_functions[ctx.place][0])
         except RuntimeError:  # `torch.autograd.grad` asks for the weight's, which torch does not tell otherwise
             return _backward(ctx, grad, _product)
+        if not is_of_step:
+            return _backward(ctx, grad, _no_product)
         add = ctx.leaf.add
         return _backward_once(ctx, grad, add) if torch.is_grad_enabled() else _backward(ctx, grad, add)
 

@@ -8,12 +8,13 @@ and caps of logits), so this file contains no code for any family. The run ends 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from terapipe_ds import compat
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.models.hugging_face.forward.attention import NAME
+from terapipe_ds.models.hugging_face.forward.attention import NAME, attention_of_owner
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
 from terapipe_ds.models.positions import longest_document
@@ -148,6 +149,7 @@ class Outline:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
+        self.attention_of_owner, self._runs_own = attention_of_owner(model.config), False
         self._form: Form = _FORMS[0]
         self._device = torch.device("cpu")
         self._shared: _Shared | None = None
@@ -299,10 +301,20 @@ class Outline:
                 stand_in.let(stand_in.skip)
         return result
 
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Let layers that do not run the fast way attend by the owner's function, or by the model's own code."""
+        self._runs_own = True
+        try:
+            yield
+        finally:
+            self._runs_own = False
+
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
         """Set the layer's way of attention, and move buffers to the device of its inputs."""
         # the model reads this name whenever it makes a mask or attends
-        way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
+        by_cache = "sdpa" if self.model._supports_sdpa and not self._runs_own else "eager"
+        way = NAME if is_fast else self.attention_of_owner or by_cache
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast

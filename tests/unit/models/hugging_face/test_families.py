@@ -3,20 +3,31 @@
 import contextlib
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.create import model_without_weights
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
-from tests.unit.models.hugging_face.sliced_model import Pipeline, errors_of, rounding_errors, ways_of, whole_model
+from tests.unit.models.hugging_face.sliced_model import (
+    Pipeline,
+    errors,
+    errors_of,
+    in_fp64,
+    rounding_errors,
+    ways_of,
+    whole_model,
+)
 
 FP32_INSIDE = 1e-6
 # The models themselves are farther than that from the exact gradients: those of decays go through exponentials of sums
@@ -99,3 +110,51 @@ def test_a_choice_of_tokens_by_weight_is_that_of_the_whole_row() -> None:
     generator = torch.Generator().manual_seed(7)
     tokens = torch.stack([torch.randperm(config.vocab_size, generator=generator)[: sum(lengths)] for _ in range(2)])
     assert max(errors_of(pipeline, model, {"input_ids": tokens, "labels": tokens}, lengths)) <= 1e-10
+
+
+def plain(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    k, v = (modeling_llama.repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    queries, keys = q.shape[2], k.shape[2]
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    probabilities = ((q @ k.mT) * scaling).masked_fill(later, -torch.inf).softmax(-1)
+    return (probabilities @ v).transpose(1, 2).contiguous(), None
+
+
+def sharp(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    return plain(module, q, k, v, mask, 2 * scaling)
+
+
+def of_whole_rows(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    return plain(module, q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], mask, 2 * scaling)
+
+
+def in_half_precision(module: nn.Module, q: Tensor, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"only fp16 and bf16, not {q.dtype}")
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+@pytest.mark.parametrize(("function", "way"), [(plain, "fast"), (sharp, "slow")])
+def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str, is_registered: bool) -> None:
+    """Registered under a name, or the eager function of a class of one's own."""
+    config, ways, mapping = config_of("llama"), list[str](), AttentionInterface._global_mapping
+    config._attn_implementation = "mine" if is_registered else "eager"
+    eager = modeling_llama.eager_attention_forward if is_registered else function
+    with (
+        in_fp64(),
+        mock.patch.dict(mapping, {"mine": function}),
+        mock.patch.object(modeling_llama, "eager_attention_forward", eager),
+    ):
+        assert max(errors(config, change=lambda pipeline: ways.extend(ways_of(pipeline)))) <= 1e-10
+    assert ways == [way, way]
+
+
+@pytest.mark.parametrize(("function", "named"), [
+    (of_whole_rows, "'mine' computes something else"),
+    (in_half_precision, "'mine' cannot run a trial in fp32, RuntimeError: only fp16 .* Make the model with 'sdpa'"),
+])  # fmt: skip
+def test_an_attention_of_the_owner_that_slices_cannot_follow_is_refused(function: Any, named: str) -> None:
+    config = config_of("llama")
+    config._attn_implementation = "mine"
+    with mock.patch.dict(AttentionInterface._global_mapping, {"mine": function}):
+        with pytest.raises(ModelRefusedError, match=named):
+            ways_of(Pipeline(config))

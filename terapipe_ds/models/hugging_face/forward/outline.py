@@ -375,13 +375,11 @@ class Outline:
 
         Raises ModelRefusedError if decoder layers get arguments other than hidden states that depend on the tokens.
         """
-        # twice, with other hidden states: any difference in the other arguments depends on the tokens
+        # twice, with other hidden states except for those of the last layer: differences tell of other ways to the end
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
-        trial = _Trial(self._form)
-        self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
-        again = _Trial(self._form)
-        hidden = torch.zeros_like(trial.hidden[0], requires_grad=True) * 1
-        self._run(again.runs(self._others, head), hidden, places, [again.layer] * layers)
+        trial, again = _Trial(self._form, layers, 0), _Trial(self._form, layers, 1)
+        logits = self._try(trial, head, tokens, places)
+        others = self._try(again, head, torch.randn_like(trial.hidden[0]).requires_grad_() * 1, places)
         for first, second in zip(trial.others, again.others, strict=True):
             differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
             if differ:
@@ -389,17 +387,37 @@ class Outline:
                     "its decoder layers get more that depends on the tokens than hidden states of the layer before: "
                     f"{', '.join(sorted(differ))}. Only hidden states go from stage to stage"
                 )
+        if len(trial.others) != layers:  # they run several times
+            return trial.calls
+        if again.changed:  # in the first trial embeddings are zeros
+            raise ModelRefusedError(
+                f"its forward changes the hidden states before decoder layer {again.changed[0]}, and stages would not: "
+                "let a layer do it"
+            )
+        if not torch.equal(trial.hidden[-1], again.hidden[-1]) or not torch.equal(logits, others):
+            raise ModelRefusedError(
+                "its logits depend on more than the hidden states of the last decoder layer. Only these go from stage "
+                "to stage"
+            )
         return trial.calls
+
+    def _try(self, trial: _Trial, head: str, inputs: Tensor, places: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # both trials drop the same numbers
+            runs = trial.runs(self._others, head)
+            return self._run(runs, inputs, places, [trial.layer] * len(self.layers)).detach()
 
 
 class _Trial:
     """Note which modules a forward calls, and which arguments beyond hidden states its decoder layers get."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, num_layers: int, seed: int) -> None:
         self.calls: list[str] = []
-        self.hidden: list[Tensor] = []
+        self.hidden: list[Tensor] = []  # that decoder layers and the output matrix get
         self.others: list[dict[str, Any]] = []
-        self._form = form
+        self.changed: list[int] = []  # decoder layers that get other hidden states than the layer before them gave
+        self._form, self._num_layers, self._seed = form, num_layers, seed
+        self._returned: Tensor | None = None
 
     def runs(self, others: Mapping[str, StandIn], head: str) -> dict[str, Run]:
         """Return the functions that stand in for all but the decoder layers; their results need a gradient."""
@@ -412,9 +430,10 @@ class _Trial:
 
             return run
 
-        def end(x: Tensor, *_: Any, **__: Any) -> None:
+        def end(x: Tensor, *_: Any, **__: Any) -> Tensor:
             self._note(head, x)
-            _finish(x)
+            self.hidden.append(x)
+            return self._drawn(others[head].skip(x), self._num_layers)
 
         return {name: noted(name, other.skip) for name, other in others.items()} | {head: end}
 
@@ -425,12 +444,21 @@ class _Trial:
                 "go from stage to stage"
             )
         self._note("", hidden)
+        if self._returned is not None and not torch.equal(hidden, self._returned):
+            self.changed.append(len(self.others))
         self.hidden.append(hidden)
         arguments = {f"argument {place}": argument for place, argument in enumerate(args, 1)} | named
         self.others.append(
             {name: argument for name, argument in arguments.items() if not isinstance(argument, SliceCache)}
         )
-        return self._form(hidden)
+        self._returned = self._drawn(hidden, len(self.others) - 1)
+        return self._form(self._returned)
+
+    def _drawn(self, like: Tensor, place: int) -> Tensor:
+        """Return what a decoder layer or the output matrix gives; the last ones give the same in all trials."""
+        seed = place if place >= self._num_layers - 1 else -1 - place - self._num_layers * self._seed
+        drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
+        return drawn.requires_grad_() * 1
 
     def _note(self, name: str, x: Tensor) -> None:
         if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):

@@ -1,6 +1,7 @@
 """The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -94,6 +95,47 @@ def test_a_field_that_slices_cannot_follow_is_refused(family: str, field: str, v
     setattr(config, field, value)
     with pytest.raises(ModelRefusedError, match=named):
         Pipeline(config)
+
+
+class _Before(nn.Module):
+    """A decoder layer in a forward that changes its inputs."""
+
+    def __init__(self, layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
+
+    def forward(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        return self.layer(self.change(hidden), *args, **named)
+
+
+@pytest.mark.parametrize(("between", "at_end", "named"), [
+    (lambda x, _: x, None, ""),
+    (lambda x, _: x / 2, None, "changes the hidden states before decoder layer 1"),
+    (lambda x, embedded: x + embedded, None, "changes the hidden states before decoder layer 1"),
+    (lambda x, _: x, lambda x, embedded: x + embedded, "logits depend on more than the hidden states of the last"),
+])  # fmt: skip
+def test_a_forward_that_does_more_than_run_its_layers_is_refused(between: Any, at_end: Any, named: str) -> None:
+    """Nobody would do between stages what it does between layers."""
+    own = modeling_llama.LlamaModel.forward
+
+    def forward(model: Any, *args: Any, **given: Any) -> Any:
+        layers, embedded = model.layers, list[Tensor]()
+        changes = [lambda x: embedded.append(x) or x, *[lambda x: between(x, *embedded)] * (len(layers) - 1)]  # type: ignore[func-returns-value]
+        model.layers = nn.ModuleList(map(_Before, layers, changes))
+        try:
+            outputs = own(model, *args, **given)
+        finally:
+            model.layers = layers
+        if at_end is not None:
+            outputs.last_hidden_state = at_end(outputs.last_hidden_state, *embedded)
+        return outputs
+
+    refused = pytest.raises(ModelRefusedError, match=named) if named else contextlib.nullcontext()
+    with mock.patch.object(modeling_llama.LlamaModel, "forward", forward), refused:
+        Pipeline(config_of("llama"))
 
 
 @pytest.mark.skipif(IS_4, reason="doge is refused with transformers 4.57")

@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
@@ -279,9 +280,43 @@ class Outline:
         agrees = out.shape == expected.shape and torch.allclose(out.double(), expected, 1e-12 if is_wide else 1e-6)
         return ((scale, cap) if agrees else None), is_wide
 
+    def check_loss(self, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Raise ModelRefusedError if the model's forward computes another loss of logits and shifted labels."""
+        if "labels" not in inspect.signature(type(self.model).forward).parameters:
+            return
+        hidden, places = torch.zeros(2, 4, self.config.hidden_size), torch.arange(4).expand(2, 4)
+        labels = torch.tensor([[0, 1, -100, 1], [1, 0, 0, -100]])
+        layers: list[Run] = [lambda x, *_, **__: self._form(x)] * len(self.layers)
+        generator = torch.Generator().manual_seed(0)
+        head = self._others[self.head]
+
+        def draw(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.randn(head.skip(x).shape, generator=generator)
+
+        logits = self._run({self.head: draw}, hidden, places, layers)
+        generator.manual_seed(0)
+        try:
+            own = float(self._run({self.head: draw}, hidden, places, layers, labels=labels))
+        except Exception:  # in the model's own code
+            own = math.nan
+        expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
+        if not math.isclose(own, expected, rel_tol=1e-4):
+            raise ModelRefusedError(
+                f"its forward gives the loss {own:.5g} where the mean cross entropy of the next tokens is "
+                f"{expected:.5g}, and stages compute the loss_fn alone: give one as loss_fn= of from_pretrained or "
+                "from_config, LinearCrossEntropy() for that mean"
+            )
+
     def _run(
-        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
+        self,
+        own: Mapping[str, Run],
+        inputs: Tensor,
+        places: Tensor,
+        runs: list[Run],
+        is_fast: bool | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
+        """Return the logits, or with labels the model's own loss, or the result with which a piece ends the run."""
         # for this run alone, and restored after it: a closure holds the activations of a slice
         stand_ins = list(zip(self._layer_stand_ins, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
@@ -292,8 +327,11 @@ class Outline:
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
             named["position_ids"] = places.clone()  # XGLM adds to them in place
+        if labels is not None:
+            named["labels"] = labels
         try:
-            result: Tensor = self.model(**named).logits
+            outputs = self.model(**named)
+            result: Tensor = outputs.logits if labels is None else outputs.loss
         except _Finished as finished:
             result = finished.result
         finally:

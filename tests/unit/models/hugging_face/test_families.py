@@ -190,6 +190,27 @@ def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str,
     assert ways == [way, way]
 
 
+def test_layers_that_differ_in_no_plain_number_are_tried_one_by_one() -> None:
+    """Numbers in a tuple: the first layer attends as usual, and the second does not."""
+    config, ways, own = config_of("llama"), list[str](), modeling_llama.LlamaAttention.__init__
+    config._attn_implementation = "eager"
+
+    def set_up(layer: Any, config: Any, layer_idx: int) -> None:
+        own(layer, config, layer_idx)
+        layer.factors = (1 + layer_idx,)
+
+    def scaled(module: Any, q: Tensor, *args: Any, **named: Any) -> Any:
+        return plain(module, q * module.factors[0], *args, **named)
+
+    with (
+        in_fp64(),
+        mock.patch.object(modeling_llama, "eager_attention_forward", scaled),
+        mock.patch.object(modeling_llama.LlamaAttention, "__init__", set_up),
+    ):
+        assert max(errors(config, change=lambda pipeline: ways.extend(ways_of(pipeline)))) <= 1e-10
+    assert ways == ["fast", "slow"]
+
+
 @pytest.mark.parametrize(("function", "named"), [
     (of_whole_rows, "'mine' computes something else"),
     (in_half_precision, "'mine' cannot run a trial in fp32, RuntimeError: only fp16 .* Make the model with 'sdpa'"),

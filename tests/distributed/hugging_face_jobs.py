@@ -4,14 +4,16 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import terapipe_ds
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Piece
 from terapipe_ds.runtime.layout.layer_names import NOTHING_TRAINED
 from tests.distributed import engines
@@ -136,6 +138,16 @@ def refusal_of(family: str, **fields: Any) -> tuple[str, str]:
     for name, value in fields.items():
         setattr(config, name, value)
     return engines.raised_by(lambda: terapipe_ds.from_config(config, num_stages=2))
+
+
+def refusal_of_own_loss(loss_fn: Any = None) -> tuple[str, str]:
+    """Return how a class whose loss has a term more is refused."""
+
+    def loss(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+        return gpt_loss(logits[:, :-1], labels[:, 1:]) + 0.1 * logits.logsumexp(-1).square().mean()
+
+    with mock.patch.object(LlamaForCausalLM, "loss_function", staticmethod(loss)):
+        return engines.raised_by(lambda: terapipe_ds.from_config(config_of("llama"), num_stages=1, loss_fn=loss_fn))
 
 
 def bounds_of(partition: list[Any], **options: Any) -> list[int]:

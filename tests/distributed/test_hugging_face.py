@@ -9,9 +9,16 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+from terapipe_ds.losses import LinearCrossEntropy
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
-from tests.distributed.hugging_face_jobs import bounds_of, dtypes_of_buffers, refusal_of, train_family
+from tests.distributed.hugging_face_jobs import (
+    bounds_of,
+    dtypes_of_buffers,
+    refusal_of,
+    refusal_of_own_loss,
+    train_family,
+)
 from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, IS_4, WITH_STATES, known
 
 
@@ -78,6 +85,22 @@ def test_a_refusal_comes_on_all_ranks_at_once(family: str) -> None:
         assert (
             kind == "ModelRefusedError" and text.startswith(f"{family} cannot be trained") and "docs/models.md" in text
         )
+
+
+def test_a_loss_of_the_owner_is_not_replaced_unsaid() -> None:
+    """It trains by the loss that is given, whatever the class computes."""
+    (refusal,) = rank_pool(1).run(refusal_of_own_loss)
+    assert refusal[0] == "ModelRefusedError" and "give one as loss_fn=" in refusal[1]
+    assert rank_pool(1).run(refusal_of_own_loss, loss_fn=LinearCrossEntropy()) == [("", "")]
+
+
+def test_the_losses_of_trainers_stand_for_the_loss_of_the_owner() -> None:
+    """TRL asks the model for its loss, and with smoothing Trainer computes one of its own."""
+    pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
+    from terapipe_ds.integrations.trainer.token_loss import TokenLoss
+
+    kinds = [rank_pool(1).run(refusal_of_own_loss, loss_fn=TokenLoss(rate))[0][0] for rate in (0.0, 0.1)]
+    assert kinds == ["ModelRefusedError", ""]
 
 
 def test_a_partition_by_hand() -> None:

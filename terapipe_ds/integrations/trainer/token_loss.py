@@ -27,7 +27,7 @@ class TokenLoss(LinearCrossEntropy):
 
     def __init__(self, smoothing: float = 0.0, is_dft: bool = False, keeps_sums: bool = False) -> None:
         super().__init__(ignore_index=IGNORED)
-        self.label_smoothing = smoothing
+        self.label_smoothing, self.is_of_model = smoothing, not (smoothing or is_dft)
         self.factors = (lambda losses: torch.exp(-losses)) if is_dft else None  # probabilities of the labels
         self._keeps_sums, self._sums = keeps_sums, defaultdict[int, list[Tensor]](list)
         self.store: SliceStore | None = None  # the engine's: checks and measurements have others, and do not count

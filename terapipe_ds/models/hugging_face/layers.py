@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from terapipe_ds.attention import active_slice, allow_attention_within_slice
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden, head_of
@@ -30,13 +31,14 @@ from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, 
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear, Products, VocabEmbedding
 from terapipe_ds.models.hugging_face.weights.quantized import take_scales, without_values
 from terapipe_ds.models.hugging_face.weights.stored import Weights
-from terapipe_ds.models.hugging_face.weights.unread import is_unread
+from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread
 from terapipe_ds.models.positions import first_position, places_in_documents
 
 if TYPE_CHECKING:  # peft takes seconds to import
     from terapipe_ds.models.hugging_face.weights.adapters import Adapters
 
 TIED = "embedding"  # the key of the tied layers
+_NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
 
 class Blueprint:
@@ -89,9 +91,9 @@ def _described(layer: nn.Module) -> str:
         f"{name} {type(module)} {value}"
         for name, module in layer.named_modules()
         for value in sorted(
-            f"{key}={value}"
-            for key, value in vars(module).items()
-            if key not in ("layer_idx", "training") and (value is None or isinstance(value, (bool, int, float, str)))
+            f"{key}={value!r}"
+            for key, value in {**vars(module), **module._buffers}.items()
+            if key not in _NOT_DESCRIBED and not isinstance(value, PretrainedConfig | Unread)
         )
     ]
     return f"{layer!r}\n" + "\n".join(lines)

@@ -101,6 +101,8 @@ class HuggingFaceModule(TensorParallelModule):
             refuse_quantized(blueprint.outline.model.config, "divided")
             adapters = blueprint.adapters
             check(blueprint.outline, tensor_ranks, None if adapters is None else adapters.config)
+        if loss_fn is None or getattr(loss_fn, "is_of_model", False):
+            blueprint.outline.check_loss(gpt_loss)
         # attributes that methods below need while the base class runs its constructor
         layers = layers_of(blueprint)
         self.autotp_size = tensor_ranks

@@ -35,7 +35,10 @@ _NOT_OF_SLICES = {
 }
 # Arguments of transformers, and their replacements.
 _INSTEAD = {
-    "attn_implementation": "leave it out: sliced_attention, or the model's code with a cache, attends",
+    "attn_implementation": (
+        "leave it out: sliced_attention, or the model's code with a cache, attends. A model in memory keeps a function "
+        "that is registered"
+    ),
     "trust_remote_code": "code from a hub is not run: AutoModelForCausalLM.register its class, and pass a model of it",
     "quantization_config": "random weights are not quantized: from_pretrained quantizes those of a folder",
     "load_in_8bit load_in_4bit": "give from_pretrained quantization_config=BitsAndBytesConfig(load_in_4bit=True)",

@@ -6,14 +6,16 @@ returns a `Pattern` instead of a mask: it states, without a tensor, which tokens
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PretrainedConfig
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from terapipe_ds.attention import sliced_attention
 from terapipe_ds.models.hugging_face.forward.cache import name_of
@@ -28,6 +30,15 @@ _NAMES_WITHOUT_EFFECT = """
     output_hidden_states output_router_logits return_dict head_mask layer_idx is_training training
 """
 _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
+
+
+def attention_of_owner(config: PretrainedConfig) -> str:
+    """Return the attention function that the config asks for if it may be the owner's: "eager", or a registered one."""
+    name = getattr(config.get_text_config(), "_attn_implementation", None) or ""
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    module = str(getattr(getattr(function, "func", function), "__module__", ""))
+    is_known = function is None or module.startswith(("transformers.", f"{__package__}."))
+    return name if name == "eager" or not is_known else ""
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,8 @@ def pattern_of_mask(
         return bool(mask_function(*at))
 
     first = 0 if local_size is None else _FAR - local_size + 1
-    if not (sees(_FAR, _FAR) and sees(_FAR, first)) or sees(_FAR, _FAR + 1) or (first and sees(_FAR, first - 1)):
+    hidden = [(_FAR, _FAR + 1), (0, 1), *((_FAR, key) for key in (first - 1, 0) if first)]
+    if not (sees(_FAR, _FAR) and sees(_FAR, first)) or any(itertools.starmap(sees, hidden)):
         return Pattern(None, "its mask is neither causal nor causal in a window of fixed length")
     return Pattern(local_size)
 

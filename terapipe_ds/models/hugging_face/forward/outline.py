@@ -8,12 +8,14 @@ and caps of logits), so this file contains no code for any family. The run ends 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 import itertools
+import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from terapipe_ds import compat
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.models.hugging_face.forward.attention import NAME
+from terapipe_ds.models.hugging_face.forward.attention import NAME, attention_of_owner
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
 from terapipe_ds.models.positions import longest_document
@@ -148,6 +150,7 @@ class Outline:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
+        self.attention_of_owner, self._runs_own = attention_of_owner(model.config), False
         self._form: Form = _FORMS[0]
         self._device = torch.device("cpu")
         self._shared: _Shared | None = None
@@ -277,9 +280,43 @@ class Outline:
         agrees = out.shape == expected.shape and torch.allclose(out.double(), expected, 1e-12 if is_wide else 1e-6)
         return ((scale, cap) if agrees else None), is_wide
 
+    def check_loss(self, loss_of: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Raise ModelRefusedError if the model's forward computes another loss of logits and shifted labels."""
+        if "labels" not in inspect.signature(type(self.model).forward).parameters:
+            return
+        hidden, places = torch.zeros(2, 4, self.config.hidden_size), torch.arange(4).expand(2, 4)
+        labels = torch.tensor([[0, 1, -100, 1], [1, 0, 0, -100]])
+        layers: list[Run] = [lambda x, *_, **__: self._form(x)] * len(self.layers)
+        generator = torch.Generator().manual_seed(0)
+        head = self._others[self.head]
+
+        def draw(x: Tensor, *_: Any, **__: Any) -> Tensor:
+            return torch.randn(head.skip(x).shape, generator=generator)
+
+        logits = self._run({self.head: draw}, hidden, places, layers)
+        generator.manual_seed(0)
+        try:
+            own = float(self._run({self.head: draw}, hidden, places, layers, labels=labels))
+        except Exception:  # in the model's own code
+            own = math.nan
+        expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
+        if not math.isclose(own, expected, rel_tol=1e-4):
+            raise ModelRefusedError(
+                f"its forward gives the loss {own:.5g} where the mean cross entropy of the next tokens is "
+                f"{expected:.5g}, and stages compute the loss_fn alone: give one as loss_fn= of from_pretrained or "
+                "from_config, LinearCrossEntropy() for that mean"
+            )
+
     def _run(
-        self, own: Mapping[str, Run], inputs: Tensor, places: Tensor, runs: list[Run], is_fast: bool | None = None
+        self,
+        own: Mapping[str, Run],
+        inputs: Tensor,
+        places: Tensor,
+        runs: list[Run],
+        is_fast: bool | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
+        """Return the logits, or with labels the model's own loss, or the result with which a piece ends the run."""
         # for this run alone, and restored after it: a closure holds the activations of a slice
         stand_ins = list(zip(self._layer_stand_ins, runs, strict=True))
         stand_ins += [(self._others[name], run) for name, run in own.items()]
@@ -290,8 +327,11 @@ class Outline:
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
             named["position_ids"] = places.clone()  # XGLM adds to them in place
+        if labels is not None:
+            named["labels"] = labels
         try:
-            result: Tensor = self.model(**named).logits
+            outputs = self.model(**named)
+            result: Tensor = outputs.logits if labels is None else outputs.loss
         except _Finished as finished:
             result = finished.result
         finally:
@@ -299,10 +339,20 @@ class Outline:
                 stand_in.let(stand_in.skip)
         return result
 
+    @contextlib.contextmanager
+    def own_attention(self) -> Iterator[None]:
+        """Let layers that do not run the fast way attend by the owner's function, or by the model's own code."""
+        self._runs_own = True
+        try:
+            yield
+        finally:
+            self._runs_own = False
+
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
         """Set the layer's way of attention, and move buffers to the device of its inputs."""
         # the model reads this name whenever it makes a mask or attends
-        way = NAME if is_fast else "sdpa" if self.model._supports_sdpa else "eager"
+        by_cache = "sdpa" if self.model._supports_sdpa and not self._runs_own else "eager"
+        way = NAME if is_fast else self.attention_of_owner or by_cache
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast
@@ -363,13 +413,11 @@ class Outline:
 
         Raises ModelRefusedError if decoder layers get arguments other than hidden states that depend on the tokens.
         """
-        # twice, with other hidden states: any difference in the other arguments depends on the tokens
+        # twice, with other hidden states except for those of the last layer: differences tell of other ways to the end
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
-        trial = _Trial(self._form)
-        self._run(trial.runs(self._others, head), tokens, places, [trial.layer] * layers)
-        again = _Trial(self._form)
-        hidden = torch.zeros_like(trial.hidden[0], requires_grad=True) * 1
-        self._run(again.runs(self._others, head), hidden, places, [again.layer] * layers)
+        trial, again = _Trial(self._form, layers, 0), _Trial(self._form, layers, 1)
+        logits = self._try(trial, head, tokens, places)
+        others = self._try(again, head, torch.randn_like(trial.hidden[0]).requires_grad_() * 1, places)
         for first, second in zip(trial.others, again.others, strict=True):
             differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
             if differ:
@@ -377,17 +425,37 @@ class Outline:
                     "its decoder layers get more that depends on the tokens than hidden states of the layer before: "
                     f"{', '.join(sorted(differ))}. Only hidden states go from stage to stage"
                 )
+        if len(trial.others) != layers:  # they run several times
+            return trial.calls
+        if again.changed:  # in the first trial embeddings are zeros
+            raise ModelRefusedError(
+                f"its forward changes the hidden states before decoder layer {again.changed[0]}, and stages would not: "
+                "let a layer do it"
+            )
+        if not torch.equal(trial.hidden[-1], again.hidden[-1]) or not torch.equal(logits, others):
+            raise ModelRefusedError(
+                "its logits depend on more than the hidden states of the last decoder layer. Only these go from stage "
+                "to stage"
+            )
         return trial.calls
+
+    def _try(self, trial: _Trial, head: str, inputs: Tensor, places: Tensor) -> Tensor:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(0)  # both trials drop the same numbers
+            runs = trial.runs(self._others, head)
+            return self._run(runs, inputs, places, [trial.layer] * len(self.layers)).detach()
 
 
 class _Trial:
     """Note which modules a forward calls, and which arguments beyond hidden states its decoder layers get."""
 
-    def __init__(self, form: Form) -> None:
+    def __init__(self, form: Form, num_layers: int, seed: int) -> None:
         self.calls: list[str] = []
-        self.hidden: list[Tensor] = []
+        self.hidden: list[Tensor] = []  # that decoder layers and the output matrix get
         self.others: list[dict[str, Any]] = []
-        self._form = form
+        self.changed: list[int] = []  # decoder layers that get other hidden states than the layer before them gave
+        self._form, self._num_layers, self._seed = form, num_layers, seed
+        self._returned: Tensor | None = None
 
     def runs(self, others: Mapping[str, StandIn], head: str) -> dict[str, Run]:
         """Return the functions that stand in for all but the decoder layers; their results need a gradient."""
@@ -400,9 +468,10 @@ class _Trial:
 
             return run
 
-        def end(x: Tensor, *_: Any, **__: Any) -> None:
+        def end(x: Tensor, *_: Any, **__: Any) -> Tensor:
             self._note(head, x)
-            _finish(x)
+            self.hidden.append(x)
+            return self._drawn(others[head].skip(x), self._num_layers)
 
         return {name: noted(name, other.skip) for name, other in others.items()} | {head: end}
 
@@ -413,12 +482,21 @@ class _Trial:
                 "go from stage to stage"
             )
         self._note("", hidden)
+        if self._returned is not None and not torch.equal(hidden, self._returned):
+            self.changed.append(len(self.others))
         self.hidden.append(hidden)
         arguments = {f"argument {place}": argument for place, argument in enumerate(args, 1)} | named
         self.others.append(
             {name: argument for name, argument in arguments.items() if not isinstance(argument, SliceCache)}
         )
-        return self._form(hidden)
+        self._returned = self._drawn(hidden, len(self.others) - 1)
+        return self._form(self._returned)
+
+    def _drawn(self, like: Tensor, place: int) -> Tensor:
+        """Return what a decoder layer or the output matrix gives; the last ones give the same in all trials."""
+        seed = place if place >= self._num_layers - 1 else -1 - place - self._num_layers * self._seed
+        drawn = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed)).to(like.dtype)
+        return drawn.requires_grad_() * 1
 
     def _note(self, name: str, x: Tensor) -> None:
         if (not name or "" in self.calls) and (not torch.is_tensor(x) or x.shape[:2] != (2, 3)):

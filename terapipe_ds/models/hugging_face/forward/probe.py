@@ -25,6 +25,8 @@ Sketches = dict[str, Tensor]
 _LENGTHS = (4, 3)
 _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
+_OF_OTHER = 1e-3  # between two attentions, which round otherwise
+_ROUGH = 1e-2  # the same on a GPU, which may round fp32 to TF32
 
 
 class Way(NamedTuple):
@@ -63,8 +65,10 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     for is_fast in (True, False) if outline.takes_patterns else (False,):
         with torch.random.fork_rng(devices), torch.enable_grad():
             problem = _problem(outline, index, trial, is_fast)
+            way = Way(is_fast, bool(outline.cache.states_written))
+            problem = problem or _problem_of_attention(outline, index, trial, is_fast)
         if not problem:
-            return Way(is_fast, bool(outline.cache.states_written))
+            return way
         problems += [problem] if problem not in problems else []
     raise ModelRefusedError(
         f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}"
@@ -162,6 +166,30 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     after = _tensors_in_attributes(layer)
     kept = [name for name in sorted(after) if name not in before or not torch.equal(before[name], after[name])]
     return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
+
+
+def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
+    """Return how the layer differs from what it computes with attention of its own; empty if it does not.
+
+    The weights change.
+    """
+    # small weights make all scores alike, whatever an attention does with them, and large ones magnify rounding
+    for weight in (p for p in layer.parameters() if p.dim() > 1 and p.is_floating_point()):
+        gain = weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2
+        weight.div_(gain.clamp_min(torch.finfo(weight.dtype).tiny))
+    inputs, length = _inputs(outline, index, layer), (sum(_LENGTHS),)
+    name = f"its attn_implementation {outline.attention_of_owner or 'eager'!r}"
+    try:
+        ours = _run_slices(outline, index, layer, is_fast, length, inputs)
+        with outline.own_attention():
+            error = _error(ours, _run_slices(outline, index, layer, False, length, inputs), inputs)
+    except Exception as raised:  # of the model's own code
+        problem = f"{type(raised).__name__}: {raised}"
+        return f"{name} cannot run a trial in fp32, {problem}. Make the model with 'sdpa' if that computes the same"
+    finally:
+        outline.cache.forget_written()
+    problem = f"{name} computes something else than plain attention (relative error {error:.0e})"
+    return "" if error <= (_OF_OTHER if inputs[0].is_cpu else _ROUGH) else problem
 
 
 def _inputs(outline: Outline, index: int, layer: nn.Module) -> Tensors:

@@ -1,22 +1,34 @@
 """The table of families: each trains in slices as a whole model does, the way it takes, or is refused with a reason."""
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
-from transformers import AutoModelForCausalLM
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.create import model_without_weights
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
-from tests.unit.models.hugging_face.sliced_model import Pipeline, errors_of, rounding_errors, ways_of, whole_model
+from tests.unit.models.hugging_face.sliced_model import (
+    Pipeline,
+    errors,
+    errors_of,
+    in_fp64,
+    rounding_errors,
+    ways_of,
+    whole_model,
+)
 
 FP32_INSIDE = 1e-6
 # The models themselves are farther than that from the exact gradients: those of decays go through exponentials of sums
@@ -85,6 +97,47 @@ def test_a_field_that_slices_cannot_follow_is_refused(family: str, field: str, v
         Pipeline(config)
 
 
+class _Before(nn.Module):
+    """A decoder layer in a forward that changes its inputs."""
+
+    def __init__(self, layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.change = layer, change
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "layer" else getattr(self.layer, name)
+
+    def forward(self, hidden: Tensor, *args: Any, **named: Any) -> Any:
+        return self.layer(self.change(hidden), *args, **named)
+
+
+@pytest.mark.parametrize(("between", "at_end", "named"), [
+    (lambda x, _: x, None, ""),
+    (lambda x, _: x / 2, None, "changes the hidden states before decoder layer 1"),
+    (lambda x, embedded: x + embedded, None, "changes the hidden states before decoder layer 1"),
+    (lambda x, _: x, lambda x, embedded: x + embedded, "logits depend on more than the hidden states of the last"),
+])  # fmt: skip
+def test_a_forward_that_does_more_than_run_its_layers_is_refused(between: Any, at_end: Any, named: str) -> None:
+    """Nobody would do between stages what it does between layers."""
+    own = modeling_llama.LlamaModel.forward
+
+    def forward(model: Any, *args: Any, **given: Any) -> Any:
+        layers, embedded = model.layers, list[Tensor]()
+        changes = [lambda x: embedded.append(x) or x, *[lambda x: between(x, *embedded)] * (len(layers) - 1)]  # type: ignore[func-returns-value]
+        model.layers = nn.ModuleList(map(_Before, layers, changes))
+        try:
+            outputs = own(model, *args, **given)
+        finally:
+            model.layers = layers
+        if at_end is not None:
+            outputs.last_hidden_state = at_end(outputs.last_hidden_state, *embedded)
+        return outputs
+
+    refused = pytest.raises(ModelRefusedError, match=named) if named else contextlib.nullcontext()
+    with mock.patch.object(modeling_llama.LlamaModel, "forward", forward), refused:
+        Pipeline(config_of("llama"))
+
+
 @pytest.mark.skipif(IS_4, reason="doge is refused with transformers 4.57")
 def test_a_choice_of_tokens_by_weight_is_that_of_the_whole_row() -> None:
     """Where no two tokens of a row have equal weights: with repeated tokens or a new model's weights, they do."""
@@ -99,3 +152,90 @@ def test_a_choice_of_tokens_by_weight_is_that_of_the_whole_row() -> None:
     generator = torch.Generator().manual_seed(7)
     tokens = torch.stack([torch.randperm(config.vocab_size, generator=generator)[: sum(lengths)] for _ in range(2)])
     assert max(errors_of(pipeline, model, {"input_ids": tokens, "labels": tokens}, lengths)) <= 1e-10
+
+
+def plain(
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, cap: float | None = None, **_: Any
+) -> Any:
+    k, v = (modeling_llama.repeat_kv(x, q.shape[1] // x.shape[1]) for x in (k, v))
+    queries, keys = q.shape[2], k.shape[2]
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    scores = (q @ k.mT) * scaling
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    probabilities = scores.masked_fill(later, -torch.inf).softmax(-1)
+    return (probabilities @ v).transpose(1, 2).contiguous(), None
+
+
+def sharp(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    return plain(module, q, k, v, mask, 2 * scaling)
+
+
+def capped(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    return plain(module, q, k, v, mask, scaling, cap=50.0)
+
+
+def of_whole_rows(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, scaling: float, **_: Any) -> Any:
+    return plain(module, q, k[:, :, : q.shape[2]], v[:, :, : q.shape[2]], mask, 2 * scaling)
+
+
+def in_half_precision(module: nn.Module, q: Tensor, *_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"only fp16 and bf16, not {q.dtype}")
+
+
+@pytest.mark.parametrize("is_registered", [True, False])
+@pytest.mark.parametrize(("function", "way"), [(plain, "fast"), (sharp, "slow"), (capped, "slow")])
+def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str, is_registered: bool) -> None:
+    """Registered under a name, or the eager function of a class of one's own."""
+    config, ways, mapping = config_of("llama"), list[str](), AttentionInterface._global_mapping
+    config._attn_implementation = "mine" if is_registered else "eager"
+    eager = modeling_llama.eager_attention_forward if is_registered else function
+    with (
+        in_fp64(),
+        mock.patch.dict(mapping, {"mine": function}),
+        mock.patch.object(modeling_llama, "eager_attention_forward", eager),
+    ):
+        assert max(errors(config, change=lambda pipeline: ways.extend(ways_of(pipeline)))) <= 1e-10
+    assert ways == [way, way]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_of_any_size_attend_alike(family: str) -> None:
+    """Large ones magnify rounding, which differs between two ways of attention."""
+    pipeline, generator = Pipeline(config_of(family), torch.float32), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in pipeline.parameters.values():
+            parameter.copy_(4 * torch.randn(parameter.shape, generator=generator))
+    assert ways_of(pipeline) == ["fast", "fast"]
+
+
+def test_layers_that_differ_in_no_plain_number_are_tried_one_by_one() -> None:
+    """Numbers in a tuple: the first layer attends as usual, and the second does not."""
+    config, ways, own = config_of("llama"), list[str](), modeling_llama.LlamaAttention.__init__
+    config._attn_implementation = "eager"
+
+    def set_up(layer: Any, config: Any, layer_idx: int) -> None:
+        own(layer, config, layer_idx)
+        layer.factors = (1 + layer_idx,)
+
+    def scaled(module: Any, q: Tensor, *args: Any, **named: Any) -> Any:
+        return plain(module, q * module.factors[0], *args, **named)
+
+    with (
+        in_fp64(),
+        mock.patch.object(modeling_llama, "eager_attention_forward", scaled),
+        mock.patch.object(modeling_llama.LlamaAttention, "__init__", set_up),
+    ):
+        assert max(errors(config, change=lambda pipeline: ways.extend(ways_of(pipeline)))) <= 1e-10
+    assert ways == ["fast", "slow"]
+
+
+@pytest.mark.parametrize(("function", "named"), [
+    (of_whole_rows, "'mine' computes something else"),
+    (in_half_precision, "'mine' cannot run a trial in fp32, RuntimeError: only fp16 .* Make the model with 'sdpa'"),
+])  # fmt: skip
+def test_an_attention_of_the_owner_that_slices_cannot_follow_is_refused(function: Any, named: str) -> None:
+    config = config_of("llama")
+    config._attn_implementation = "mine"
+    with mock.patch.dict(AttentionInterface._global_mapping, {"mine": function}):
+        with pytest.raises(ModelRefusedError, match=named):
+            ways_of(Pipeline(config))

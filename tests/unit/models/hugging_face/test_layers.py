@@ -175,6 +175,8 @@ MASKS_OF_MODELS: dict[str, tuple[Any, int | None, str]] = {
     "a shorter window": (lambda _, __, q, k: (k <= q) & (k > q - 4), 5, "neither causal"),
     "a longer window": (lambda _, __, q, k: (k <= q) & (k > q - 4), 3, "neither causal"),
     "chunks": (lambda _, __, q, k: (k <= q) & (k // 4 == q // 4), 4, "neither causal"),
+    "first tokens beside a window": (lambda _, __, q, k: (k <= q) & ((k > q - 4) | (k < 2)), 4, "neither causal"),
+    "first tokens both ways": (lambda _, __, q, k: (k <= q) | (k < 2), None, "neither causal"),
 }
 
 

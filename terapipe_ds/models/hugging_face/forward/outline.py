@@ -295,16 +295,17 @@ class Outline:
 
         logits = self._run({self.head: draw}, hidden, places, layers)
         generator.manual_seed(0)
+        expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
         try:
             own = float(self._run({self.head: draw}, hidden, places, layers, labels=labels))
-        except Exception:  # in the model's own code
-            own = math.nan
-        expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
-        if not math.isclose(own, expected, rel_tol=1e-4):
+            found = "" if math.isclose(own, expected, rel_tol=1e-4) else f"gives the loss {own:.5g}"
+        except Exception as error:  # in the model's own code
+            found = f"gives no loss in a trial ({type(error).__name__}: {error})"
+        if found:
             raise ModelRefusedError(
-                f"its forward gives the loss {own:.5g} where the mean cross entropy of the next tokens is "
-                f"{expected:.5g}, and stages compute the loss_fn alone: give one as loss_fn= of from_pretrained or "
-                "from_config, LinearCrossEntropy() for that mean"
+                f"its forward {found} where the mean cross entropy of the next tokens is {expected:.5g}, and stages "
+                "compute the loss_fn alone: give one as loss_fn= of from_pretrained or from_config, "
+                "LinearCrossEntropy() for that mean"
             )
 
     def _run(

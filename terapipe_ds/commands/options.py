@@ -45,8 +45,10 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
 
     def check(path: str, info: Any) -> str:
         option, file = flag(info.field_name), Path(path)
-        if path == STDOUT and or_stdout:
-            return path
+        if path == STDOUT:
+            if or_stdout:
+                return path
+            raise CommandError(f"{option} {path}: this option writes a file; give the name of a file")
         if not file.name:
             raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
         if suffixes and file.suffix.lower() not in suffixes:

@@ -62,7 +62,7 @@ from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_l
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.planning.measure_and_share import warn_of_limit
+from terapipe_ds.runtime.planning.measure_and_share import warn_of_unread
 
 _ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that has prepared its layers last
 
@@ -147,7 +147,7 @@ class EngineSetup:
         if engine.global_rank == 0:
             warn_of_links(config)
             tell_of_schedules(config)
-            warn_of_limit(config)
+            warn_of_unread(config)
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:

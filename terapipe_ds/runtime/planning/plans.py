@@ -77,7 +77,7 @@ class Plans:
         """Return the choice for sequences of `length` tokens; raise like `plan`."""
         choice = self._known(length)
         if choice is None and self._planner is not None:
-            raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
+            raise ValueError(f"slices of {length} tokens are planned when the first such batch comes; ask after it")
         if choice is None:
             count = len(self._config.listed_slices) or 1
             plans = tuple(self._config.plan_for(length, m).joined(self._shortest) for m in range(count))

@@ -46,6 +46,7 @@ from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
     refuse_other_grid,
+    refuse_other_stages,
     refuse_other_tensor_ranks,
     require_equal_models,
 )
@@ -91,6 +92,7 @@ class EngineSetup:
 
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
+            refuse_other_stages(module, raw)
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = faults.problem_of_grad_scaler(options["config_class"], module.num_stages)

@@ -1,6 +1,6 @@
 """Prepare a job to go on from its last checkpoint with another number of devices, stages or replicas.
 
-    python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt2-xl --device h200
+    python examples/resume_elsewhere.py --save-dir run --out elsewhere -- --devices 8 --model gpt3-1b --device h200
 
 What follows `--` goes to `terapipe strategy`, which chooses stages, replicas, micro-batches, schedule and slices for
 the devices that are left. The sequences of a step stay as many and as long as they were, so that a program whose data

@@ -5,7 +5,7 @@
 
 The two differ in the config file alone: the second one has a ``terapipe`` section. On a machine without
 accelerators put ``DS_ACCELERATOR=cpu OMP_NUM_THREADS=1`` in front. Where the section names a ``strategy``, the
-grid is the strategy's, and ``--pipeline-stages`` is not read.
+grid is the strategy's.
 """
 
 from __future__ import annotations
@@ -76,8 +76,6 @@ def parse_arguments() -> argparse.Namespace:
         parser.error("--steps is 1 or more")
     if min(args.eval_every, args.save_every) < 0:
         parser.error("--eval-every and --save-every: give 0 or more steps")
-    if args.tied_embedding and args.sequence_parallel > 1:
-        parser.error("--sequence-parallel: DeepSpeed makes no groups of tied layers there; leave --tied-embedding out")
     if args.resume and not args.save_dir:
         parser.error("--resume needs --save-dir, the directory with the checkpoints")
     return args
@@ -115,6 +113,17 @@ def sequence_topology(args: argparse.Namespace, world_size: int) -> ProcessTopol
         return None
     stages = args.pipeline_stages or world_size // size
     return ProcessTopology(axes=["pipe", "data", "sequence"], dims=[stages, world_size // (stages * size), size])
+
+
+def grid_of(args: argparse.Namespace, config: dict[str, Any], world_size: int) -> ProcessTopology | None:
+    """The grid of a strategy or with sequence ranks; None where stages and replicas are all."""
+    planned = planned_topology(config)
+    if planned and (args.pipeline_stages or args.sequence_parallel > 1):
+        end_with("terapipe.strategy in the config has the grid: leave --pipeline-stages and --sequence-parallel out")
+    topology = planned or sequence_topology(args, world_size)
+    if topology is not None:
+        terapipe_ds.register()  # or the constructor of a module with tied layers waits for ever on sequence ranks
+    return topology
 
 
 def build_engine(config: dict[str, Any], model: PipelineModule) -> deepspeed.PipelineEngine:
@@ -160,7 +169,7 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # for dropout; weights and samples have random numbers of their own
 
     corpus = Corpus.load(args.data, max_bytes=args.max_bytes, validation_fraction=args.validation_fraction)
-    topology = planned_topology(config) or sequence_topology(args, world_size)
+    topology = grid_of(args, config, world_size)
     engine = build_engine(config, build_model(args, args.pipeline_stages or world_size, topology))
     state = None
     if args.resume:

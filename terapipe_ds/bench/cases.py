@@ -229,6 +229,8 @@ def choose(
     chosen = [case for case in _candidates(preset, full or bool(schedules), slices) if runs(case)]
     if not chosen:
         raise CommandError("--systems, --schedules and --slices leave nothing to run: widen one of them")
+    if unused := [name for name in schedules or () if name not in {case.schedule for case in chosen}]:
+        raise CommandError(f"--schedules {unused[0]!r}: --systems and --slices leave no run of it; widen one of them")
     whole = [case for case in _WHOLE_STAGES if systems is None or case.system in systems]
     if not set(whole) & set(chosen):
         chosen = [whole[0], *chosen]

@@ -159,6 +159,7 @@ def job_of(options: BenchOptions) -> Job:
     """Return the settings from preset and options; refuse those that contradict one another or the model."""
     from terapipe_ds.bench.cases import PRESETS, Job, choose
     from terapipe_ds.bench.ranks import BF16_SETTINGS, Workload
+    from terapipe_ds.config import TeraPipeConfig
 
     preset = PRESETS[options.preset]
     ds_config, gpt, sizes = None, None, dict[str, int]()
@@ -181,7 +182,12 @@ def job_of(options: BenchOptions) -> Job:
         dataclasses.replace(case, accumulations=(*case.accumulations, *more)) if most in case.accumulations else case
         for case in cases
     )
-    pairs, granularity = int(values.pairs or 0), min(values.granularity, work.sequence_length)
+    pairs, granularity = int(values.pairs or 0), values.granularity
+    if "granularity" not in {**options.given, **sizes}:  # equal slices halve the default, as in training
+        most = max([case.slices for case in cases if isinstance(case.slices, int)], default=1)
+        section = TeraPipeConfig.from_deepspeed({"terapipe": {"slices": most}})
+        granularity = section.granularity_for(work.sequence_length)
+    granularity = min(granularity, work.sequence_length)
     replayed = options.device == "cpu" and len(os.sched_getaffinity(0)) < work.stages
     where = options.device, replayed, ds_config, gpt, options.share_device, options.peak_tflops
     return Job(work, cases, accumulations, pairs, granularity, *where)

@@ -45,8 +45,10 @@ def _file(*suffixes: str, why: str = "", or_stdout: bool = False) -> AfterValida
 
     def check(path: str, info: Any) -> str:
         option, file = flag(info.field_name), Path(path)
-        if path == STDOUT and or_stdout:
-            return path
+        if path == STDOUT:
+            if or_stdout:
+                return path
+            raise CommandError(f"{option} {path}: this option writes a file; give the name of a file")
         if not file.name:
             raise CommandError(f"{option} {path!r} has no file name: give the name of a file")
         if suffixes and file.suffix.lower() not in suffixes:
@@ -312,7 +314,7 @@ class ScheduleOptions(Options):
     from_csv: Text | None = option("read a schedule: a row per stage, cells such as F0.3", "FILE", group="source")
     stages: int | None = option("pipeline stages", "K", ge=1, le=MAX_STAGES)
     micro_batches: int = option("micro-batches per step (default 1)", "M", default=1, ge=1, le=MAX_FORWARDS)
-    chunks_per_stage: int = option("parts that each stage holds (default 1)", "V", default=1, ge=1)
+    chunks_per_stage: int = option("parts that each stage holds (default 1; zbv, chimera: 2)", "V", default=1, ge=1)
     schedule_options: ScheduleDetails = details_option()
     forward_only: bool = switch("the schedule of an evaluation")
 

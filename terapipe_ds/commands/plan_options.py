@@ -44,7 +44,11 @@ class CostOptions(Options):
     dtype: Text = _batch("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
     config: Text | None = _batch("a DeepSpeed JSON for all of these that are not given", "FILE")
     schedule: Text = _search("a schedule (terapipe show --help lists them), or auto (default): all", "NAME", "auto")
-    chunks_per_stage: int | None = _search("parts that each stage holds (default: those of the schedule)", "V", ge=1)
+    chunks_per_stage: int | None = _search(
+        "parts that each stage holds (default: searched, with strategy or auto; 2 for zbv and chimera, 1 for others)",
+        "V",
+        ge=1,
+    )
     memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0)
     as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON; strategy: a whole DeepSpeed JSON", "FILE")

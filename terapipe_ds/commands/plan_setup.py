@@ -64,9 +64,10 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
     setup = counted_setup(options, wire_formats) if profile is None else _measured(options, profile, bounds)
-    if options.memory_limit_gb is not None and setup.memory_of is None and not options.recompute:
-        limit = f"--memory-limit-gb {options.memory_limit_gb}"
-        raise CommandError(f"{limit}: the profile has no memory of all parts; give --model as well")
+    limits = {"--memory-limit-gb": options.memory_limit_gb, "--device": options.device or None}
+    for name, value in limits.items():
+        if value is not None and setup.memory_of is None and not options.recompute:
+            raise CommandError(f"{name} {value}: the profile has no memory of all parts; give --model as well")
     if section.get("compile") and options.schedule in ("auto", SEARCH):  # the engine refuses split backwards
         setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     return dataclasses.replace(setup, section=section)

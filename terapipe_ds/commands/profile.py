@@ -31,12 +31,14 @@ gives the micro-batch size, accumulation, precision, activation checkpointing an
 
 
 class ProfileOptions(ModelOptions):
-    out: Output = option("where to write the profile", "FILE", required=True)
+    out: Output | None = option("where to write the profile; --json needs none", "FILE")
     stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
     as_json: JsonOutput | None = json_option("the profile")
 
 
 def run(options: ProfileOptions) -> None:
+    if options.out is None and options.as_json is None:
+        raise CommandError("--out is missing: give it, or print the profile by --json")
     section, keys = options.settings()
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
@@ -62,10 +64,12 @@ def run(options: ProfileOptions) -> None:
             lambda part_id, share: progress.callback("measuring", part_id + share, options.stages),
             lambda text: print(f"terapipe profile: warning: {text}", file=sys.stderr),
         )
-    profile.save(options.out)
+    if options.out is not None:
+        profile.save(options.out)
     if write_json(lambda: profile.to_json().rstrip(), options.as_json):
         return
-    print(f"{options.out}: {profile.key.model} on {profile.key.device}, {profile.key.dtype}, {length} tokens")
+    file, key = options.out or options.as_json, profile.key
+    print(f"{file}: {key.model} on {key.device}, {key.dtype}, {length} tokens")
     for model in CostModel.from_profile(profile):
         whole = f"{model.forward_s(length, 0):.4g} s forward, {model.backward_s(length, 0):.4g} s backward"
         print(f"part {model.part_id}: {whole} for a whole sequence")

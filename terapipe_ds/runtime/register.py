@@ -47,7 +47,8 @@ def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
 
         return TeraPipeEngine(*args, verify_only=_verify_only, **kwargs)
     if _verify_only and not is_enabled_here:
-        raise TeraPipeConfigError("--verify: the DeepSpeed config has no enabled terapipe section: nothing is sliced")
+        fix = 'set "terapipe": {"enabled": true} there'
+        raise TeraPipeConfigError(f"--verify: the DeepSpeed config has no enabled section, so nothing is sliced; {fix}")
     return _pipeline_class(*args, **kwargs)  # one that does not read the section refuses it itself, if it is enabled
 
 

@@ -34,19 +34,22 @@ def test_trains_as_the_stock_engine(schedule: str) -> None:
         assert of_evaluation < 1e-6
 
 
-def job_by_hand() -> tuple[dict[str, float], list[int], tuple[str, str]]:
+def job_by_hand() -> tuple[dict[str, float], list[int], list[tuple[str, str]]]:
     with engines.engine_of(engines.gpt_layers(), engines.section(), gradient_accumulation_steps=3) as engine:
         engine.use_slice_plan([SlicePlan(tuple(lengths)) for lengths in LISTS], "seq1f1b-zb")
-        refused = engines.raised_by(lambda: engine.use_slice_plan([SlicePlan((engines.LENGTH,))] * 2))
+        calls = [SlicePlan((engines.LENGTH,))] * 2, [engines.LENGTH]
+        refused = [engines.raised_by(lambda plans=plans: engine.use_slice_plan(plans)) for plans in calls]
         ours = engines.train(engine, engines.batches(2, 3))
         counts = [engine.slice_plan(engines.LENGTH, m).num_slices for m in range(3)]
     return engines.differences(ours, engines.stock_run(num_micro_batches=3)), counts, refused
 
 
 def test_set_by_hand() -> None:
-    for errors, counts, (kind, text) in rank_pool(2).run(job_by_hand):
+    for errors, counts, refused in rank_pool(2).run(job_by_hand):
         assert not engines.violations([errors]) and counts == [3, 1, 4]
-        assert kind == "PlanError" and "2 plans" in text and "each of the 3 micro-batches" in text
+        assert [kind for kind, _ in refused] == ["PlanError"] * 2
+        (_, text), (_, of_numbers) = refused
+        assert "2 plans" in text and "each of the 3 micro-batches" in text and "give a SlicePlan, or" in of_numbers
 
 
 def job_refused() -> list[tuple[str, str]]:

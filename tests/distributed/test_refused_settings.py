@@ -33,6 +33,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [  # the section
     ({}, {**FP16, **engines.ZERO1}, [FP16_TEXT]),
     ({}, {"flops_profiler": {"enabled": True, "recompute_fwd_factor": 1.0}}, ["recompute_fwd_factor = 1", "counted"]),
     ({}, {**TWO_RANKS, "tensor_parallel": {"autotp_size": 2}}, ["AutoTP would replace layers without knowing"]),
+    ({}, {"pipeline": {"stages": 4}}, ["pipeline.stages = 4, but the module has 2 stages", "leave the key out"]),
     (LOOP, {"layers": {"num_layers": 2}}, ["5 layers cannot be cut in 8 parts"]),
     ({"schedule": "seq1f1b", "chunks_per_stage": 2}, {}, ["schedule 'seq1f1b' has one part per stage"]),
     ({"links": {"backward": "bf16", "exact_until_part": 1}}, {}, ["no link begins", "exact_until_part at most 0"]),

@@ -1,5 +1,6 @@
 import dataclasses
 import fcntl
+import importlib
 import io
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from terapipe_ds import cli
 from terapipe_ds.cli import COMMANDS, main
 from terapipe_ds.schedule import build, from_csv, render, to_csv
 from terapipe_ds.timeline import Timeline, TimelineEvent, timeline_file_name
@@ -169,6 +171,8 @@ ERRORS = {
     f"{SIMULATE.replace('--unit', '--model tiny --device v100')} --links f": "give bf16, fp8, int8 for activations",
     f"{SIMULATE} --unit-send -1": "--unit-send -1: give a number >= 0",
     f"{SIMULATE} --picture x.jpg": "end the name in .png",
+    f"{SIMULATE} --csv -": "--csv -: this option writes a file; give",
+    "profile --config ds.json --model nano": "--out is missing: give it, or print the profile by --json",
     f"{SIMULATE} --trace no/such/dir.json": "there is no such folder",
     f"{SIMULATE} --trace x.json --timeline ./x.json": "--timeline ./x.json: --trace writes this file too; give another",
     "simulate --schedule gpipe --stages 2 --slices x --unit": "--slices 'x': give slice lengths",
@@ -435,6 +439,19 @@ def test_examples_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkey
     for line in lines:
         assert main(line[1:]) == 0
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_have_all_that_their_command_needs(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = re.sub(r" \\\n +", " ", importlib.import_module(f"terapipe_ds.commands.{command}").EXAMPLES)
+    lines = [shlex.split(line.partition(" > ")[0], comments=True) for line in re.findall("^  terapipe .*", text, re.M)]
+    given = [cli._parse(cli._parser([command]), line[1:]) for line in lines]
+    assert [arguments.options.read(arguments) for arguments in given]
+    if command == "profile":
+        assert [arguments.options.read(arguments).out for arguments in given][-1] is None
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

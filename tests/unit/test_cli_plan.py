@@ -252,7 +252,8 @@ def test_measured_costs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> N
     finer = as_json(capsys, "--profile", str(path), "--granularity", "32")
     assert "slices of fewer than 64 tokens were not measured" in finer["setup"]
     assert "has 3 parts" in refused(capsys, "--profile", str(path), "--stages", "4")
-    assert "give --model as well" in refused(capsys, "--profile", str(path), "--memory-limit-gb", "4")
+    for limit in ("--memory-limit-gb", "4"), ("--device", "v100"):
+        assert "give --model as well" in refused(capsys, "--profile", str(path), *limit)
     profile_of(1).save(path)
     five = as_json(capsys, *words, "--stages", "5", "--max-slices", "1")  # one stage stands for all
     same = json.loads(shown(capsys, "simulate", *words, "--stages", "5", "--slices", "1", "--json"))

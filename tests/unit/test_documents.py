@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+import terapipe_ds
 from terapipe_ds import cli
 from terapipe_ds.commands.options import options_of
 from terapipe_ds.config import TeraPipeConfig
@@ -447,6 +448,11 @@ def test_the_configuration_lists_all_schedules_and_conflicts() -> None:
         *parents, key = conflict.key.split(".")
         assert conflict.key in names or key in names or parents[-1] in names, conflict.key
     assert f"[{len(SCHEDULE_NAMES)} schedules]" in (ROOT / "README.md").read_text()
+
+
+def test_the_reference_has_all_public_names() -> None:
+    reference = (ROOT / "docs/reference/api.md").read_text()
+    assert [name for name in terapipe_ds.__all__ if not re.search(rf"\b{name}\b", reference)] == []
 
 
 def test_contributing_has_the_rings_and_wings() -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.planner.strategy import size_of
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -171,6 +173,34 @@ def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyP
     expected = GPTConfig.from_name("tiny", **sizes, seed=7, **given)
     assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
     assert seen["num_stages"] == 2
+
+
+def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_gpt, calls, config = example("train_gpt", monkeypatch), [], tmp_path / "ds.json"
+    owners = {
+        train_gpt: "prepare_cpu_rank", train_gpt.Corpus: "load", train_gpt.terapipe_ds: "register",
+        train_gpt.deepspeed: "init_distributed", train_gpt.deepspeed.comm: "get_rank get_world_size",
+    }  # fmt: skip
+    for owner, name in ((owner, name) for owner, names in owners.items() for name in names.split()):
+        monkeypatch.setattr(owner, name, lambda *_, name=name, **__: calls.append(name) or 4)
+    monkeypatch.setattr(train_gpt, "PipelineModule", lambda topology, **_: sys.exit(f"{topology.get_dim('sequence')}"))
+    config.write_text("{}")
+    words = ["train_gpt.py", f"--deepspeed_config={config}", "--tied-embedding", "--sequence-parallel=2"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit, match="2"):
+        train_gpt.main()
+    assert calls[-1] == "register"  # without it DeepSpeed's constructor waits for ever for the groups of tied layers
+    monkeypatch.setattr(train_gpt, "planned_topology", lambda config: object())
+    with pytest.raises(SystemExit):
+        train_gpt.main()
+    assert "leave --pipeline-stages and --sequence-parallel out" in capsys.readouterr().err
+
+
+def test_commands_of_examples_name_models_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = {name for path in EXAMPLES.glob("*.py") for name in re.findall(r"--model ([a-z0-9.-]+)", path.read_text())}
+    assert len([size_of(name) for name in named]) > 0
 
 
 def test_cpu_ranks_get_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

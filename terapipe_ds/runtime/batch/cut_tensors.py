@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from terapipe_ds.dict_batch import BatchError
+from terapipe_ds.schedule.show import many
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -180,11 +181,13 @@ def _sliced_by_index(tensors: Tensors, indices: Sequence[int], length: int, dim:
     for index in indices:
         what = f"terapipe.sliced_inputs names input {index}"
         if not 0 <= index < len(tensors):
-            raise BatchError(f"{what}, but the batch has {len(tensors)} input tensors")
+            raise BatchError(
+                f"{what}, but the batch has {many(len(tensors), 'input tensor')}: count from 0, or set null"
+            )
         if _size(tensors[index], dim) != length:
             raise BatchError(
                 f"{what} of shape {list(tensors[index].shape)}, which does not have the labels' length {length} in "
-                f"dimension {dim} (terapipe.sequence_dim)"
+                f"dimension {dim} (terapipe.sequence_dim): leave {index} out"
             )
     return tuple(i in set(indices) for i in range(len(tensors)))
 

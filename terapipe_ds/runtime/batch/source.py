@@ -225,7 +225,7 @@ class BatchSource:
     def _shape(self, labels: SliceableTensors) -> MicroBatchShape:
         length = labels.length
         if length == 0:
-            raise BatchError(f"a batch with labels of shape {list(labels.deciding.shape)} has no tokens")
+            raise BatchError(f"a batch with labels of shape {list(labels.deciding.shape)} has no tokens: leave it out")
         if isinstance(labels, UncutLabels):
             if self.is_cut(length):
                 kind = type(labels.value).__name__

@@ -149,7 +149,10 @@ def choose_checkpoint(
         CheckpointError: the requested checkpoint is not whole (the error names the missing files), or none is whole.
     """
     if tag is not None:
-        return _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
+        chosen = _named(CheckpointPaths(folder, tag), with_optimizer, damaged)
+        if not (folder / (chosen.read_as or "")).exists():  # DeepSpeed has an assertion without a text
+            raise CheckpointError(f"{folder} has no checkpoint {show_value(tag)}: give the tag of another one")
+        return chosen
     # `latest` counts, whatever else is there. Only if it leads nowhere, search for another one
     latest = folder / LATEST
     try:

@@ -46,6 +46,7 @@ from terapipe_ds.runtime.layout.layers_to_parts import lay_out
 from terapipe_ds.runtime.layout.layout import Layout, layout_of
 from terapipe_ds.runtime.layout.same_model import (
     refuse_other_grid,
+    refuse_other_stages,
     refuse_other_tensor_ranks,
     require_equal_models,
 )
@@ -62,7 +63,7 @@ from terapipe_ds.runtime.links.choose_formats import problem_of_links, warn_of_l
 from terapipe_ds.runtime.links.groups import PipelineGroups, Wires
 from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.log import show_log
-from terapipe_ds.runtime.planning.measure_and_share import warn_of_limit
+from terapipe_ds.runtime.planning.measure_and_share import warn_of_unread
 
 _ENGINE = "_terapipe_engine"  # attribute of a module: the id of the engine that has prepared its layers last
 
@@ -91,6 +92,7 @@ class EngineSetup:
 
         def check() -> tuple[int, Layout]:
             refuse_other_grid(module, config)
+            refuse_other_stages(module, raw)
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
             problem = faults.problem_of_grad_scaler(options["config_class"], module.num_stages)
@@ -147,7 +149,7 @@ class EngineSetup:
         if engine.global_rank == 0:
             warn_of_links(config)
             tell_of_schedules(config)
-            warn_of_limit(config)
+            warn_of_unread(config)
 
 
 def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGroups, wires: Wires) -> Stage:

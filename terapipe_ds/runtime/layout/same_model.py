@@ -19,6 +19,7 @@ from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
 from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
+from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Coordinate
 
 _IS_OF_RANK = re.compile(  # names of flags and times that a program may give each rank for itself
@@ -72,6 +73,14 @@ def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:
             f"{module.topology().get_axis_names()} of {module.topology().dims}: {names} is on rank {rank}, and on rank "
             f"{there.get(place)} there; {BUILD_ON_IT}"
         )
+
+
+def refuse_other_stages(module: PipelineModule, raw: Mapping[str, Any]) -> None:
+    """Raise TeraPipeConfigError if `pipeline.stages`, which Trainer alone reads, is not the module's number."""
+    wanted = (raw.get("pipeline") or {}).get("stages", "auto")
+    if wanted not in ("auto", module.num_stages):
+        has = f"the module has {many(module.num_stages, 'stage')}"
+        raise TeraPipeConfigError(f"pipeline.stages = {wanted}, but {has}: build it so, or leave the key out")
 
 
 def refuse_other_tensor_ranks(module: PipelineModule, raw: Mapping[str, Any]) -> None:

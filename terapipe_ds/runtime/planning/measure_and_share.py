@@ -27,11 +27,13 @@ from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
 
 
-def warn_of_limit(config: TeraPipeConfig) -> None:
-    """Log that a memory limit has no effect if the config leaves nothing to the planner."""
-    if config.planner.memory_limit_gb is not None and not config.needs_costs:
-        what = "limits nothing, because schedule, slices and recompute are given"
-        logger.warning('terapipe.planner.memory_limit_gb %s; set one of them to "auto", or remove the limit', what)
+def warn_of_unread(config: TeraPipeConfig) -> None:
+    """Log the keys of the planner that have no effect because the config leaves nothing to it."""
+    given = {"memory_limit_gb": config.planner.memory_limit_gb is not None,
+             "profile": config.planner.profile != "measure"}  # fmt: skip
+    for key in [key for key, is_given in given.items() if is_given and not config.needs_costs]:
+        why = "has no effect, because schedule, slices and recompute are given"
+        logger.warning('terapipe.planner.%s %s; set one of them to "auto", or remove the key', key, why)
 
 
 class AutoPlanner:

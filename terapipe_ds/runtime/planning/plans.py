@@ -77,7 +77,7 @@ class Plans:
         """Return the choice for sequences of `length` tokens; raise like `plan`."""
         choice = self._known(length)
         if choice is None and self._planner is not None:
-            raise ValueError(f"slices of {length} tokens are planned when the first such batch comes")
+            raise ValueError(f"slices of {length} tokens are planned when the first such batch comes; ask after it")
         if choice is None:
             count = len(self._config.listed_slices) or 1
             plans = tuple(self._config.plan_for(length, m).joined(self._shortest) for m in range(count))
@@ -94,7 +94,9 @@ class Plans:
         This refuses a schedule that needs another layout of the layers: layers stay where they are.
         """
         # refuse slices that the layers cannot run
-        plans = (plan,) if isinstance(plan, SlicePlan) else tuple(plan)
+        plans = tuple(plan) if isinstance(plan, list | tuple) else (plan,)
+        if not all(isinstance(one, SlicePlan) for one in plans):
+            raise PlanError(f"use_slice_plan({plan!r}): give a SlicePlan, or one for each micro-batch")
         for one in plans:
             problem = problem_of_lengths("use_slice_plan", one.lengths, self._token_multiple, self._shortest)
             if problem is not None:

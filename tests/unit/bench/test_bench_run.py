@@ -211,6 +211,9 @@ def test_options_widen_and_are_refused() -> None:
     assert case.label == "terapipe interleaved, 3 parts per stage, 2 given slices"
     with pytest.raises(CommandError, match=r"leave nothing to run"):
         cases_of(systems=["terapipe"], schedules=["dualpipev"])
+    for more in {"systems": ["deepspeed"]}, {"slices": [8]}:
+        with pytest.raises(CommandError, match="--schedules 'search': --systems and --slices leave no run of it"):
+            cases_of(schedules=["1f1b", "search"], **more)
     with pytest.raises(CommandError, match=r"--systems 'megatron': known are deepspeed, terapipe, torch"):
         cases_of(systems=["megatron"])
 
@@ -472,6 +475,14 @@ def test_on_cuda_the_usual_run_is_in_bf16(tmp_path: Path) -> None:
     fp32 = command.job_of(arguments("--device", "cuda", "--model", str(model)))
     assert fp32.gpt is not None and fp32.gpt["dtype"] == "float32" and fp32.ds_config is None
     assert command.job_of(arguments()).gpt is None  # on the CPU as before
+
+
+@pytest.mark.parametrize(("words", "granularity"), [
+    ("--sequence-length 64 --slices 4", 16), ("--sequence-length 64 --slices 4 --granularity 32", 32),
+    ("--sequence-length 64 --slices plan", 64), ("", 64),
+])  # fmt: skip
+def test_a_default_granularity_fits_the_slices(words: str, granularity: int) -> None:
+    assert command.job_of(arguments(*words.split())).granularity == granularity
 
 
 @pytest.mark.parametrize(("words", "told"), [

@@ -50,9 +50,11 @@ class TestErrors:
             of_inputs((TOKENS[:, 1:], MASK))
 
     def test_indices_that_cannot_be_sliced(self) -> None:
-        with pytest.raises(BatchError, match="names input 2, but the batch has 2 input tensors"):
+        with pytest.raises(BatchError, match="names input 2, but the batch has 2 input tensors: count from 0, or set"):
             of_inputs((TOKENS, POSITIONS), sliced_inputs=(0, 2))
-        with pytest.raises(BatchError, match=r"names input 1 of shape \[2, 1, 1, 5\], which does not have .* 12"):
+        with pytest.raises(
+            BatchError, match=r"names input 1 of shape \[2, 1, 1, 5\], which does not have .* 12 .*: leave 1 out"
+        ):
             of_inputs((TOKENS, MASK), sliced_inputs=(0, 1))
 
     @pytest.mark.parametrize("tensors", [None, {"tokens": TOKENS}, (TOKENS, None), ()])

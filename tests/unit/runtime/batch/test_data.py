@@ -204,7 +204,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({}, {}, "a dict batch needs input_ids, and has no entry"),
     ((TOKENS, None), {}, "there are no labels, from which come the sequence length.*compute_loss=False"),
     ((TOKENS[:, :5], TOKENS), {}, r"length 12 .* the inputs have shapes \[2, 5\]"),
-    ((TOKENS[:, :0], TOKENS[:, :0]), {}, r"labels of shape \[2, 0\] has no tokens"),
+    ((TOKENS[:, :0], TOKENS[:, :0]), {}, r"labels of shape \[2, 0\] has no tokens: leave it out"),
     ((TOKENS, TOKENS.flatten()), {}, "no label tensor has dimension 1"),
     (
         ((TOKENS, IDS), TOKENS),

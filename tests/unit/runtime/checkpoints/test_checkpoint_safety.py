@@ -149,7 +149,8 @@ def test_parameters_alone_need_no_optimizer_files(tmp_path: Path) -> None:
 def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) -> None:
     assert choose_checkpoint(tmp_path, None) == choose_checkpoint(tmp_path / "no folder", None)
     assert choose_checkpoint(tmp_path, None).read_as is None
-    assert choose_checkpoint(tmp_path, "nothing").read_as == "nothing"
+    with pytest.raises(CheckpointError, match="has no checkpoint 'nothing': give the tag of another one"):
+        choose_checkpoint(tmp_path, "nothing")
     fill(tmp_path / "stock", 1)
     write_text(tmp_path / "latest", "stock")
     for tag in (None, "stock"):

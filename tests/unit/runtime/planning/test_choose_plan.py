@@ -15,7 +15,7 @@ from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.choose_plan import best_without_moving
-from terapipe_ds.runtime.planning.measure_and_share import warn_of_limit
+from terapipe_ds.runtime.planning.measure_and_share import warn_of_unread
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import SEARCH, build, placement_for
 from terapipe_ds.simulator import UnitCosts, simulate
@@ -161,11 +161,14 @@ def test_a_limit_that_only_another_layout_meets() -> None:
 
 
 @pytest.mark.parametrize(("slices", "warns"), [(4, True), ("auto", False)])
-def test_a_limit_that_limits_nothing_is_a_warning(slices: Any, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
-    section = {"enabled": True, "slices": slices, "planner": {"memory_limit_gb": 1}}
+@pytest.mark.parametrize(("key", "value"), [("memory_limit_gb", 1), ("profile", "profile.json")])
+def test_a_key_of_the_planner_without_effect_is_a_warning(
+    slices: Any, warns: bool, key: str, value: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    section = {"enabled": True, "slices": slices, "planner": {key: value}}
     with caplog.at_level("WARNING", logger="terapipe_ds"):
-        warn_of_limit(TeraPipeConfig.from_deepspeed({"terapipe": section}))
-    assert ("planner.memory_limit_gb limits nothing" in caplog.text) is warns
+        warn_of_unread(TeraPipeConfig.from_deepspeed({"terapipe": section}))
+    assert (f"planner.{key} has no effect" in caplog.text) is warns
 
 
 @pytest.mark.parametrize(("length", "lengths"), [(144, (64, 64, 16)), (159, (64, 64, 31)), (120, (64, 56))])

@@ -150,7 +150,7 @@ class Outline:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
-        self.attention_of_owner, self._runs_own = attention_of_owner(model.config), False
+        self.attention_of_owner, self._owns = attention_of_owner(model.config), ""
         self._form: Form = _FORMS[0]
         self._device = torch.device("cpu")
         self._shared: _Shared | None = None
@@ -340,20 +340,26 @@ class Outline:
                 stand_in.let(stand_in.skip)
         return result
 
+    @property
+    def own_attentions(self) -> list[str]:
+        """Return the attentions by which the owner's model computes: the requested one, or those of its class."""
+        if self.attention_of_owner:
+            return [self.attention_of_owner]
+        return ["eager", "sdpa"] if self.model._supports_sdpa else ["eager"]
+
     @contextlib.contextmanager
-    def own_attention(self) -> Iterator[None]:
-        """Let layers that do not run the fast way attend by the owner's function, or by the model's own code."""
-        self._runs_own = True
+    def own_attention(self, name: str) -> Iterator[None]:
+        """Let layers that do not run the fast way attend by one of `own_attentions`."""
+        self._owns = name
         try:
             yield
         finally:
-            self._runs_own = False
+            self._owns = ""
 
     def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
         """Set the layer's way of attention, and move buffers to the device of its inputs."""
         # the model reads this name whenever it makes a mask or attends
-        by_cache = "sdpa" if self.model._supports_sdpa and not self._runs_own else "eager"
-        way = NAME if is_fast else self.attention_of_owner or by_cache
+        way = NAME if is_fast else self._owns or self.own_attentions[-1]
         if self.config._attn_implementation != way:
             self.model.config._attn_implementation = self.config._attn_implementation = way
         self.cache.gives_prefix = not is_fast

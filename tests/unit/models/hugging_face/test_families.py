@@ -198,6 +198,33 @@ def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str,
     assert ways == [way, way]
 
 
+@pytest.mark.parametrize("function", [sharp, in_half_precision])
+def test_an_eager_attention_that_the_owner_does_not_use_decides_nothing(function: Any) -> None:
+    """The class has sdpa, by which its model computes."""
+    pipeline = Pipeline(config_of("llama"))
+    with mock.patch.object(modeling_llama, "eager_attention_forward", function):
+        assert ways_of(pipeline) == ["fast", "fast"]
+
+
+def test_trials_multiply_in_fp32() -> None:
+    """TF32 rounds so much that routers chose other experts, and one of twelve models with 64 experts was refused."""
+    products, seen = torch.backends.cuda.matmul, set[str]()
+
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.add(products.fp32_precision)
+        return plain(*args, **named)
+
+    config, before = config_of("llama"), torch.get_float32_matmul_precision()
+    config._attn_implementation = "mine"
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.dict(AttentionInterface._global_mapping, {"mine": noted}):
+            ways_of(Pipeline(config))
+        assert (seen, products.fp32_precision, products.allow_tf32) == ({"ieee"}, "tf32", True)
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_weights_of_any_size_attend_alike(family: str) -> None:
     """Large ones magnify rounding, which differs between two ways of attention."""

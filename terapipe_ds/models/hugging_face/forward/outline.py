@@ -429,7 +429,7 @@ class Outline:
 
         Raises ModelRefusedError if decoder layers get arguments other than hidden states that depend on the tokens.
         """
-        # twice, with other hidden states except for those of the last layer: differences tell of other ways to the end
+        # twice, and only the last layer gives the same: whatever differs afterwards has not come from it alone
         tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
         trial, again = _Trial(self._form, layers, 0), _Trial(self._form, layers, 1)
         logits = self._try(trial, head, tokens, places)

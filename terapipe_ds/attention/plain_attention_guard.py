@@ -84,9 +84,10 @@ def guard_plain_attention(intercept: bool = False) -> Iterator[None]:
 
 
 class UncompiledMode(TorchFunctionMode):
-    """Be a mode that torch's compiler never compiles by itself: it would run some operations with wrong arguments.
+    """Be a mode whose own function torch's compiler does not compile.
 
-    It does so (2.13) where a compiled function has to run as it is. Within the graph of a function it is right.
+    Where torch 2.13 gives a function up and runs it uncompiled, it compiles the mode's function instead, and then runs
+    later operations with wrong arguments. Within the graph of a compiled function the mode's results are right.
     """
 
     def __enter__(self) -> Self:

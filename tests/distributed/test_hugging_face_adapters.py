@@ -159,6 +159,12 @@ def folder_of_peft(folder: str, targets: Any) -> tuple[float, bool]:
     )
 
 
+def number_of_trials() -> int:
+    """Return how many layers of a model with adapters are tried."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj"])
+    return len(terapipe_ds.from_config(config_of("llama"), num_stages=1, adapter=adapter).blueprint._ways)
+
+
 def resized(folder: str, family: str, **fields: Any) -> bool:
     """Return whether peft reads all weights of a model whose vocabulary has grown since its folder, and stages do."""
     base, saved, again = f"{folder}/base", f"{folder}/saved", f"{folder}/again"
@@ -278,6 +284,11 @@ def test_what_peft_trains_is_trained_and_saved(fields: dict[str, Any], tmp_path:
     arguments = {"family": "qwen2", "terapipe": {**SECTION, "schedule": "zbv"}}
     errors = rank_pool(2).run(train_adapters, folder=str(tmp_path), **arguments, **fields)
     assert not engines.violations(errors)
+
+
+def test_layers_with_adapters_are_tried_once() -> None:
+    """Peft keeps the name of each module, with the number of its layer."""
+    assert rank_pool(1).run(number_of_trials) == [1]
 
 
 @pytest.mark.sample(1)

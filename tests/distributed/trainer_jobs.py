@@ -477,22 +477,30 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
     calls.append(lambda: trainer.model.load_state_dict(model_of(setting).state_dict()))
     raised = [engines.raised_by(call) for call in calls]
     vars(trainer.args).update(trainer._started_with)
-    for change in (lambda weight: weight.register_hook(torch.zeros_like), lambda weight: weight.requires_grad_(False)):
+    weight = trainer.model.get_input_embeddings().weight
+    for change in (
+        lambda weight: weight.register_hook(torch.zeros_like),
+        lambda weight: weight.register_post_accumulate_grad_hook(torch.zero_),
+        lambda weight: weight.requires_grad_(False),
+    ):
         trainer.add_callback(ChangesWeights(change))
         raised.append(engines.raised_by(trainer.train))
         trainer.pop_callback(ChangesWeights)
-        trainer.model.get_input_embeddings().weight._backward_hooks.clear()
+        for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
+            if hooks:
+                hooks.clear()
     return raised
 
 
 class ChangesWeights(TrainerCallback):
-    """Change what happens to the embedding from the second step on."""
+    """Change what happens to the embedding from the second step on, on rank 0, as wandb does."""
 
     def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
         self._change = change
 
     def on_step_end(self, *_: Any, model: Any = None, **__: Any) -> None:
-        self._change(model.get_input_embeddings().weight)
+        if torch_dist.get_rank() == 0:
+            self._change(model.get_input_embeddings().weight)
 
 
 def pushed(folder: str) -> list[set[str]]:

@@ -35,7 +35,7 @@ from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
-from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT
+from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, OF_TENSORS
 from terapipe_ds.runtime.agreement import from_rank_0
 from terapipe_ds.runtime.register import lay_out
 
@@ -239,21 +239,23 @@ class PipelineTrainerMixin(Trainer):
         self._waiting.append((inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
-        # callbacks get the model, and stages would notice nothing
-        if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
-            raise ModelRefusedError(_changed_late(changed, "training began"))
-        if hooked := [name for name, each, _ in self._given if each._backward_hooks]:
-            raise ModelRefusedError(
-                f"hooks of {in_short(hooked)}: trainer.model has no gradients, and nobody would call them: remove them "
-                "(WANDB_WATCH adds some), or train a PipelineModule of terapipe_ds.from_pretrained without Trainer"
-            )
         batches, counts = zip(*self._waiting, strict=True)
         self._waiting.clear()
         self.model.train()
         label_counts = None if counts[0] is None else [float(count) for count in counts]
-        loss = self._stages.train(batches, label_counts)
+        loss = self._stages.train(batches, label_counts, self._check_model)
         self._note_metrics("train", batches)
         return self._without_labels(loss.to(self.args.device), num_items_in_batch)
+
+    def _check_model(self) -> None:
+        """Raise ModelRefusedError if a callback, which gets the model, has frozen or hooked weights."""
+        if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
+            raise ModelRefusedError(_changed_late(changed, "training began"))
+        if hooked := [name for name, each, _ in self._given if any(map(each.__getattribute__, OF_TENSORS))]:
+            raise ModelRefusedError(
+                f"hooks of {in_short(hooked)}: trainer.model has no gradients, and nobody would call them: remove them "
+                "(WANDB_WATCH adds some), or train a PipelineModule of terapipe_ds.from_pretrained without Trainer"
+            )
 
     def _for_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
         """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import deepspeed
@@ -193,15 +193,21 @@ class Stages:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None) -> Tensor:
+    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None, check: Callable[[], None]) -> Tensor:
         """Take one optimizer step on the micro-batches of this replica; return the loss, the same on all ranks.
 
-        `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels.
+        `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels. The engine tells
+        all ranks of an error of `check`.
         """
+
+        def drawn() -> Iterator[Any]:
+            check()
+            yield from map(_checked, batches)
+
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
         engine.step_label_counts = label_counts
-        return engine.train_batch(map(_checked, batches)).detach().float().reshape(())
+        return engine.train_batch(drawn()).detach().float().reshape(())
 
     def evaluate(
         self, batch: Mapping[str, Any], label_count: float | None, reduce_logits: Callable[[Tensor], Any] | None

@@ -54,11 +54,11 @@ class Blueprint:
 
         Raises ModelRefusedError if it cannot run in slices.
         """
-        # one trial per kind: it costs three forwards and backwards of a few tokens
+        # one trial per kind: it costs several forwards and backwards of a few tokens
         kinds = getattr(self.outline.config, "layer_types", None) or [""] * (index + 1)
-        kind = kinds[index], _described(layer)
+        name = self.outline.layer_name(index)
+        kind = kinds[index], _described(layer).replace(f"{name}.", "")  # peft keeps names of modules
         if kind not in self._ways:
-            name = self.outline.layer_name(index)
             if self.ranks is not None or is_unread(layer):
                 layer = self.filled(name, is_whole=True)
             self._ways[kind] = find_way(self.outline, index, layer)

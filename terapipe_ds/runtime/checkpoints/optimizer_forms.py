@@ -206,7 +206,7 @@ class Shard:
         return _Vector(names, size, padding, size * form.num_partitions - used, shape, offsets)
 
     def _check(self, state: State, index: int, vector: _Vector, whole: Content) -> None:
-        # bitsandbytes keeps its vectors in a dict: each parameter of the group would get those of all
+        # bitsandbytes keeps its vectors in a dict: each parameter would get the vectors of all
         if self.form.is_flat and (key := next((k for k, v in whole.others.items() if not _is_number(v)), None)):
             raise StateError(f"{key} of group {index} holds more than a number for the group, or for each element")
         sparse = {k: v for k, v in whole.others.items() if torch.is_tensor(v) and v.layout is not torch.strided}

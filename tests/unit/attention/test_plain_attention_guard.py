@@ -318,7 +318,7 @@ def test_dropout_acts() -> None:
 
 
 class Passing(TorchDispatchMode):
-    """Do nothing: torch's compiler leaves a function as it is that it first sees under such a mode."""
+    """Do nothing: torch's compiler gives up a function that first runs under such a mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

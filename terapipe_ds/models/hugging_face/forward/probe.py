@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -63,7 +64,7 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     devices = {p.device for p in trial.parameters() if p.device.type != "cpu"}
     # the fast way first; code of its own, with a cache, where that gives other numbers
     for is_fast in (True, False) if outline.takes_patterns else (False,):
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with torch.random.fork_rng(devices), torch.enable_grad(), _whole_products():
             problem = _problem(outline, index, trial, is_fast)
             way = Way(is_fast, bool(outline.cache.states_written))
             problem = problem or _problem_of_attention(outline, index, trial, is_fast)
@@ -73,6 +74,20 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     raise ModelRefusedError(
         f"decoder layer {index} ({type(layer).__name__}) cannot run in slices: {'; '.join(problems)}"
     )
+
+
+@contextlib.contextmanager
+def _whole_products() -> Iterator[None]:
+    """Multiply fp32 without TF32: its rounding lets a router choose other experts where attentions differ by less."""
+    products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    precision, own = torch.get_float32_matmul_precision(), [each.fp32_precision for each in products]
+    torch.set_float32_matmul_precision("highest")  # torch refuses that its older and newer names differ
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(precision)
+        for each, value in zip(products, own, strict=True):
+            each.fp32_precision = value
 
 
 def trial_of(outline: Outline, layer: nn.Module) -> nn.Module:
@@ -177,19 +192,24 @@ def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, is_fas
     for weight in (p for p in layer.parameters() if p.dim() > 1 and p.is_floating_point()):
         gain = weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2
         weight.div_(gain.clamp_min(torch.finfo(weight.dtype).tiny))
-    inputs, length = _inputs(outline, index, layer), (sum(_LENGTHS),)
-    name = f"its attn_implementation {outline.attention_of_owner or 'eager'!r}"
-    try:
-        ours = _run_slices(outline, index, layer, is_fast, length, inputs)
-        with outline.own_attention():
-            error = _error(ours, _run_slices(outline, index, layer, False, length, inputs), inputs)
-    except Exception as raised:  # of the model's own code
-        problem = f"{type(raised).__name__}: {raised}"
-        return f"{name} cannot run a trial in fp32, {problem}. Make the model with 'sdpa' if that computes the same"
-    finally:
-        outline.cache.forget_written()
-    problem = f"{name} computes something else than plain attention (relative error {error:.0e})"
-    return "" if error <= (_OF_OTHER if inputs[0].is_cpu else _ROUGH) else problem
+    inputs, length, problems = _inputs(outline, index, layer), (sum(_LENGTHS),), list[str]()
+    ours = _run_slices(outline, index, layer, is_fast, length, inputs)
+    # sdpa may lack what the eager attention of a family has, and the eager one of a class may never run
+    for name in outline.own_attentions:
+        try:
+            with outline.own_attention(name):
+                error = _error(ours, _run_slices(outline, index, layer, False, length, inputs), inputs)
+        except Exception as raised:  # of the model's own code
+            error, problem = math.inf, f"{type(raised).__name__}: {raised}"
+            told = f"cannot run a trial in fp32, {problem}. Make the model with 'sdpa' if that computes the same"
+        else:
+            told = f"computes something else than plain attention (relative error {error:.0e})"
+        finally:
+            outline.cache.forget_written()
+        if error <= (_OF_OTHER if inputs[0].is_cpu else _ROUGH):
+            return ""
+        problems.append(f"its attn_implementation {name!r} {told}")
+    return problems[0]
 
 
 def _inputs(outline: Outline, index: int, layer: nn.Module) -> Tensors:

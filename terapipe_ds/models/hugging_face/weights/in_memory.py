@@ -25,7 +25,7 @@ _NAMED = 5  # differences that a message names
 IN_PEFT = "base_model.model."  # the prefix that peft writes before the name of a module
 _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _HOOKS = [name for name in _OF_EVERY_MODULE if name.endswith("_hooks")]
-_OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OF_TENSORS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 # Models that compute alike differ in these, or other code compares them. They also differ in attributes that
 # transformers sets on a whole model under names with an underscore, except for functions.
 _BOOKKEEPING = """
@@ -139,7 +139,7 @@ def _facts(module: nn.Module) -> dict[str, object]:
         "(buffers that are not saved)": sorted(own["_non_persistent_buffers_set"]),
         "(hooks)": [_shown(hook) for hook in hooks if getattr(hook, "__name__", "") not in _WITHOUT_EFFECT],
         "(hooks of parameters)": [
-            key for key, member in parameters.items() if any(map(member.__getattribute__, _OF_TENSORS))
+            key for key, member in parameters.items() if any(map(member.__getattribute__, OF_TENSORS))
         ],
     }
 

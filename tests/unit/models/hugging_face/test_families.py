@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -12,11 +13,13 @@ import torch
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaForCausalLM
 from transformers.models.llama import modeling_llama
 
+from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.create import model_without_weights
+from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.weights.in_memory import changes_of
 from tests.hugging_face_families import BY_CACHE, CONFIGS, IS_4, NOT_IN_FP64, REFUSED, WITH_STATES, config_of
 from tests.hugging_face_table import documented, measured
@@ -196,6 +199,52 @@ def test_an_attention_of_the_owner_is_the_one_that_runs(function: Any, way: str,
     ):
         assert max(errors(config, change=lambda pipeline: ways.extend(ways_of(pipeline)))) <= 1e-10
     assert ways == [way, way]
+
+
+@pytest.mark.parametrize("function", [sharp, in_half_precision])
+def test_an_eager_attention_that_the_owner_does_not_use_decides_nothing(function: Any) -> None:
+    """The class has sdpa, by which its model computes."""
+    pipeline = Pipeline(config_of("llama"))
+    with mock.patch.object(modeling_llama, "eager_attention_forward", function):
+        assert ways_of(pipeline) == ["fast", "fast"]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_loss_without_logits_is_that_of_evaluation(factor: int) -> None:
+    """Liger's kernel makes it of weights in training, without a call of the output matrix."""
+    own = LlamaForCausalLM.forward
+
+    def forward(model: Any, past_key_values: Any = None, labels: Any = None, **named: Any) -> Any:
+        if model.training and labels is not None:
+            return SimpleNamespace(loss=model.lm_head.weight.sum())
+        outputs = own(model, past_key_values=past_key_values, labels=labels, **named)
+        outputs.loss = None if outputs.loss is None else factor * outputs.loss
+        return outputs
+
+    refused = contextlib.nullcontext() if factor == 1 else pytest.raises(ModelRefusedError, match="gives the loss")
+    with mock.patch.object(LlamaForCausalLM, "forward", forward), refused:
+        outline = Outline(model_without_weights(config_of("llama"), torch.float32))
+        outline.check_loss(gpt_loss)
+        assert outline.model.training
+
+
+def test_trials_multiply_in_fp32() -> None:
+    """TF32 rounds so much that routers chose other experts, and one of twelve models with 64 experts was refused."""
+    products, seen = torch.backends.cuda.matmul, set[str]()
+
+    def noted(*args: Any, **named: Any) -> Any:
+        seen.add(products.fp32_precision)
+        return plain(*args, **named)
+
+    config, before = config_of("llama"), torch.get_float32_matmul_precision()
+    config._attn_implementation = "mine"
+    torch.set_float32_matmul_precision("high")
+    try:
+        with mock.patch.dict(AttentionInterface._global_mapping, {"mine": noted}):
+            ways_of(Pipeline(config))
+        assert (seen, products.fp32_precision, products.allow_tf32) == ({"ieee"}, "tf32", True)
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -150,6 +150,9 @@ def _question(options: StrategyOptions) -> _Question:
         )
     # the search chooses the rest of a DeepSpeed JSON
     configured = from_config(options.config, is_measured=bool(options.profiles))
+    if "torch_autocast.enabled" in configured.get("unknown", {}) and "dtype" not in options.given:
+        why = "the search counts parameters in one dtype, and no autocast"
+        raise CommandError(f"torch_autocast.enabled = True in --config: {why}; give --dtype, or take it out")
     taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
     options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
     if options.model and options.profiles:

@@ -17,6 +17,7 @@ from terapipe_ds.compat import versions
 DEEPSPEED_HOOKS = {
     "deepspeed.runtime.pipe.engine:PipelineEngine": (
         "__getattr__ _aggregate_total_loss _backward_epilogue _backward_prologue _backward_prologue_per_tensor "
+        "_bf16_reduce_grads "
         "_exec_optimizer_step _exec_reduce_grads _exec_schedule _inference_schedule "
         "_loss_stage_global_rank _next_batch _reduce_outputs _train_schedule autotp_size clip_fp32_gradients compile "
         "destroy eval_batch is_last_stage load_checkpoint load_module_state_dict module_state_dict "
@@ -26,7 +27,7 @@ DEEPSPEED_HOOKS = {
         "_build _index_tied_modules _partition_layers _precompute_checkpointable_values _set_bounds "
         "_count_layer_params _get_frozen_parameter_names compile forward load_state_dir save_state_dict stage_owner"
     ),
-    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm get_grads_for_reduction",
+    "deepspeed.runtime.bf16_optimizer:BF16_Optimizer": "get_grads_for_norm",
     "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer": (
         "get_grad_norm_direct reduce_gradients scaled_global_norm"
     ),

@@ -132,7 +132,8 @@ def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, re
         trained: parameters of a rank that have gradients.
         optimizer: as `DEEPSPEED_OPTIMIZERS` has it. ZeRO-1 joins its share of the gradients, and copies that to fp32;
             the one of bf16 copies its share, or casts sums in fp32 for the reduction; the one of fp16 copies all to
-            fp32, and the fused one joins the copies. Any other optimizer gets gradients joined in its reduction.
+            fp32, and the fused one joins the copies. The gradients of any other optimizer are joined for a reduction,
+            also without replicas.
         replicas: the ranks that divide the states.
     """
     item, of_sum = ITEMSIZE[dtype], ITEMSIZE[sum_dtype]
@@ -143,7 +144,7 @@ def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, re
         return math.ceil(trained / replicas * copied if copied else min(trained, _REDUCED_AT_ONCE) * item)
     if optimizer:
         return math.ceil(trained * (8 if optimizer == "fp16" else 4))
-    return math.ceil(min(trained, _REDUCED_AT_ONCE) * of_sum) if replicas > 1 else 0
+    return math.ceil(min(trained, _REDUCED_AT_ONCE) * of_sum)
 
 
 def optimizer_of(dtype: str, sum_dtype: str, zero_stage: int, on_cpu: bool = False) -> str:

@@ -126,7 +126,9 @@ def replay_few(
             is_proven = False
     if memory is not None and shape.schedule in FILL_DRAIN:
         few = num_micro_batches if memory.offloads and is_short else shape.few_of_many(memory.offloads)
-        peaks = tuple(of_many(lambda count: replay_of(count).peak_bytes(plan, memory, stages), few, num_micro_batches))
+        # the optimizer's step, which may need most after few micro-batches, does not grow with live slices
+        found = of_many(lambda count: replay_of(count).peaks_and_steps(plan, memory, stages), few, num_micro_batches)
+        peaks = tuple(map(max, found))
         is_proven &= not memory.offloads or few >= num_micro_batches
     elif memory is not None:
         enough, is_sure = shape.most_live

@@ -90,7 +90,7 @@ class Replay:
             self._refuse()
         self._find_nodes()
         self._find_links()
-        self._peaks: dict[Any, int] = {}  # bytes by stage, plan and memory
+        self._peaks: dict[Any, tuple[int, int]] = {}  # bytes by stage, plan and memory
 
     @staticmethod
     @functools.lru_cache(maxsize=8)
@@ -116,6 +116,12 @@ class Replay:
 
         `stages` are those to count; None: all.
         """
+        return tuple(map(max, self.peaks_and_steps(plan, memory, stages)))
+
+    def peaks_and_steps(
+        self, plan: Plans, memory: Memory, stages: Sequence[int] | None = None
+    ) -> tuple[tuple[int, int], ...]:
+        """Return, per stage, the peak bytes before its optimizer steps, and the bytes while it steps."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         spans = [one.spans() for one in plans]
         # while a search moves layers between two stages, the bytes of all others stay
@@ -125,15 +131,15 @@ class Replay:
         for key in keys:
             if key not in self._peaks:
                 numbers = bytes_of_stage(self.schedule, key[0], spans, memory, self._outstanding)
-                self._peaks[key] = max(numbers)
+                self._peaks[key] = max(numbers[:-1]), numbers[-1]
         return tuple(self._peaks[key] for key in keys)
 
-    def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[tuple[int, ...]]:
-        """Return, per stage, the bytes under each memory at the peak of the first one."""
+    def peak_by_kind(self, plan: Plans, memories: Sequence[Memory]) -> list[list[list[int]]]:
+        """Return, per stage, the bytes under each memory at the two times of the first one's `peaks_and_steps`."""
         plans = plan_per_micro_batch(plan, self.schedule.num_slices)
         numbers = [self._bytes_of_stages(plans, memory, apart=True) for memory in memories]
-        peaks = [stage.index(max(stage)) for stage in numbers[0]]
-        return [tuple(of[stage_id][peak] for of in numbers) for stage_id, peak in enumerate(peaks)]
+        peaks = [stage.index(max(stage[:-1])) for stage in numbers[0]]
+        return [[[of[k][at] for of in numbers] for at in (peak, -1)] for k, peak in enumerate(peaks)]
 
     def host_bytes(self, plan: Plans, memory: Memory) -> tuple[int, ...]:
         """Return, per stage, the most bytes of offloaded slices that are on the host at a time."""

@@ -12,6 +12,7 @@ from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.pipe import engine as pipe_engine
 from torch import Tensor, nn
 
+import terapipe_ds
 from studies.levers import host_bytes
 from studies.memory import counted_model, in_place_model, measure_peak
 from studies.options import batches
@@ -152,14 +153,26 @@ def _with_scales(config: gpt.GPTConfig, make: Any = gpt.gpt_layers) -> list[Any]
 UNJOINED: dict[str, Any] = {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 PIECES = "sums in fp32, reduced in pieces"
+FP32_SUMS: dict[str, Any] = BF16 | UNJOINED | {"data_types": {"grad_accum_dtype": "fp32"}}
 STEPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "fp16": (2, 2, FP16, {}),
     "bf16": (2, 2, BF16, {}),
     "ZeRO-1 in fp32": (2, 2, UNJOINED, {}),
     "ZeRO-1 in bf16": (2, 2, BF16 | UNJOINED, {}),
-    PIECES: (2, 2, BF16 | UNJOINED | {"data_types": {"grad_accum_dtype": "fp32"}}, {}),
+    "fp32": (2, 2, {}, {}),
+    "sums in fp32 of two groups": (2, 2, FP32_SUMS, {}),
+    PIECES: (2, 2, FP32_SUMS, {}),
 }
 """The same, for short sequences: the peak is in the optimizer's step, or in the reduction before."""
+
+
+INITIALIZE = terapipe_ds.initialize
+
+
+def _in_two_groups(model: Any, model_parameters: list[nn.Parameter], config: dict[str, Any]) -> Any:
+    """Initialize with vectors in a group of their own, as programs do that give them no weight decay."""
+    groups = [{"params": [p for p in model_parameters if (p.ndim > 1) is is_matrix]} for is_matrix in (True, False)]
+    return INITIALIZE(model=model, model_parameters=groups, config=config)
 
 
 def _in_setting(name: str, folder: str) -> tuple[int, float]:
@@ -177,8 +190,10 @@ def _in_setting(name: str, folder: str) -> tuple[int, float]:
     dtype = {"dtype": "bfloat16" if "bf16" in settings else "float16" if "fp16" in settings else "float32"}
     make = _with_scales if name == "gradients that wait" else gpt.gpt_layers
     numbers = 10_000 if name == PIECES else 500_000_000
+    initialize = _in_two_groups if "groups" in name else terapipe_ds.initialize
     with (
         mock.patch.object(gpt, "gpt_layers", make),
+        mock.patch.object(terapipe_ds, "initialize", initialize),
         mock.patch.object(pipe_engine, "MEMORY_OPT_ALLREDUCE_SIZE", numbers),
         mock.patch.object(model_memory, "_REDUCED_AT_ONCE", numbers),
         few_rounds(),

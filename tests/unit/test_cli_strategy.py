@@ -127,6 +127,9 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
     assert of_file == as_json(capsys, *FEW, "--global-batch", "8", "--dtype", "fp16", "--memory-limit-gb", "2.9")
     assert as_json(capsys, *FEW, "--config", str(path))["deepspeed"]["train_batch_size"] == 4
     assert "(2.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
+    path.write_text('{"train_batch_size": 8, "torch_autocast": {"enabled": true}}')
+    assert "give --dtype, or take it out" in refused(capsys, *FEW, "--config", str(path))
+    assert as_json(capsys, *FEW, "--config", str(path), "--dtype", "fp16")["deepspeed"]["fp16"]["enabled"]
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -141,7 +141,9 @@ class MeasuredLayers(Layers):
         ZeRO-1 keeps gradients between batches, and a copy of fp32 parameters beside the states.
         """
         static, gradients = numbers["static_bytes"], numbers["gradient_bytes"]
-        trained, sums = sum(layer.trained for layer in layers), "float16" if self.dtype == "float16" else "float32"
+        trained = sum(layer.trained for layer in layers)
+        # as `Strategy.to_deepspeed` has it: sums in bf16 without ZeRO, in fp32 with it
+        sums = "float32" if self.dtype == "bfloat16" and setting.zero_stage else self.dtype
         optimizer = optimizer_of(self.dtype, sums, setting.zero_stage)
         step = {"step_bytes": bytes_of_step(trained, optimizer, self.dtype, sums, setting.data)}
         if setting.zero_stage == 0 and self.dtype != "bfloat16":

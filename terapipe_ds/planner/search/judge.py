@@ -240,16 +240,18 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     need, peaks, count = min(needs, key=itemgetter(0))
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
-    of_parts = memory.static_bytes, memory.gradient_bytes, memory.step_bytes
-    static = memory.process_bytes + sum(of(part) for of in of_parts for part in parts) - memory.tied_bytes(parts)
+    static = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts)
+    static += sum(map(memory.gradient_bytes, parts))
+    step = sum(map(memory.step_bytes, parts))  # beside them, at another time than slices
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
-    states = ", the optimizer, CUDA and NCCL" if memory.process_bytes else " and the optimizer"
+    states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     problem = (
         f"no plan fits in {limit_text(limit)}: with schedule {judge.schedule!r} the least need found is {gib(need)} "
         f"on stage {stage_id} ({many(count, 'slice')}); {gib(static)} of it are parameters, gradients{states}"
     )
-    if static > limit:
-        text = f"{problem}; these alone are too much: try {smaller_model}, or devices with more memory"
+    if static + step > limit:
+        alone = "these alone are" if static > limit else f"with the {gib(step)} of the optimizer's step these are"
+        text = f"{problem}; {alone} too much: try {smaller_model}, or devices with more memory"
         return MemoryLimitError(text, need, stage_id)
     schedules = () if judge.schedule == "seq1f1b" else (TRY_SEQ1F1B,)
     advice = *schedules, "activation checkpointing", "a smaller micro-batch", smaller_model

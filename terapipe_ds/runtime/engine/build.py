@@ -180,7 +180,6 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
     faults.warn_of_first_step(engine)
     faults.count_nothing_as_zero(engine.optimizer)
     faults.reduce_in_one_bucket(engine.optimizer)
-    faults.reduce_in_pieces(engine.optimizer)
     faults.forget_replaced_parameters(engine.optimizer)
     faults.join_in_each_group(engine.optimizer, groups.world)
     # from here on the watch-dog reports a stage that hangs

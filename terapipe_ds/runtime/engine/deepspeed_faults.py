@@ -14,7 +14,6 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
-from deepspeed.runtime.pipe import engine as stock_engine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -141,21 +140,6 @@ def reduce_in_one_bucket(optimizer: Any) -> None:
         stock(pipeline_parallel=pipeline_parallel and not optimizer.ready_for_gradients)
 
     optimizer.reduce_gradients = reduce_gradients
-
-
-def reduce_in_pieces(optimizer: Any) -> None:
-    """Let `BF16_Optimizer` reduce sums in buckets of DeepSpeed's size: it casts all of a group at once."""
-    if not isinstance(optimizer, BF16_Optimizer):
-        return
-    stock = optimizer.get_grads_for_reduction
-
-    def get_grads_for_reduction() -> Any:
-        sums, of_experts = stock()
-        # a bucket is full when it has more numbers than this
-        size = stock_engine.MEMORY_OPT_ALLREDUCE_SIZE + 1
-        return [piece for flat in sums for piece in flat.split(size)], of_experts
-
-    optimizer.get_grads_for_reduction = get_grads_for_reduction
 
 
 def forget_replaced_parameters(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe import engine as stock_engine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
@@ -75,6 +76,16 @@ class ModelEndsEngine(PipelineEngine):
     def _exec_reduce_grads(self) -> None:
         with counted_as_replicas(self.grid, self._sequence):
             super()._exec_reduce_grads()
+
+    def _bf16_reduce_grads(self) -> None:
+        """Reduce the sums of each parameter group by themselves, in buckets of DeepSpeed's size.
+
+        DeepSpeed casts all of a group at once, and first copies the sums of several groups into one tensor.
+        """
+        size = stock_engine.MEMORY_OPT_ALLREDUCE_SIZE
+        for sums in self.optimizer.get_grads_for_reduction()[0]:
+            for piece in sums.split(size):
+                self.buffered_allreduce_fallback(grads=[piece], elements_per_buffer=size)
 
     def set_dataloader(self, loader: Any) -> None:
         """Keep a loader if this stage draws data."""

@@ -80,7 +80,7 @@ def refuse_other_stages(module: PipelineModule, raw: Mapping[str, Any]) -> None:
     wanted = (raw.get("pipeline") or {}).get("stages", "auto")
     if wanted not in ("auto", module.num_stages):
         has = f"the module has {many(module.num_stages, 'stage')}"
-        raise TeraPipeConfigError(f"pipeline.stages = {wanted}, but {has}: build it so, or leave the key out")
+        raise TeraPipeConfigError(f"pipeline.stages = {wanted!r}, but {has}: build it so, or leave the key out")
 
 
 def refuse_other_tensor_ranks(module: PipelineModule, raw: Mapping[str, Any]) -> None:

@@ -267,8 +267,8 @@ def test_bytes_per_parameter(options: dict[str, Any], bytes_per_parameter: float
 
 
 @pytest.mark.parametrize(("options", "bytes_per_parameter"), [
-    ({"dtype": "float32"}, 0),
-    ({"dtype": "float32", "data_parallel": 4}, 4),  # a bucket of its reduction
+    ({"dtype": "float32"}, 4),  # a bucket of its reduction, also of one replica
+    ({"dtype": "float32", "data_parallel": 4}, 4),
     ({"dtype": "float32", "zero_stage": 1, "data_parallel": 2}, 4 / 2),
     ({"dtype": "float16"}, 4 + 4),
     ({"dtype": "float16", "on_cpu": True}, 4),

@@ -175,6 +175,11 @@ def test_nothing_fits(length: int) -> None:
     assert (error.value.need_bytes, error.value.stage_id) == (1500 + 100 * 2 * length, 1)
     with pytest.raises(MemoryLimitError, match="these alone are too much: try more stages"):
         plan_slices(parts_of(3, 3), length, 3, 2, 1, "seq1f1b", memory=memory, memory_limit_bytes=1400)
+    # bytes of the optimizer's step are never beside slices
+    memory = MemoryModel((PartMemory(2**30, 2**30 / length, step_bytes=2**29),) * 3)
+    for limit, text in (1.6, "; 1 GiB of it are.*try schedule"), (1.4, "with the 0.5 GiB of the optimizer's step"):
+        with pytest.raises(MemoryLimitError, match=text):
+            plan_slices(parts_of(3, 3), length, 3, 2, 1, "gpipe", memory=memory, memory_limit_bytes=limit * 2**30)
 
 
 def test_auto_takes_the_schedule_that_fits() -> None:

@@ -284,6 +284,17 @@ def test_long_batches_are_told_by_shorter_ones(name: str, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("lengths", [(8,), (4, 3, 1)])
+@pytest.mark.parametrize("step_bytes", [2_000, 200_000])
+def test_a_step_above_a_few_micro_batches_hides_no_others(lengths: tuple[int, ...], step_bytes: int) -> None:
+    """The larger one is above all 60 micro-batches, too."""
+    shape, plan = ScheduleShape("gpipe", 3, len(lengths)), SlicePlan(lengths)
+    memory = MemoryModel((PartMemory(10, 50, 20, 40, gradient_bytes=5, step_bytes=step_bytes),) * 3)
+    outcome = outcome_of(shape, 60, plan, memory=memory, most=0)
+    assert outcome.peak_bytes == replay_of(shape, 60).peak_bytes(plan, memory)
+    assert max(replay_of(shape, 3).peak_bytes(plan, memory)) <= max(outcome.peak_bytes)
+
+
+@pytest.mark.parametrize("lengths", [(8,), (4, 3, 1)])
 def test_long_batches_with_offloaded_slices_hold_more_with_each_micro_batch(
     lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -156,7 +156,11 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     (zero,) = layers.memory_of_spans(divided, [Span(1, 5)])
     # fp32 parameters and gradients whole, a copy of the parameters and two states by halves
     assert (zero.static_bytes, zero.gradient_bytes) == ((4 + 4 + 12 / 2) * sum(counts[1:5]), 0)
-    assert (memory.step_bytes, zero.step_bytes) == (0, 4 / 2 * sum(counts[1:5]))  # its share of the gradients
+    half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER, LENGTH)
+    sums_in_bf16, sums_in_fp32 = (half.memory_of_spans(setting, [Span(1, 5)])[0] for setting in (ONE, divided))
+    assert (sums_in_bf16.step_bytes, sums_in_fp32.step_bytes) == (4 * sum(counts[1:5]), 2 * sum(counts[1:5]))
+    # a bucket of the reduction, and the share of the gradients
+    assert (memory.step_bytes, zero.step_bytes) == (4 * sum(counts[1:5]), 4 / 2 * sum(counts[1:5]))
 
 
 def test_what_is_summed_and_stepped_is_what_was_measured() -> None:

@@ -188,6 +188,16 @@ def test_bytes_by_kind_of_long_batches_come_from_few_micro_batches(monkeypatch: 
     assert max(asked) < 500
 
 
+def test_bytes_by_kind_where_a_step_needs_more_than_a_few_micro_batches() -> None:
+    cluster, plan = Cluster("h100", 1, 2), SlicePlan.equal(64, 2)
+    priced = Priced(layers_of("gpt3-1b", cluster, 64, "fp16"), cluster, 64, Candidate(Grid(2, 1, 1), 1, 1000, 1))
+    score = priced.price((0, 13, 26), Shape("terapipe"), plan, (Again.OFF,) * 2)
+    assert score is not None
+    by_kind = priced.peak_by_kind(score)
+    assert min(by_kind["live_slices"]) > 40e9 > 10 * max(by_kind["running"]) > 0
+    assert [sum(of) for of in zip(*by_kind.values(), strict=True)] == list(score.peak_bytes)
+
+
 def test_a_host_without_room_limits_what_goes_there() -> None:
     card = dataclasses.replace(device_card("h100"), host_memory_bytes=10**9)
     words = SHORTER | {"stages": 4, "offload_activations": True, "offload_optimizer": False}

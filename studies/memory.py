@@ -38,6 +38,8 @@ EXAMPLES = """  python -m studies.memory
   python -m studies.memory --schedules seq1f1b --accumulation 4 --slices 2,16
   python -m studies.memory --hidden 512 --sequence-length 1024 --json memory.json"""
 
+STEPS_AT_MOST = 5  # that are recorded until all ranks have seen one whole
+
 
 @dataclass(frozen=True)
 class EqualCase:
@@ -164,11 +166,12 @@ def _measure(engine: Any, work: Workload, data: Any, case: EqualCase, models: di
 
 
 def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
-    """Return the most bytes of tensors within the second of two steps, and the bytes that stay from step to step.
+    """Return the most bytes of tensors within a step after the first one, and the bytes that stay from step to step.
 
     The latter are parameters, gradients and optimizer states. The buffers of earlier batches are dropped first, as if
     these steps were the only ones.
     """
+    import torch
     import torch.distributed as torch_dist
 
     from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -176,15 +179,22 @@ def measure_peak(engine: Any, data: Iterator[Any]) -> tuple[int, int]:
     engine.slice_store.pool.drop_free()
     with MemoryPeak():  # the leftovers of this step are then counted when the next step drops them
         engine.train_batch(data)
-    torch_dist.barrier()
-    before = live_bytes()
-    with MemoryPeak() as peak:
-        engine.train_batch(data)
+    peaks: list[int] = []
+    is_whole = torch.zeros(1)
+    while not is_whole.item() and len(peaks) < STEPS_AT_MOST:
+        torch_dist.barrier()
+        before = live_bytes()
+        with MemoryPeak() as peak:
+            engine.train_batch(data)
+        peaks.append(before + peak.grown_bytes)
+        # a thread of gloo may free what it has reduced, where the recorder sees nothing: the step then seems larger
+        is_whole.fill_(abs(live_bytes() - before - peak.left_bytes) < before // 100)
+        torch_dist.all_reduce(is_whole, torch_dist.ReduceOp.MIN)
     parameters = list(engine.module.parameters())
     states = [value for state in engine.optimizer.state.values() for value in state.values()]
     gradients = [p for p in parameters if p.requires_grad]  # as large, and there for a part of the step
     static = sum(t.numel() * t.element_size() for t in (*parameters, *gradients, *states) if hasattr(t, "numel"))
-    return before + peak.grown_bytes, static
+    return min(peaks), static
 
 
 def live_bytes() -> int:

@@ -148,7 +148,7 @@ def unknown_names(options: CostOptions) -> list[str]:
 def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
     """Return the options that a DeepSpeed JSON sets; validate its terapipe section as the engine, even if disabled.
 
-    A JSON without precision keeps the parameters as they are: those of a profile were measured, others are in fp32.
+    Without a precision in the JSON, DeepSpeed keeps the dtype of the parameters: the profile has it, or it is fp32.
     """
     if path is None:
         return {}

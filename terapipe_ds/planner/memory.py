@@ -233,7 +233,7 @@ def fill_drain_peak_bytes(
         working = (memory.working_bytes(part_id, *span, plan.num_slices == 1) for span in spans)
         running = max(total + more for total, more in zip(live, working, strict=True))
         lasting = memory.process_bytes + memory.static_bytes(part_id)
-        # the memory of the store is lent, and stays; that of a whole sequence goes
+        # the pool keeps the memory of the store; a whole sequence uses none of it
         step = parameters + memory.step_bytes(part_id) + (0 if plan.num_slices == 1 else stores)
         peaks.append(lasting + max(step, stores + (num_micro_batches - 1) * sum(slices) + running))
     return tuple(peaks)

@@ -167,6 +167,9 @@ class Options(BaseModel):
     def read(cls, arguments: argparse.Namespace) -> Self:
         """Return the options that argparse has parsed; refuse all that are missing or invalid together."""
         given = {name: value for name, value in vars(arguments).items() if name in cls.model_fields}
+        # argparse before Python 3.13 makes an empty list of the value of `--option=--`
+        if empty := [name for name, value in given.items() if value in ([], "--")]:
+            raise CommandError(f"{', '.join(map(cls.name_of, empty))}: expected one argument, not --; give a value")
         problems = cls._missing(given)
         try:
             options = cls(**given)

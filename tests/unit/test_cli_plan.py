@@ -496,6 +496,7 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
         "--model gpt3-2b --device v100 --stages 4": "did you mean",
         "--model gpt3-1b --device v10 --stages 4": "unknown device",
         "SMALL --out no-such-folder/plan.json": "no-such-folder/plan.json: there is no such folder; give a",
+        "SMALL --out=--": "--out: expected one argument, not --",
         "SMALL --dtype bf16": "no such arithmetic",
         "SMALL --schedule zigzag": "--schedule 'zigzag': the planner knows",
         "SMALL --schedule seq1f": "; did you mean seq1f1b?",

@@ -52,7 +52,7 @@ _FP32_SUMS: Mapping[str, Any] = {"data_types": {"grad_accum_dtype": "fp32"}}  # 
 
 
 def _as_axes(axes: list[str]) -> list[str]:
-    if axes[-1:] not in (["model"], ["sequence"]) or tuple(axes[:2]) not in (PIPE_FIRST[:2], DATA_FIRST[:2]):
+    if axes[2:] not in (["model"], ["sequence"]) or tuple(axes[:2]) not in (PIPE_FIRST[:2], DATA_FIRST[:2]):
         raise ValueError("give pipe, data and model (or sequence) once each, model (or sequence) last")
     return axes
 

@@ -146,6 +146,7 @@ def test_a_strategy_comes_back_from_json() -> None:
     document = json.loads(strategy.to_json())
     for key, value, message in (
         ("axes", ["pipe", "data", "tensor"], "pipe, data and model"),
+        ("axes", ["data", "pipe", "pipe", "model"], "pipe, data and model"),
         ("partition", [0, 3, 3], "rising numbers"),
         ("partition", list(range(11)), "partition is for 10"),
         ("chunks_per_stage", 3, "'zbv' has two parts per stage, give 2"),

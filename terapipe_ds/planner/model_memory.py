@@ -130,10 +130,11 @@ def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, re
 
     Args:
         trained: parameters of a rank that have gradients.
-        optimizer: as `DEEPSPEED_OPTIMIZERS` has it. ZeRO-1 joins its share of the gradients, and copies that to fp32;
-            the one of bf16 copies its share, or casts sums in fp32 for the reduction; the one of fp16 copies all to
-            fp32, and the fused one joins the copies. The gradients of any other optimizer are joined for a reduction,
-            also without replicas.
+        optimizer: as `DEEPSPEED_OPTIMIZERS` has it.
+            "zero": it joins its share of the gradients, and copies that to fp32.
+            "bf16": it copies its share to fp32; sums in fp32 it casts for the reduction.
+            "fp16": it copies all to fp32, and joins the copies; the unfused one does not join them.
+            "": the reduction joins the gradients, also without replicas.
         replicas: the ranks that divide the states.
     """
     item, of_sum = ITEMSIZE[dtype], ITEMSIZE[sum_dtype]

@@ -27,7 +27,7 @@ _LENGTHS = (4, 3)
 _ROWS = 2
 _TOLERANCE = 1e-4  # some layers compute in fp32 whatever their inputs are
 _OF_OTHER = 1e-3  # between two attentions, which round otherwise
-_ROUGH = 1e-2  # the same on a GPU, which may round fp32 to TF32
+_ROUGH = 1e-2  # the same on a GPU, whose kernels differ more
 
 
 class Way(NamedTuple):

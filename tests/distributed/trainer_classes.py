@@ -13,7 +13,7 @@ import trl
 from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
-from terapipe_ds.integrations.trainer import PipelineTrainerMixin
+from terapipe_ds.integrations.trainer import PipelineSFTTrainer, PipelineTrainerMixin
 from tests.distributed import trainer_jobs
 from tests.distributed.sft_jobs import tokenizer
 from tests.distributed.sft_jobs import trainer_of as sft_trainer_of
@@ -191,6 +191,10 @@ def refusals(folder: str) -> dict[str, str]:
         **{f"{name}{whole}": {"given": {}, "make": of_trl(name)} for name in ("DPO", "KTO", "GRPO", "Reward")},
     }
     delegating: dict[str, dict[str, Any]] = {"": {"given": {}, "kind": over_stages(Delegating)}}
+    pissa = {"target_modules": ["q_proj"], "init_lora_weights": "pissa"}  # which peft cannot compute on a skeleton
+    jobs["init_lora_weights 'pissa' changes"] = {
+        "given": {"is_by_name": True, "lora": pissa}, "kind": PipelineSFTTrainer, "make": sft_trainer_of
+    }  # fmt: skip
     return {words: trainer_jobs.refusal(folder=folder, **job) for words, job in {**jobs, **delegating}.items()}
 
 

@@ -172,6 +172,10 @@ def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
             "quantization_config: the model is in memory already; give its folder or name, or "
             "terapipe_ds.skeleton(name, quantization_config=...)"
         )
+    if (adapter := given.get("peft_config")) is not None:  # TRL puts it onto a skeleton first, on which peft would fail
+        from terapipe_ds.models.hugging_face.weights.adapters import check_kind
+
+        check_kind(adapter)
     is_file = template is None or str(template).endswith((".jinja", ".j2"))
     if not is_file and (is_named or hasattr(model, SOURCE)):
         yield (

@@ -182,6 +182,19 @@ def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], mode
     Raises ModelRefusedError if no module has such a name, or if stages do not serve such adapters.
     """
     config = copy.deepcopy(_config_of(adapter))
+    check_kind(config)
+    if is_quantized_by(model.config) and (config.use_dora or config.bias != "none"):
+        option = "use_dora=True" if config.use_dora else f"bias={config.bias!r}"
+        raise ModelRefusedError(f"LoraConfig({option}) is not served beside quantized weights: leave it out")
+    config.inference_mode = False  # as saved adapters have it
+    try:
+        return get_peft_model(model, config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
+    except ValueError as error:
+        raise ModelRefusedError(str(error)) from error
+
+
+def check_kind(config: PeftConfig) -> None:
+    """Raise ModelRefusedError if stages do not serve adapters of such a config, whatever the model."""
     if config.peft_type != "LORA":
         raise ModelRefusedError(
             f"stages train adapters of LoraConfig, and not of {type(config).__name__}, for which peft needs the whole "
@@ -197,14 +210,6 @@ def with_adapters(adapter: PeftConfig | PeftModel | str | os.PathLike[str], mode
         value = getattr(config, name)
         if value != plain.get(name):
             raise ModelRefusedError(f"LoraConfig({name}={value!r}) {_INSTEAD.get(name, 'is not served: leave it out')}")
-    if is_quantized_by(model.config) and (config.use_dora or config.bias != "none"):
-        option = "use_dora=True" if config.use_dora else f"bias={config.bias!r}"
-        raise ModelRefusedError(f"LoraConfig({option}) is not served beside quantized weights: leave it out")
-    config.inference_mode = False  # as saved adapters have it
-    try:
-        return get_peft_model(model, config, low_cpu_mem_usage=True)  # resolves "all-linear" in the config
-    except ValueError as error:
-        raise ModelRefusedError(str(error)) from error
 
 
 def _is_resized(model: PeftModel) -> bool:

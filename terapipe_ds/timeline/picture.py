@@ -43,7 +43,8 @@ def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> No
     except ImportError as error:
         raise TimelineError("drawing needs matplotlib: pip install matplotlib") from error
     # A fixed salt and no date: the same timeline gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": FORMAT, "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}):
+    settings = {"svg.hashsalt": FORMAT, "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}
+    with matplotlib.rc_context({**settings, "text.parse_math": False}):  # a name may hold two dollar signs
         figure = build()
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
         options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
+from terapipe_ds.files.user_json import DeepSpeedJson
 from terapipe_ds.messages import colored
 from tests.processes import run_python
 
@@ -227,9 +229,40 @@ def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, wo
     assert line.verdict == verdict and words in line.found and (line.fix or verdict == "ok")
 
 
-def test_a_batch_that_no_number_of_replicas_gives(tmp_path: Path) -> None:
-    assert of_config(tmp_path, train_batch_size=7)["batch"].verdict == "fail"
-    assert of_config(tmp_path, train_batch_size=8)["batch"].verdict == "ok"
+def test_the_sizes_of_a_batch_are_judged_as_by_deepspeed() -> None:
+    """Without a number of replicas it is enough that DeepSpeed takes the sizes with one. Trainer gives missing ones."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+    def is_taken(sizes: tuple[int | None, ...], replicas: int) -> bool:
+        config = DeepSpeedConfig.__new__(DeepSpeedConfig)
+        vars(config).update(zip(names, sizes, strict=True), world_size=replicas)
+        try:
+            config._configure_train_batch_size()
+        except AssertionError:
+            return False
+        return True
+
+    for sizes in itertools.product((None, 1, 3), (None, 1, 2, 3), (None, 1, 2, 6, 7, 12)):
+        keys = DeepSpeedJson({name: size for name, size in zip(names, sizes, strict=True) if size})
+        for replicas in (None, 1, 2, 3):
+            (line,) = deepspeed_json._batch(keys, replicas)
+            taken = any(is_taken(sizes, count) for count in ([replicas] if replicas else range(1, 13)))
+            refused = "fail" if sizes[0] or sizes[2] else "warning"
+            assert line.verdict == ("ok" if taken else refused) and bool(line.fix) is not taken, (sizes, replicas, line)
+
+
+def test_a_schedule_is_checked_without_accumulation_steps(tmp_path: Path) -> None:
+    """DeepSpeed then runs one micro-batch per step, or as many as the batch has."""
+    section = {"enabled": True, "schedule": "chimera", "slices": 2}
+    for batch, data in ((None, None), (8, 2), (8, None)):
+        sizes = {"gradient_accumulation_steps": None, "train_batch_size": batch}
+        assert of_config(tmp_path, 3, data, terapipe=section, **sizes)["schedule"].verdict == "fail"
+    nothing = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    assert "schedule" not in of_config(tmp_path, 3, 2, **nothing)  # Trainer decides how many
+    line = of_config(tmp_path, 3, 2, gradient_accumulation_steps=None, train_batch_size=8)["schedule"]
+    assert line.found.startswith(f"bubble {2 / (4 * 4 + 2):.1%} ")
 
 
 def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,6 +247,12 @@ def test_pictures_are_written_whole_and_the_same_each_time(tmp_path: Path, suffi
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    """A title begins with the name of a schedule, which may be that of a file."""
+    draw_timelines([(r"a$\foo$.csv", two_stages())], tmp_path / "step.svg")
+    assert r"a$\foo$.csv" in (tmp_path / "step.svg").read_text()
+
+
 def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for titled, name, reason in (
         ([("", two_stages())], "step.jpg", r"end the name in .png, .svg or .pdf"),

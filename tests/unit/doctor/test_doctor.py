@@ -22,7 +22,7 @@ from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
 from terapipe_ds.files.user_json import DeepSpeedJson
 from terapipe_ds.messages import colored
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 
 
 def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
@@ -386,6 +386,18 @@ def test_the_real_command_here() -> None:
     names = {check["name"]: check["verdict"] for check in report["checks"]}
     assert names["torch"] in ("ok", "warning") and names["overrides"] == "ok"
     assert "fail" not in names.values()
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed"])
+def test_a_package_that_cannot_be_imported_is_blamed_alone(name: str, tmp_path: Path) -> None:
+    """With a library missing, say: the other checks fail for no reason of their own."""
+    (tmp_path / f"{name}.py").write_text("raise OSError('libnothing.so: cannot open shared object file')")
+    done = run_python("-m", "terapipe_ds", "doctor", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    checks = json.loads(done.stdout)["checks"]
+    lines = {check["name"]: check for check in reversed(checks)}  # `deepspeed` is a launcher, too
+    assert [each for each, line in lines.items() if line["verdict"] == "fail"] == [name] and done.returncode == 1
+    assert "cannot be imported: OSError: libnothing.so" in lines[name]["found"]
+    assert lines["devices"]["found"] == f"not looked at: {name} cannot be imported"
 
 
 def test_a_bare_python_runs_it(tmp_path: Path) -> None:

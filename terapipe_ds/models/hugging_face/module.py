@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -135,6 +135,14 @@ class HuggingFaceModule(TensorParallelModule):
         if isinstance(self.blueprint.weights, HeldWeights):
             self.blueprint.weights.release()  # the stages hold them, and the program may delete its whole model
         self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse the copy, which would fail at the process groups of the pipeline."""
+        raise TypeError(
+            "a HuggingFaceModule is a stage of a pipeline, whose process groups cannot be copied: copy its layers, "
+            "[copy.deepcopy(layer) for layer in module.forward_funcs], for a moving average, say; or make another "
+            "module with terapipe_ds.from_pretrained or from_config"
+        )
 
     def _read(self) -> None:
         """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,7 +49,9 @@ def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> No
         figure = build()
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
         options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}
-        write_atomically(path, lambda temporary: figure.savefig(temporary, **options))
+        drawn = io.BytesIO()  # a full disk must not stop matplotlib midway: its PDFs then fail with another error
+        figure.savefig(drawn, **options)
+    write_atomically(path, lambda temporary: temporary.write_bytes(drawn.getvalue()))
 
 
 class Above(Protocol):

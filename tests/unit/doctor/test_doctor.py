@@ -20,7 +20,7 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
-from terapipe_ds.files.user_json import DeepSpeedJson
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import colored
 from tests.processes import ROOT, run_python
 
@@ -251,6 +251,18 @@ def test_the_sizes_of_a_batch_are_judged_as_by_deepspeed() -> None:
             taken = any(is_taken(sizes, count) for count in ([replicas] if replicas else range(1, 13)))
             refused = "fail" if sizes[0] or sizes[2] else "warning"
             assert line.verdict == ("ok" if taken else refused) and bool(line.fix) is not taken, (sizes, replicas, line)
+
+
+def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path, text = tmp_path / "ds.json", json.dumps(USUAL, indent=1)
+    path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n")
+    assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
+    for option, broken in (("--model", path.read_text()), ("--config", '{"a": 1, # twice\n"a": 2}'), ("--config", "{")):
+        path.write_text(broken)
+        with pytest.raises(CommandError, match="is no JSON"):
+            read_json(str(path), option)
 
 
 def test_a_schedule_is_checked_without_accumulation_steps(tmp_path: Path) -> None:

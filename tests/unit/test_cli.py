@@ -231,7 +231,9 @@ def test_timeline_draws_the_last_step_that_all_ranks_have(capsys: pytest.Capture
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "step 1," in shown(capsys, "timeline", str(tmp_path), "--out", str(out), "--step", "1")
     files = [str(tmp_path / timeline_file_name(1, rank)) for rank in (1, 0)]
-    assert "step 1," in shown(capsys, "timeline", *files, "--out", str(out))
+    trace = tmp_path / "trace.json"
+    text = shown(capsys, "timeline", *files, "--out", str(out), "--perfetto", str(trace))
+    assert text.startswith(f"{out}, {trace}: step 1,") and trace.exists()
 
 
 @pytest.mark.parametrize("name", ["", ".", "/"])

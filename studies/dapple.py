@@ -16,6 +16,7 @@ from functools import partial
 from studies.dapple_model import Chain, DappleCluster, PipelinePlan, PublishedModel, plan_s, published, speedup
 from studies.dapple_search import LIMITS, Search
 from studies.options import study_parser
+from terapipe_ds.bench.ranks import progress_bar
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.chain import LayerChain
@@ -137,7 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     finders = FINDERS | {"unequal": partial(find_unequal, limits=options.limits)}
     chosen = [model for model in models if model.name in (options.model or names)]
-    rows = [row for model in chosen for row in rows_of(model, cluster, finders)]
+    rows: list[PlanRow] = []
+    with progress_bar(0, sum(2 * len([*model.plans, *finders]) for model in chosen), "plans") as bar:
+        for model in chosen:
+            for row in rows_of(model, cluster, finders):
+                rows.append(row)
+                bar.update()
     if options.json:
         print(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1))
         return

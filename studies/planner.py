@@ -22,6 +22,7 @@ import numpy as np
 
 from studies.options import study_parser
 from studies.slice_program import solve
+from terapipe_ds.bench.ranks import progress_bar
 
 Result = TypeVar("Result")
 
@@ -120,10 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     args = parse_arguments(arguments)
     known = {granules: (tokens, stages) for granules, tokens, stages in CASES}
-    rows = []
-    for granules in args.granules:
-        tokens, stages = known.get(granules, (64, (8, 48, 96)))
-        rows += [measure(granules, tokens, k, shape, args.repeats) for k in stages for shape in args.shapes]
+    cases = [(n, *known.get(n, (64, (8, 48, 96)))) for n in args.granules]
+    todo = [(n, tokens, k, shape) for n, tokens, stages in cases for k in stages for shape in args.shapes]
+    with progress_bar(0, len(todo), "programs") as bar:
+        rows = []
+        for case in todo:
+            rows.append(measure(*case, args.repeats))
+            bar.update()
     if args.json:
         print(json.dumps({"machine": describe_machine(), "rows": [asdict(row) for row in rows]}))
     else:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
+from terapipe_ds.bench.ranks import progress_bar
 from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.strategy import Cluster, rank_strategies
 
@@ -104,9 +105,12 @@ def search(question: Question, time_limit_s: float = math.inf) -> Answer:
 def answers(questions: Sequence[Question], time_limit_s: float = math.inf) -> Iterator[tuple[Question, Answer]]:
     """Yield every question with its cost, one after the other in new processes."""
     context = multiprocessing.get_context("spawn")
-    for question in questions:
-        with context.Pool(1, maxtasksperchild=1) as pool:
-            yield question, pool.apply(search, (question, time_limit_s))
+    with progress_bar(0, len(questions), "searches") as bar:
+        for question in questions:
+            with context.Pool(1, maxtasksperchild=1) as pool:
+                answer = pool.apply(search, (question, time_limit_s))
+            bar.update()
+            yield question, answer
 
 
 def _row(question: Question, answer: Answer) -> str:

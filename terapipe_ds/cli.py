@@ -37,6 +37,9 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 after an error, 130 after Ctrl-C. One line on stderr says why."""
     words = sys.argv[1:] if argv is None else list(argv)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the shell closed it (`>&-`), and code asks it whether it is a terminal
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 (as long as the process)
     try:
         return _run(words)
     except KeyboardInterrupt:  # also while a command is imported
@@ -61,7 +64,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # an encoding may lack a letter of a file's name
     try:
         arguments.run(arguments.options.read(arguments))
-        print(end="", flush=True)  # without a stdout (`>&-`) as well
+        sys.stdout.flush()
     except BrokenPipeError:  # the reader (`| head`) has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, CompatError) as error:

@@ -38,14 +38,14 @@ LAZY = ("cli", "__main__", "commands", "doctor")  # `--help` is fast: at import 
 
 # Third parties: the first ring that may import them. What is not listed is not a dependency of the package.
 THIRD_PARTIES = {
-    "numpy": 0, "pydantic": 0, "argcomplete": 0, "matplotlib": 0, "plotly": 0,
+    "numpy": 0, "pydantic": 0, "argcomplete": 0, "hjson": 0, "matplotlib": 0, "plotly": 0,
     "torch": 1, "flash_attn": 1, "transformer_engine": 1, "tqdm": 1,
     "torch.distributed": 2, "deepspeed": 2, "xxhash": 2,
     "megatron": 3, "jinja2": 3, "transformers": 3, "safetensors": 3, "peft": 3,
     "accelerate": 3, "trl": 3, "huggingface_hub": 3,
 }  # fmt: skip
 DEFERRED_ONLY = (
-    "argcomplete", "matplotlib", "plotly", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex",
+    "argcomplete", "hjson", "matplotlib", "plotly", "jinja2", "flash_attn", "transformer_engine", "megatron", "apex",
     "transformers", "safetensors", "peft", "accelerate", "trl", "huggingface_hub",
 )  # fmt: skip
 # Packages that are there for optional third parties: they import these freely.

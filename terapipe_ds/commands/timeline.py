@@ -48,7 +48,7 @@ class TimelineOptions(Options):
 
 
 def run(options: TimelineOptions) -> None:
-    writes = options.out or options.html or options.perfetto
+    writes = ", ".join(filter(None, (options.out, options.html, options.perfetto)))
     if options.against is None and (not writes or options.as_json):
         missing = "--json goes with --against only" if options.as_json else "--out is missing"
         raise CommandError(

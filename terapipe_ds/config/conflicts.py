@@ -60,6 +60,10 @@ CONFLICTS = (
     Conflict("pipeline", lambda value: not _has_keys_of(value, _OF_PIPELINE),
              "it is no object, or has a key that DeepSpeed silently ignores",
              f"give an object with the keys {', '.join(_OF_PIPELINE)}"),
+    Conflict("pipeline.partition", lambda value: value not in (None, "auto", "best"),  # those are in many examples
+             "DeepSpeed silently ignores it",
+             "give partition_method to PipelineModule, or set terapipe.partition to the first layer of each part"),
+    Conflict("pipeline.seed_layers", is_on, "DeepSpeed silently ignores it", "give seed_layers=True to PipelineModule"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

@@ -6,6 +6,7 @@ A check is a function that returns lines. It imports inside its body, so that a 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import warnings
 from collections.abc import Callable, Iterable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from terapipe_ds.compat.versions import is_there
-from terapipe_ds.messages import show_key
+from terapipe_ds.messages import show_key, text_of
 
 Verdict = Literal["ok", "note", "warning", "fail"]
 VERDICTS: tuple[Verdict, ...] = ("ok", "note", "warning", "fail")
@@ -52,8 +53,21 @@ def look(check: Check) -> list[Line]:
     try:
         with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():  # DeepSpeed prints during its import
             warnings.simplefilter("ignore")
+            if broken := next(filter(import_problem, check.needs), None):  # `installation.required` says why
+                return [Line("note", check.name, f"not looked at: {broken} cannot be imported")]
             return list(check.look())
     except Exception as error:
-        text = show_key(" ".join(str(error).split()), 300)
-        fix = "see whether it imports and runs by itself"
-        return [Line("fail", check.name, f"{type(error).__name__}: {text}", fix)]
+        return [Line("fail", check.name, _in_a_line(error), "see whether it imports and runs by itself")]
+
+
+def import_problem(name: str) -> str:
+    """Return the error of the import of a package; "" where it has none."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:  # its dependencies fail in many ways
+        return _in_a_line(error)
+    return ""
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {show_key(' '.join(text_of(error).split()), 300)}"

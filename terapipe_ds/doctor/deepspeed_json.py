@@ -52,7 +52,7 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
     keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
-    yield from _runs(config, keys, stages)
+    yield from _runs(config, keys, stages, _accumulation(keys, replicas))
     yield from _layout(config, stages)
     yield from _profile(config)
     yield from _folders(config)
@@ -68,17 +68,31 @@ def _text_and_fix(problem: str) -> tuple[str, str]:
 
 
 def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
+    """Check the sizes as DeepSpeed does, which fills in those that are missing."""
     rows, steps, batch = (keys.number(name) for name in _BATCH)
     known = {name: value for name, value in zip(_BATCH, (rows, steps, batch), strict=True) if value is not None}
-    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is said: DeepSpeed refuses that"
-    if len(known) < (2 if replicas is None or replicas > 1 else 1):
-        yield Line("warning", "batch", text, f"give two of {', '.join(_BATCH)}")
-    elif rows and steps and batch and batch != rows * steps * (replicas or max(1, batch // (rows * steps))):
-        count = replicas or 1
-        wrong = f"{text}, but {rows} x {steps} x {many(count, 'replica')} is {rows * steps * count}"
-        yield Line("fail", "batch", wrong, f"set train_batch_size to {rows * steps * count}, or leave it out")
+    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is said"
+    count = replicas or (max(1, batch // (rows * steps)) if rows and steps and batch else 1)
+    product = (rows or 1) * (steps or 1) * count
+    if batch is None and rows is None:
+        text += ": DeepSpeed refuses that, unless Trainer fills its arguments in"
+        yield Line("warning", "batch", text, f"without Trainer, give two of {', '.join(_BATCH)}")
+    elif batch and (batch % product or (rows and steps and batch != product)):
+        factors = " x ".join([*(str(value) for value in (rows, steps) if value), many(count, "replica")])
+        is_settled = rows and steps
+        wrong = f"{text}, but {factors} is {product}" if is_settled else f"{text}: no multiple of {factors}"
+        fix = f"set train_batch_size to {product if is_settled else f'a multiple of {product}'}, or leave it out"
+        yield Line("fail", "batch", wrong, fix)
     else:
         yield Line("ok", "batch", text)
+
+
+def _accumulation(keys: DeepSpeedJson, replicas: int | None) -> int | None:
+    """Return the micro-batches of a step, as DeepSpeed fills them in; None where the config does not determine them."""
+    rows, steps, batch = (keys.number(name) for name in _BATCH)
+    if rows and batch and not steps:
+        return None if replicas is None else max(1, batch // (rows * replicas))
+    return steps or (1 if rows or batch else None)
 
 
 _BATCH = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -100,16 +114,16 @@ def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
     yield Line("ok", "slices", f"{sequence_length} tokens: {show_key(text, 120)}")
 
 
-def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> Iterator[Line]:
-    """Describe what a step runs, and how long the stages would wait with equal parts and slices."""
+def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None, steps: int | None) -> Iterator[Line]:
+    """Describe a step of `steps` micro-batches, and how long the stages would wait with equal parts and slices."""
     from terapipe_ds.simulator import UnitCosts, simulate
 
     name, precision = config.schedule, keys.precision or "fp32"
     slices = f"{config.slices} slices" if isinstance(config.slices, int) else f"slices {json.dumps(config.slices)}"
     yield Line("ok", "section", f"schedule {name}, {slices}, {precision}")
-    count = keys.number("gradient_accumulation_steps")
-    if stages is None or count is None or name == "auto" or name.endswith(".csv"):
+    if stages is None or name == "auto" or name.endswith(".csv"):
         return
+    count = steps or 1
     numbers = [len(each) for each in config.listed_slices] or [config.slices if isinstance(config.slices, int) else 4]
     whole = (stages - 1) / (count + stages - 1)
     if is_long := (units := stages * config.chunks_per_stage * count * max(numbers)) > _MOST_UNITS:
@@ -121,6 +135,8 @@ def _runs(config: TeraPipeConfig, keys: DeepSpeedJson, stages: int | None) -> It
     except ScheduleError as error:
         text = f"{name} on {many(stages, 'stage')}: {error.reason}"
         yield Line("fail", "schedule", text, "terapipe show --help lists all")
+        return
+    if steps is None:
         return
     if is_long:
         text = f"a step of {units} forwards is not simulated here; 1F1B of whole sequences has a bubble of {whole:.1%}"

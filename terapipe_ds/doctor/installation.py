@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterable, Iterator
 
 from terapipe_ds.compat import require_hooks, versions
-from terapipe_ds.doctor import Check, Line
+from terapipe_ds.doctor import Check, Line, import_problem
 
 # Extra -> its purpose, and its packages.
 EXTRAS = {
@@ -26,12 +26,18 @@ def python() -> Iterator[Line]:
 
 
 def required() -> Iterator[Line]:
-    """Report whether torch and DeepSpeed are installed, in tested versions."""
+    """Report whether torch and DeepSpeed are installed, can be imported, and have tested versions."""
     wrong = versions.check_versions(python=versions.TESTED_PYTHONS[0])
+    is_usable = True  # so far: DeepSpeed imports torch
     for name in ("torch", "deepspeed"):
         installed, tested = versions.version_of(name), versions.TESTED_VERSIONS[name]
+        problem = import_problem(name) if installed is not None and is_usable else ""
+        is_usable = is_usable and installed is not None and not problem
         if installed is None:
             yield Line("fail", name, "not installed", f"pip install {name}=={tested}")
+        elif problem:
+            fix = f"python -c 'import {name}' shows where; pip install {name}=={tested} is tested"
+            yield Line("fail", name, f"{installed} cannot be imported: {problem}", fix)
         elif any(line.startswith(f"{name} ") for line in wrong):
             untested = f"{installed} is not tested ({versions.TESTED_RANGES[name]})"
             yield Line("warning", name, untested, f"if something fails: pip install {name}=={tested}")

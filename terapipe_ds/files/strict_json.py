@@ -14,6 +14,8 @@ from terapipe_ds.messages import first_repeated, show_key, show_value
 
 MAX_CONTAINERS, MAX_VALUES = 200_000, 1_000_000  # timelines of 120,000 events; a small object takes 600 bytes
 
+_MAX_HJSON = 2**20  # its parser is slow
+
 STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 """How the records of files are validated: no other types, no unknown keys, finite numbers."""
 
@@ -48,6 +50,23 @@ def parse_json(text: str | bytes) -> Any:
     except ValidationError as error:
         raise JsonError(error.errors()[0]["msg"].removeprefix("Invalid JSON: ")) from None
     except ValueError as error:
+        raise JsonError(str(error)) from None
+
+
+def parse_hjson(data: bytes) -> Any:
+    """Return the document of a JSON with comments and trailing commas, as DeepSpeed reads it by `hjson`.
+
+    Raises:
+        JsonError: it is none, or its content is one that `parse_json` refuses.
+        ImportError: DeepSpeed, which brings hjson, is not installed.
+    """
+    import hjson
+
+    if len(data) > _MAX_HJSON or not data.lstrip().startswith((b"{", b"#", b"/")):  # hjson takes many other texts
+        raise JsonError("it is no object with comments")
+    try:
+        return parse_json(json.dumps(hjson.loads(data.decode(), object_pairs_hook=_without_duplicates)))
+    except (ValueError, RecursionError) as error:
         raise JsonError(str(error)) from None
 
 

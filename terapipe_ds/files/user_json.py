@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.strict_json import JsonError, parse_json
+from terapipe_ds.files.strict_json import JsonError, parse_hjson, parse_json
 from terapipe_ds.messages import show_value
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
@@ -25,19 +26,28 @@ def is_on(value: Any) -> bool:
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:
-    """Return the object in a JSON file that `option` names.
+    """Return the object in a JSON file that `option` names; a DeepSpeed config may have comments.
 
     Raises:
         CommandError: no JSON, or no object.
         OSError: the file cannot be read.
     """
+    data = read_bytes(path)
     try:
-        content = parse_json(read_bytes(path))
+        content = parse_json(data)
     except JsonError as error:
-        raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
+        content = _with_comments(data) if option == "--config" else None
+        if content is None:
+            raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
     if not isinstance(content, dict):
         raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
     return content
+
+
+def _with_comments(data: bytes) -> Any:
+    with contextlib.suppress(JsonError, ImportError):
+        return parse_hjson(data)
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

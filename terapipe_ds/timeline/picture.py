@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -43,11 +44,14 @@ def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> No
     except ImportError as error:
         raise TimelineError("drawing needs matplotlib: pip install matplotlib") from error
     # A fixed salt and no date: the same timeline gives the same file.
-    with matplotlib.rc_context({"svg.hashsalt": FORMAT, "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}):
+    settings = {"svg.hashsalt": FORMAT, "font.family": "DejaVu Sans", "hatch.linewidth": 0.6}
+    with matplotlib.rc_context({**settings, "text.parse_math": False}):  # a name may hold two dollar signs
         figure = build()
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
         options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}
-        write_atomically(path, lambda temporary: figure.savefig(temporary, **options))
+        drawn = io.BytesIO()  # a full disk must not stop matplotlib midway: its PDFs then fail with another error
+        figure.savefig(drawn, **options)
+    write_atomically(path, lambda temporary: temporary.write_bytes(drawn.getvalue()))
 
 
 class Above(Protocol):

@@ -1,6 +1,7 @@
 """Read models of transformers from folders, train them, and write them back. Runs inside the ranks."""
 
 import contextlib
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -76,6 +77,7 @@ def round_trip(
         terapipe_ds.save_pretrained(engine, same)
         torch_dist.barrier()
         found["keys"] = keys_in(same) == keys_in(first)
+        found["copied"] = engines.raised_by(lambda: copy.deepcopy(module))
         again = AutoModelForCausalLM.from_pretrained(same, dtype="auto").state_dict()
         cast = {key: value.to(again[key].dtype) for key, value in theirs.items()}
         found["written"] = again.keys() == theirs.keys() and all(torch.equal(again[key], cast[key]) for key in cast)
@@ -85,7 +87,8 @@ def round_trip(
         given = iter([module.to_tuple(batch) for batch in data[0]])
         logits = engine.eval_batch(given, compute_loss=False, reduce_output=None)
         Path(trained).mkdir(exist_ok=True)
-        Path(trained, "adapter_config.json").write_text("{}")  # of an earlier run
+        for name in ("adapter_config.json", "added_tokens.json"):  # of an earlier run, with another tokenizer
+            Path(trained, name).write_text("{}")
         terapipe_ds.save_pretrained(engine, trained)
         own = {name: module.get_parameter(local).detach() for local, name in module.checkpoint_names().items()}
     found["generation"] = GenerationConfig.from_pretrained(trained).max_new_tokens

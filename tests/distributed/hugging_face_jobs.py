@@ -9,6 +9,7 @@ from unittest import mock
 import deepspeed
 import torch
 import torch.distributed as torch_dist
+from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -150,5 +151,7 @@ def refusal_of_own_loss(loss_fn: Any = None) -> tuple[str, str]:
         return engines.raised_by(lambda: terapipe_ds.from_config(config_of("llama"), num_stages=1, loss_fn=loss_fn))
 
 
-def bounds_of(partition: list[Any], **options: Any) -> list[int]:
-    return list(terapipe_ds.from_config(config_of("llama"), num_stages=2, partition=partition, **options).parts)
+def bounds_of(dims: list[int] | None = None, **options: Any) -> list[int]:
+    """Return the bounds of a model; `dims` are those of a topology, which cannot be sent to ranks."""
+    options |= {} if dims is None else {"topology": ProcessTopology(["pipe", "data"], dims)}
+    return list(terapipe_ds.from_config(config_of("llama"), **options).parts)

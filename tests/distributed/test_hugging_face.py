@@ -117,6 +117,19 @@ def test_a_partition_by_hand() -> None:
             assert kind == "ValueError" and words in text
 
 
+def test_numbers_of_stages() -> None:
+    """Two without another word; a topology has one of its own."""
+    assert rank_pool(2).run(bounds_of) == [[0, 2, 5]] * 2
+    assert rank_pool(2).run(bounds_of, dims=[1, 2]) == [[0, 5]] * 2
+    for words, given in {
+        "num_stages = 0: give an integer >= 1": {"num_stages": 0},
+        "num_stages = '2': give an integer >= 1": {"num_stages": "2"},
+        "num_stages = 2, and the topology has pipe = 1": {"num_stages": 2, "dims": [1, 2]},
+    }.items():
+        for kind, text in rank_pool(2).run(engines.raised_by, act=functools.partial(bounds_of, **given)):
+            assert kind == "ValueError" and words in text
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", known("gpt2", "bloom", "mamba2"))

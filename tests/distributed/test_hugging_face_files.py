@@ -165,6 +165,7 @@ def test_there_and_back(family: str, tmp_path: Path) -> None:
     for found in rank_pool(2).run(round_trip, family=family, folder=str(tmp_path)):
         assert found["read"] and found["keys"] and found["written"] and found["moved"] and found["saved"]
         assert found["evaluation"] <= 1e-5 and found["logits"] <= 1e-5 and found["generation"] == 17
+        assert found["copied"][0] == "TypeError" and "copy its layers" in found["copied"][1]
         shards = {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)}
         assert set(found["files"]) == COMMON | shards | {"model.safetensors.index.json"}
 

@@ -70,6 +70,18 @@ def test_odd_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert main(["show", str(tmp_path / "größe.csv")]) == 0
 
 
+@pytest.mark.parametrize("words", ["doctor --config ds.json", "plan --model nano --device h100 --stages 2", "show"])
+def test_closed_streams(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A daemon's or `>&- 2>&-` of a shell: a command that asks whether one is a terminal goes on."""
+    monkeypatch.setattr("terapipe_ds.doctor.installation.CHECKS", ())
+    monkeypatch.setattr("terapipe_ds.doctor.machine.checks", lambda ranks: ())
+    monkeypatch.chdir(tmp_path)
+    Path("ds.json").write_text("{}")
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    assert main(words.split()) == (2 if words == "show" else 0)
+
+
 def test_json_goes_to_stdout_or_to_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     for words in (["show", *SEQ1F1B], ["simulate", *UNIT]):
@@ -219,7 +231,9 @@ def test_timeline_draws_the_last_step_that_all_ranks_have(capsys: pytest.Capture
     assert out.read_bytes().startswith(b"\x89PNG")
     assert "step 1," in shown(capsys, "timeline", str(tmp_path), "--out", str(out), "--step", "1")
     files = [str(tmp_path / timeline_file_name(1, rank)) for rank in (1, 0)]
-    assert "step 1," in shown(capsys, "timeline", *files, "--out", str(out))
+    trace = tmp_path / "trace.json"
+    text = shown(capsys, "timeline", *files, "--out", str(out), "--perfetto", str(trace))
+    assert text.startswith(f"{out}, {trace}: step 1,") and trace.exists()
 
 
 @pytest.mark.parametrize("name", ["", ".", "/"])

@@ -28,6 +28,7 @@ WRITING_FUNCTIONS = {"json.dump", "pickle.dump", "torch.save", "np.save", "numpy
 ALLOWED = {
     ("bench/report/plots.py", "figure.savefig(text"),  # into memory
     ("bench/report/plots.py", "figure.savefig(buffer"),
+    ("timeline/picture.py", "figure.savefig(drawn"),
     ("files/atomic.py", "temporary.write_text(text"),
     ("files/atomic.py", "os.open(temporary"),
     ("files/bounded.py", "os.open(name, flags"),  # which `open` has chosen for reading

@@ -61,7 +61,7 @@ Quantization: TypeAlias = "BitsAndBytesConfig | dict[str, Any] | None"
 
 def from_config(
     config: PretrainedConfig,
-    num_stages: int = 2,
+    num_stages: int | None = None,
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,
@@ -75,7 +75,8 @@ def from_config(
 
     Args:
         config: a config that `transformers.AutoModelForCausalLM.from_config` takes.
-        topology: DeepSpeed's. Without it there are `num_stages` stages, and the ranks beyond them are data parallel.
+        num_stages: 2 by default; the ranks beyond them are data parallel.
+        topology: DeepSpeed's, in the place of `num_stages`.
         partition: the first pipeline layer of each part, and the number of layers at the end. Layer 0 embeds tokens.
         loss_fn: takes logits and shifted labels; the default is the mean cross entropy over labels that are not -100.
         dtype: of the weights, or its name; the default ("auto") is the config's. torch_dtype is another name for it.
@@ -103,7 +104,7 @@ def from_config(
 
 def from_pretrained(
     folder: str | os.PathLike[str] | PreTrainedModel | PeftModel,
-    num_stages: int = 2,
+    num_stages: int | None = None,
     topology: ProcessTopology | None = None,
     partition: Sequence[int] | None = None,
     loss_fn: Loss | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -19,6 +19,7 @@ from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.compat.tied_groups import index_tied_modules
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.dict_batch import BatchError, read_dict
+from terapipe_ds.messages import check_count
 from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
@@ -69,7 +70,7 @@ class HuggingFaceModule(TensorParallelModule):
 
     Args:
         blueprint: the model's forward and the seed of its weights.
-        num_stages: if there is no `topology`.
+        num_stages: if there is no `topology`; None is 2.
         partition: the first pipeline layer of each part, and their number at the end; None: every stage gets the same
         number of decoder layers.
         options: other arguments of `PipelineModule`.
@@ -95,6 +96,12 @@ class HuggingFaceModule(TensorParallelModule):
             raise ValueError(
                 f"partition = {list(partition)} and partition_method = {options['partition_method']!r} both say where "
                 "the layers are cut: give one of them"
+            )
+        if topology is None:
+            num_stages = check_count("num_stages", 2 if num_stages is None else num_stages)
+        elif num_stages not in (None, axes.get("pipe")):
+            raise ValueError(
+                f"num_stages = {num_stages!r}, and the topology has pipe = {axes.get('pipe')}: leave out num_stages"
             )
         tensor_ranks = axes.get("model", 1)
         if tensor_ranks > 1:
@@ -135,6 +142,14 @@ class HuggingFaceModule(TensorParallelModule):
         if isinstance(self.blueprint.weights, HeldWeights):
             self.blueprint.weights.release()  # the stages hold them, and the program may delete its whole model
         self.universal_checkpoint_info = universal_checkpoint_info(self, self._grid)
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        """Refuse the copy, which would fail at the process groups of the pipeline."""
+        raise TypeError(
+            "a HuggingFaceModule is a stage of a pipeline, whose process groups cannot be copied: copy its layers, "
+            "[copy.deepcopy(layer) for layer in module.forward_funcs], for a moving average, say; or make another "
+            "module with terapipe_ds.from_pretrained or from_config"
+        )
 
     def _read(self) -> None:
         """Read the weights that this stage lacks, layer by layer; a bar for each stage shows it."""

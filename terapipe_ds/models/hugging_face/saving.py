@@ -44,10 +44,17 @@ _TEMPLATES = "additional_chat_templates"  # a folder beside the tokenizer's file
 _TOKENIZER = re.compile(
     r"tokenizer.*|.*token.*\.json|(emoji|tekken)\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*"
 )
+# transformers reads them beside any tokenizer, so that one without them would take those of another
+_OF_ANY_TOKENIZER = ("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", _TEMPLATES)
 
 
 def _is_replaced(name: str, new: Collection[str]) -> bool:
-    """Return whether files of these names replace another file: a whole model replaces all weights and adapters."""
+    """Return whether files of these names replace another file.
+
+    A whole model replaces all weights and adapters, and a tokenizer replaces what would change its meaning.
+    """
+    if name in _OF_ANY_TOKENIZER and any(map(_TOKENIZER.fullmatch, new)):
+        return True
     is_whole = any(head in new for head in _WHOLE)
     return name in new or (is_whole and (name in (*_WHOLE, *_ADAPTERS) or _SHARD.fullmatch(name) is not None))
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -19,8 +20,9 @@ import pytest
 from terapipe_ds.cli import main
 from terapipe_ds.compat import versions
 from terapipe_ds.doctor import Check, Line, deepspeed_json, installation, look, machine
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
 from terapipe_ds.messages import colored
-from tests.processes import run_python
+from tests.processes import ROOT, run_python
 
 
 def found(check: Callable[[], Iterable[Line]], name: str = "") -> list[Line]:
@@ -227,9 +229,52 @@ def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, wo
     assert line.verdict == verdict and words in line.found and (line.fix or verdict == "ok")
 
 
-def test_a_batch_that_no_number_of_replicas_gives(tmp_path: Path) -> None:
-    assert of_config(tmp_path, train_batch_size=7)["batch"].verdict == "fail"
-    assert of_config(tmp_path, train_batch_size=8)["batch"].verdict == "ok"
+def test_the_sizes_of_a_batch_are_judged_as_by_deepspeed() -> None:
+    """Without a number of replicas it is enough that DeepSpeed takes the sizes with one. Trainer gives missing ones."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+
+    def is_taken(sizes: tuple[int | None, ...], replicas: int) -> bool:
+        config = DeepSpeedConfig.__new__(DeepSpeedConfig)
+        vars(config).update(zip(names, sizes, strict=True), world_size=replicas)
+        try:
+            config._configure_train_batch_size()
+        except AssertionError:
+            return False
+        return True
+
+    for sizes in itertools.product((None, 1, 3), (None, 1, 2, 3), (None, 1, 2, 6, 7, 12)):
+        keys = DeepSpeedJson({name: size for name, size in zip(names, sizes, strict=True) if size})
+        for replicas in (None, 1, 2, 3):
+            (line,) = deepspeed_json._batch(keys, replicas)
+            taken = any(is_taken(sizes, count) for count in ([replicas] if replicas else range(1, 13)))
+            refused = "fail" if sizes[0] or sizes[2] else "warning"
+            assert line.verdict == ("ok" if taken else refused) and bool(line.fix) is not taken, (sizes, replicas, line)
+
+
+def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    path, text = tmp_path / "ds.json", json.dumps(USUAL, indent=1)
+    path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n")
+    assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
+    for option, broken in (("--model", path.read_text()), ("--config", '{"a": 1, # twice\n"a": 2}'), ("--config", "{")):
+        path.write_text(broken)
+        with pytest.raises(CommandError, match="is no JSON"):
+            read_json(str(path), option)
+
+
+def test_a_schedule_is_checked_without_accumulation_steps(tmp_path: Path) -> None:
+    """DeepSpeed then runs one micro-batch per step, or as many as the batch has."""
+    section = {"enabled": True, "schedule": "chimera", "slices": 2}
+    for batch, data in ((None, None), (8, 2), (8, None)):
+        sizes = {"gradient_accumulation_steps": None, "train_batch_size": batch}
+        assert of_config(tmp_path, 3, data, terapipe=section, **sizes)["schedule"].verdict == "fail"
+    nothing = dict.fromkeys(("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"))
+    assert "schedule" not in of_config(tmp_path, 3, 2, **nothing)  # Trainer decides how many
+    line = of_config(tmp_path, 3, 2, gradient_accumulation_steps=None, train_batch_size=8)["schedule"]
+    assert line.found.startswith(f"bubble {2 / (4 * 4 + 2):.1%} ")
 
 
 def test_a_strategy_has_the_sizes_of_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +398,18 @@ def test_the_real_command_here() -> None:
     names = {check["name"]: check["verdict"] for check in report["checks"]}
     assert names["torch"] in ("ok", "warning") and names["overrides"] == "ok"
     assert "fail" not in names.values()
+
+
+@pytest.mark.parametrize("name", ["torch", "deepspeed"])
+def test_a_package_that_cannot_be_imported_is_blamed_alone(name: str, tmp_path: Path) -> None:
+    """With a library missing, say: the other checks fail for no reason of their own."""
+    (tmp_path / f"{name}.py").write_text("raise OSError('libnothing.so: cannot open shared object file')")
+    done = run_python("-m", "terapipe_ds", "doctor", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    checks = json.loads(done.stdout)["checks"]
+    lines = {check["name"]: check for check in reversed(checks)}  # `deepspeed` is a launcher, too
+    assert [each for each, line in lines.items() if line["verdict"] == "fail"] == [name] and done.returncode == 1
+    assert "cannot be imported: OSError: libnothing.so" in lines[name]["found"]
+    assert lines["devices"]["found"] == f"not looked at: {name} cannot be imported"
 
 
 def test_a_bare_python_runs_it(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -245,6 +246,24 @@ def test_pictures_are_written_whole_and_the_same_each_time(tmp_path: Path, suffi
     draw_timelines([("measured", two_stages())], path)
     assert path.read_bytes() == first and first.startswith(magic)
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg", ".pdf"])
+def test_a_full_disk_is_named_and_leaves_no_half(tmp_path: Path, suffix: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as raised:
+            draw_timelines([("measured", two_stages())], tmp_path / f"step{suffix}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert raised.value.filename == str(tmp_path / f"step{suffix}") and not list(tmp_path.iterdir())
+
+
+def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
+    """A title begins with the name of a schedule, which may be that of a file."""
+    draw_timelines([(r"a$\foo$.csv", two_stages())], tmp_path / "step.svg")
+    assert r"a$\foo$.csv" in (tmp_path / "step.svg").read_text()
 
 
 def test_pictures_that_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

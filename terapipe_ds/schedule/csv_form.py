@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from terapipe_ds.schedule.schedule import Schedule
 from terapipe_ds.schedule.validate import validate
 
 Entry = TypeVar("Entry")
+Place = tuple[int, int]  # row and cell, from 1
 
 _PLACEMENT = "placement"
 _MAX_CELLS = 1_000_000
@@ -60,9 +61,9 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         [_read_cell(cell, row_number, number) for number, cell in enumerate(row, start=1)]
         for row_number, row in enumerate(rows, start=first_row)
     ]
-    everything = [action for row in actions for action in row]
-    num_slices = _count_slices(everything)
-    chunk_ids = {action.chunk_id for action in everything}
+    cells = [(a, (row, cell)) for row, of in enumerate(actions, start=first_row) for cell, a in enumerate(of, start=1)]
+    num_slices = _count_slices(cells)
+    chunk_ids = {action.chunk_id: place for action, place in reversed(cells)}
     placement = (
         loop(len(rows), _count_up(chunk_ids, "chunk"))
         if placement_row is None
@@ -76,7 +77,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         tuple(action._replace(part_id=placement[stage_id, action.chunk_id]) for action in row)
         for stage_id, row in enumerate(actions)
     )
-    forward_only = all(action.kind is Kind.FORWARD for action in everything)
+    forward_only = all(action.kind is Kind.FORWARD for action, _ in cells)
     schedule = Schedule(name, len(rows), len(num_slices), num_slices, num_chunks, forward_only, orders, placement)
     validate(schedule)
     return schedule
@@ -161,16 +162,20 @@ def _read_cell(cell: str, row_number: int, cell_number: int) -> Action:
         raise ScheduleError(f"CSV row {row_number}, cell {cell_number}: {error.reason}{hint}") from None
 
 
-def _count_slices(actions: list[Action]) -> tuple[int, ...]:
-    slices: dict[int, set[int]] = {}
-    for action in actions:
-        slices.setdefault(action.micro_batch_id, set()).add(action.slice_id)
-    return tuple(_count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(set(slices), "micro-batch")))
+def _count_slices(cells: list[tuple[Action, Place]]) -> tuple[int, ...]:
+    slices: dict[int, dict[int, Place]] = {}
+    for action, place in cells:
+        slices.setdefault(action.micro_batch_id, {}).setdefault(action.slice_id, place)
+    first = {m: next(iter(places.values())) for m, places in slices.items()}
+    return tuple(_count_up(slices[m], f"micro-batch {m} slice") for m in range(_count_up(first, "micro-batch")))
 
 
-def _count_up(ids: set[int], what: str) -> int:
+def _count_up(places: Mapping[int, Place], what: str) -> int:
     """Return the number of ids; they must be 0, 1, 2, ... (and a huge one must not make a huge table)."""
-    missing = next((number for number in range(len(ids)) if number not in ids), None)
+    missing = next((number for number in range(len(places)) if number not in places), None)
     if missing is not None:
-        raise ScheduleError(f"the CSV has {what} {max(ids)} but no {what} {missing}: number them from 0 without a gap")
-    return len(ids)
+        highest = max(places)
+        row, cell = places[highest]
+        problem = f"the CSV has {what} {highest} but no {what} {missing}"
+        raise ScheduleError(f"CSV row {row}, cell {cell}: {problem}; number them from 0 without a gap")
+    return len(places)

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 from torch import distributed
 
-from tests.distributed.engines import LENGTH, VOCAB_SIZE, batches, engine_of, gpt_layers, logged, train, unchecked
+from tests.distributed.engines import (
+    LENGTH,
+    VOCAB_SIZE,
+    batches,
+    build,
+    engine_of,
+    gpt_layers,
+    logged,
+    raised_by,
+    train,
+    unchecked,
+)
 from tests.distributed.harness import rank_pool
 
 STEPS, MICRO_BATCHES, ROWS = 4, 3, 2
@@ -115,3 +126,16 @@ def model_flops(stages: int) -> float:
     scores = ROWS * heads * (LENGTH * (LENGTH + 1) // 2) * head_dim * 2
     forward = 4 * (2 * tokens * layer + 2 * scores) + 2 * tokens * hidden * vocab
     return 3 * forward * MICRO_BATCHES / (PEAK_TFLOPS * 1e12 * stages)
+
+
+def job_without_a_folder(path: str) -> tuple[str, str]:
+    """Give rank 0 alone a monitor, whose folder cannot be made."""
+    monitor = {"enabled": distributed.get_rank() == 0, "output_path": path, "job_name": "run"}
+    return raised_by(lambda: build(gpt_layers(), unchecked(), csv_monitor=monitor))
+
+
+def test_a_monitor_that_rank_0_cannot_open_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    """The other ranks waited for it in their first sum, for half an hour."""
+    (path := tmp_path / "file").touch()
+    raised = rank_pool(2).run(job_without_a_folder, path=str(path), timeout_s=30)
+    assert all(kind == "NotADirectoryError" and str(path) in text for kind, text in raised), raised

@@ -164,12 +164,17 @@ class Odd(nn.Linear):
     """A layer that stock DeepSpeed cuts by a type."""
 
 
-def job_stock_method() -> list[int]:
+def job_stock_method() -> tuple[list[int], tuple[str, str]]:
     layers = [LayerSpec(Odd, 4, 4), LayerSpec(Odd, 4, 4), *(LayerSpec(nn.Linear, 4, 4) for _ in range(4))]
     module = pipeline_module(layers, partition_method="type:Odd")
     terapipe_ds.lay_out(module, config(terapipe=unchecked()))
-    return list(module.parts)
+    return list(module.parts), raised_by(
+        lambda: terapipe_ds.lay_out(module, config(terapipe=unchecked(schedule="zbv")))
+    )
 
 
 def test_without_a_partition_the_method_of_the_module_counts() -> None:
-    assert rank_pool(2).run(job_stock_method) == [[0, 1, 6]] * 2
+    """Nothing tells the method if the module was built before `register`; more parts need it."""
+    for parts, (kind, text) in rank_pool(2).run(job_stock_method):
+        assert parts == [0, 1, 6] and kind == "TeraPipeConfigError"
+        assert "[0, 1, 6] is neither" in text and "terapipe_ds.register() before" in text

@@ -16,7 +16,7 @@ import terapipe_ds
 from terapipe_ds.config import TeraPipeConfigError
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
-from tests.small_models.parts import Embedding, Head, Mlp
+from tests.small_models.parts import Embedding, Head, Mlp, cross_entropy
 
 LOOP = {"schedule": "seq1f1b-interleaved", "chunks_per_stage": 2}
 LOOP_ZB = {"schedule": "seq1f1b-interleaved-zb", "chunks_per_stage": 2}
@@ -503,3 +503,37 @@ def test_slices_are_planned_from_the_costs_of_all_parts(
     assert sum(first[1]) == engines.LENGTH
     assert first[2] in names
     assert first[3] == list(range(num_parts)) and first[4] == 2
+
+
+class Numbering(Embedding):
+    """Hand on a buffer that counts the forwards, beside the hidden states."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Any:
+        self.count += 1
+        return super().forward(ids), self.count
+
+
+class Numbered(Head):
+    def forward(self, inputs: Any) -> Tensor:
+        return super().forward(inputs[0]) * inputs[1]
+
+
+def job_numbering(schedule: str) -> dict[str, float]:
+    layers, data = [LayerSpec(Numbering), LayerSpec(Numbered)], engines.batches(2)
+    options: dict[str, Any] = {"stages": 1, "loss_fn": cross_entropy}
+    ours = engines.run_training(
+        lambda: layers, engines.unchecked(schedule=schedule, slices=1, chunks_per_stage=2), data, **options
+    )
+    return engines.differences(ours, engines.run_training(lambda: layers, None, data, **options))
+
+
+def test_a_buffer_that_a_layer_hands_on_may_change_before_it_is_read(tmp_path: Path) -> None:
+    """The next part read the value of a later micro-batch; over gloo a message could have it too."""
+    (path := tmp_path / "late.csv").write_text("F0.0,F1.0,F0.0c1,F1.0c1,B0.0c1,B1.0c1,B0.0,B1.0\n")
+    assert not engines.violations(rank_pool(2).run(job_numbering, schedule=str(path)))

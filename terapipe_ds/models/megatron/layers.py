@@ -130,9 +130,11 @@ class Blueprint:
                 tracker.seeds_ = seeds
 
     def random_numbers(self) -> Any:
-        """Draw dropout in this context: ranks that hold different tokens need different random numbers."""
+        """Draw dropout and noise in this context: ranks that hold different tokens need different random numbers."""
         config = self.config
-        if config.sequence_parallel and (config.hidden_dropout > 0 or config.attention_dropout > 0):
+        if config.sequence_parallel and (
+            config.hidden_dropout > 0 or config.attention_dropout > 0 or config.moe_input_jitter_eps is not None
+        ):
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
 

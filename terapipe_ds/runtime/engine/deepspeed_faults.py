@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import deepspeed.runtime.engine as deepspeed_engine
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
@@ -19,11 +20,20 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import everywhere, gather
 
 _COUNTED = "by terapipe_ds"  # as `model_parallel` of a parameter; DeepSpeed asks whether it is true
+
+
+@contextmanager
+def monitors_agreed() -> Iterator[None]:
+    """Let every rank raise an error of DeepSpeed's monitors, which rank 0 alone opens: the others would wait for it."""
+    monitors = deepspeed_engine.MonitorMaster
+    with replaced(deepspeed_engine, "MonitorMaster", lambda config: everywhere(lambda: monitors(config))):
+        yield
 
 
 def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:

@@ -126,7 +126,7 @@ class TeraPipeEngine(ModelEndsEngine):
         self.terapipe_config, self._layout = setup.config, setup.layout
         self.slice_length_multiple, self._sequence = setup.slice_length_multiple, setup.sequence
         self.own_time = setup.own_time
-        with neighbours_staged():
+        with neighbours_staged(), faults.monitors_agreed():
             by_setup = {"model_parameters": setup.parameters, "optimizer": setup.optimizer}
             super().__init__(*args, **{**kwargs, **by_setup})
         # connect the stages

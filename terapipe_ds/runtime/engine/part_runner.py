@@ -346,9 +346,13 @@ class PartRunner:
         self._open().finish(action)
 
     def _outputs(self, action: Action) -> tuple[Tensors, bool]:
-        """Return the outputs of F, and whether the layers gave a tuple."""
+        """Return the outputs of F, and whether the layers gave a tuple.
+
+        Those without a gradient are copies: a layer may change a buffer in place before the next part has received it.
+        """
         outputs = self._open().get(action).outputs
-        return as_tuple(outputs, "the outputs of a stage"), not torch.is_tensor(outputs)
+        tensors = as_tuple(outputs, "the outputs of a stage")
+        return tuple([t if t.requires_grad else t.clone() for t in tensors]), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
         """Send the gradients of the tensors that this slice received, unless its B has."""

@@ -12,7 +12,8 @@ import torch.utils.checkpoint
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
-from torch.utils._pytree import tree_leaves
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from terapipe_ds.attention.kept import KeptAttention, KeptCalls
 from terapipe_ds.compat.replaced import replaced
@@ -213,7 +214,10 @@ def checkpoint_with_gradients(
 
 
 def _with_plain_outputs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function` for a reentrant checkpoint, which cuts tensors within other outputs out of the graph."""
+    """Return `function` for a reentrant checkpoint, which cuts tensors within other outputs out of the graph.
+
+    A parameter among the outputs becomes a view: torch would make the parameter itself a result of the checkpoint.
+    """
 
     def run(*inputs: Any) -> Any:
         outputs = function(*inputs)
@@ -224,7 +228,7 @@ def _with_plain_outputs(function: Callable[..., Any]) -> Callable[..., Any]:
                 "a layer that recomputes returns a dict, or tensors inside of a tuple's elements, which would get no "
                 'gradient: return a tensor or a flat tuple, or set "pipeline": {"use_reentrant": false}'
             )
-        return outputs
+        return tree_map_only(nn.Parameter, lambda parameter: parameter.view_as(parameter), outputs)
 
     return run
 

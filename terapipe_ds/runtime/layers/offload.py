@@ -11,9 +11,9 @@ the computation after F at the latest, so that one computation hides the copy. O
 
 A copy contains the memory under a tensor, once for all tensors of a slice that share it. So views come back unchanged,
 strides included, and the backward has the same bits. These tensors stay: parameters and buffers of the module, which
-are not the slice's own; small tensors; views of a much larger memory; memory that a layer empties itself, to compute it
-again; and keys and values, which are in the slice store and never saved by slices. A tensor that is changed in place
-after it was saved is an error, as in torch.
+are not the slice's own; small tensors; views of a much larger memory; conjugates, whose bit is not in their memory; the
+memory that a layer empties itself, to compute it again; and keys and values, which are in the slice store and never
+saved by slices. A tensor that is changed in place after it was saved is an error, as in torch.
 """
 
 from __future__ import annotations
@@ -275,7 +275,9 @@ class ActivationOffload:
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return False
-        if tensor.nbytes < _SMALLEST_BYTES:
+        if (
+            tensor.nbytes < _SMALLEST_BYTES or tensor.is_conj() or tensor.is_neg()
+        ):  # torch's lazy views: the bit is not in memory
             return False
         storage = tensor.untyped_storage()
         try:

@@ -264,6 +264,15 @@ def test_kernels_are_those_of_the_machine_and_the_log_says_why(monkeypatch: pyte
 # -- attention -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["hidden_dropout", "attention_dropout", "moe_input_jitter_eps"])
+def test_ranks_with_tokens_of_their_own_draw_from_the_tracker(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own state is the same on tensor-parallel ranks, which would draw the same numbers for other tokens."""
+    monkeypatch.setattr(tensor_parallel.get_cuda_rng_tracker(), "fork", lambda: "of the tracker")
+    rates = {"hidden_dropout": 0.0, "attention_dropout": 0.0, name: 0.1}
+    divided = config(sequence_parallel=True, tensor_model_parallel_size=2, **rates)
+    assert Blueprint.random_numbers(SimpleNamespace(config=divided)) == "of the tracker"  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("argument", ["attention_mask", "attention_bias", "packed_seq_params"])
 def test_masks_biases_and_packing_are_refused(argument: str) -> None:
     attention = SlicedCoreAttention(config(), layer_number=1)

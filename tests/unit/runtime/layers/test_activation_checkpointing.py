@@ -74,6 +74,17 @@ def test_layers_that_return_other_than_tuples(offloads: bool) -> None:
         checkpoint(lambda x: (x * 2, {"angle": x.cos()}), x)[0].sum().backward()
 
 
+@pytest.mark.parametrize("offloads", [False, True])
+def test_a_parameter_that_a_layer_hands_on_is_trained(offloads: bool) -> None:
+    """A reentrant checkpoint makes the parameter itself a result of its graph, which no optimizer then updates."""
+    checkpoint = checkpoint_with_gradients(ds_checkpointing.checkpoint, offloads)
+    x, weight = torch.arange(3.0).requires_grad_(), nn.Parameter(torch.ones(3))
+    first, second = checkpoint(lambda x: (x.sin(), weight), x)
+    assert weight.is_leaf, "else its next backward runs in a circle, without end"
+    (first * second).sum().backward()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.arange(3.0).sin())
+
+
 class Tracker:
     """Hold a random state of a model, apart from torch's, as Megatron's tracker does."""
 

@@ -274,12 +274,16 @@ def test_views_come_back_as_they_were(name: str) -> None:
     assert back.untyped_storage().data_ptr() != address and offload.buffers.peak_bytes > 0
 
 
-@pytest.mark.parametrize("name", ["parameter", "its transposition", "buffer", "small", "part of a larger memory"])
+STAYING = ["parameter", "its transposition", "buffer", "small", "part of a larger memory", "conjugated", "negated"]
+
+
+@pytest.mark.parametrize("name", STAYING)
 def test_what_is_not_the_slices_own_stays(name: str) -> None:
     block, large = Block(), torch.randn(64, 400)
     tensor = {
         "parameter": block.fused.weight, "its transposition": block.fused.weight.t(), "buffer": block.scale,
         "small": torch.randn(4), "part of a larger memory": large[:, :40],
+        "conjugated": torch.complex(large, large).conj(), "negated": torch.complex(large, large).conj().imag,
     }[name]  # fmt: skip
     offload = ActivationOffload(block, torch.device("cpu"))
     assert packed(offload, tensor) is tensor and offload.buffers.peak_bytes == 0

@@ -275,9 +275,8 @@ class ActivationOffload:
     def _goes(self, tensor: Tensor) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.device.type == "meta":
             return False
-        if (
-            tensor.nbytes < _SMALLEST_BYTES or tensor.is_conj() or tensor.is_neg()
-        ):  # torch's lazy views: the bit is not in memory
+        is_lazy = tensor.is_conj() or tensor.is_neg()  # this bit is not in its memory
+        if is_lazy or tensor.nbytes < _SMALLEST_BYTES:
             return False
         storage = tensor.untyped_storage()
         try:

@@ -295,6 +295,27 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert "--chunks-per-stage 3: " in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
+@pytest.mark.parametrize(("keys", "bytes_per_parameter"), [
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),
+    ({}, 2 + 2 + 12),  # DeepSpeed sums in the dtype of the parameters
+    ({"optimizer": {"type": "Lion"}}, 2 + 2 + 8),
+    ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 2 + 2 + 8),
+    ({"optimizer": {"type": "SGD"}}, 2 + 2 + 4),
+    ({"optimizer": {"type": "OneBitAdam"}}, 2 + 2 + 12),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2 + 2),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, 2 + 2 + 12),
+])  # fmt: skip
+def test_the_optimizer_of_a_config_decides_the_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], bytes_per_parameter: int
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} | keys))
+    options = ("--model", "llama-2-7b", "--device", "h200", "--stages", "1", "--schedule", "1f1b", "--max-slices", "1")
+    (text,) = refused(capsys, *options, "--config", str(tmp_path / "ds.json"), "--memory-limit-gb", "1").splitlines()
+    static = float(text.split(" GiB of it are")[0].split()[-1]) * 2**30
+    context = device_card("h200").context_bytes or 0
+    assert static == pytest.approx(bytes_per_parameter * size_of("llama-2-7b").num_parameters() + context, rel=1e-3)
+
+
 def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, config, one = tmp_path / "profile.json", tmp_path / "ds.json", profile_of(2)
     config.write_text(json.dumps({"terapipe": {"partition": [0, 1, 8], "schedule": "seq1f1b"}}))
@@ -373,7 +394,9 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_limit_may_be_met_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     """The float 2.048769856 times 1e9 is less than 2048769856."""
-    options = "--model mini --device a100 --stages 3 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    options = (
+        "--model mini --device a100 --stages 3 --zero-stage 1 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    )
     options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856"
     found = as_json(capsys, *options.split())
     assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2048769856
@@ -553,8 +576,9 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
-    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; its sums are fp32
-    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "0", 4, 5)):
+    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; with ZeRO-1 the
+    # gradients of bfloat16 accumulate in fp32, and two stages sum them so
+    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "1", 4, 3), ("a100", "0", 2, 3)):
         card = device_card(device)
         link_s = [count / card.node_link.bandwidth_bytes_per_s for count in counts]
         adam_s = [part.step_s() / 2 for part in analytic_costs("gpt3-1b", card, num_stages=4)]
@@ -582,6 +606,8 @@ def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixtur
         if size_of(str(model)).num_parameters() > wanted:
             break
     assert as_json(capsys, *given, str(model))["peak_bytes"]
+    without = as_json(capsys, *given[:4], "--model", str(model))
+    assert "memory counted as on a GPU" in without["setup"] and without["memory_limit_bytes"] is None
 
 
 def test_a_measured_plan_says_which_layers_recompute(

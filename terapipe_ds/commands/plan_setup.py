@@ -317,6 +317,7 @@ def counted_setup(
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
     shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
+    shape["splits_tokens"] = options.sequence_parallel
     count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **shape)
 
     @functools.cache

@@ -74,6 +74,15 @@ def test_the_numbers_are_those_of_the_simulator(capsys: pytest.CaptureFixture[st
     assert found["predicted_s"] <= found["equal_s"] <= found["unsliced_s"]
 
 
+def test_sequence_parallelism_divides_the_time_of_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (*SMALL, "--schedule", "1f1b", "--max-slices", "1", "--tensor-parallel", "2")
+    found = as_json(capsys, *options, "--sequence-parallel")
+    costs = analytic_costs("gpt3-1b", "v100", num_stages=4, tensor_parallel=2, splits_tokens=True)
+    timeline = simulate(build("1f1b", 4, 2, 1), SlicePlan((2048,)), costs)
+    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
+    assert found["predicted_s"] < as_json(capsys, *options)["predicted_s"]
+
+
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "step.svg"
     plan = as_json(capsys, *SMALL, "--schedule", "1f1b", "--out", str(out), "--picture", str(picture))

@@ -106,11 +106,17 @@ def size_of_config(path: str) -> ModelSize:
             latent=latent,
             gated_mlp=family not in _NOT_GATED,
             bias=family in _NOT_GATED - _WITHOUT_BIAS,
-            tied_embedding=bool(config.get("tie_word_embeddings", family in _TIED)),
+            tied_embedding=_is_tied(family, document, config),
             positions="learned" if family in _LEARNED else "rope",
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
+
+
+def _is_tied(family: str, *configs: Mapping[str, Any]) -> bool:
+    """Return what the first of the configs that says so says: a model of several kinds of input, then its decoder."""
+    said = (config["tie_word_embeddings"] for config in configs if config.get("tie_word_embeddings") is not None)
+    return bool(next(said, family in _TIED))
 
 
 def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Experts | None:

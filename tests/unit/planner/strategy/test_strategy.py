@@ -266,6 +266,20 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
     assert size.num_parameters() == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_images_and_text_says_itself_whether_matrices_are_tied(tied: bool, tmp_path: Path) -> None:
+    """Its decoder's config may say otherwise, and transformers then follows the saved config of the model."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = _HF | {"model_type": "llama", "tie_word_embeddings": not tied}
+    images = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    both = transformers.LlavaConfig(text_config=text, vision_config=images, tie_word_embeddings=tied)
+    both.save_pretrained(str(tmp_path))
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(both)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert size_of_config(str(tmp_path / "config.json")).tied_embedding == is_tied
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),

@@ -202,7 +202,10 @@ def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
     def within(section: Any, name: str) -> Any:
         return section.get(name) if isinstance(section, dict) else None
 
-    offload = within(within(ds_config.get("zero_optimization"), "offload_optimizer"), "device")
+    zero = ds_config.get("zero_optimization")
+    offload, bucket = within(within(zero, "offload_optimizer"), "device"), within(zero, "reduce_bucket_size")
+    if type(bucket) not in (int, float) or not math.isfinite(bucket):  # DeepSpeed's own; "auto" is Trainer's
+        bucket = 500_000_000
     optimizer = ds_config.get("optimizer")
     name = str(within(optimizer, "type")).lower()
     if name == "sgd" and within(within(optimizer, "params"), "momentum"):
@@ -211,6 +214,7 @@ def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
         "optimizer": name,
         "gradient_dtype": within(ds_config.get("data_types"), "grad_accum_dtype"),
         "offload_optimizer": offload not in (None, "none"),
+        "reduce_bucket": 0 if within(zero, "contiguous_gradients") is False else max(0, int(bucket)),
     }
 
 
@@ -440,6 +444,7 @@ def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> Part
             "optimizer": states["optimizer"] if states["optimizer"] in OPTIMIZER_STATES else "adam",
             "gradient_dtype": DTYPE_NAMES.get(sums, sums),
             "offload_optimizer": states["offload_optimizer"] and options.zero_stage == 1,
+            "reduce_bucket": states["reduce_bucket"],
         }
 
     def memory_of(num_parts: int) -> MemoryModel | None:

@@ -182,6 +182,7 @@ class Setup:
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
     fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
+    reduce_bucket: int | None = None  # numbers of the bucket in which ZeRO-1 reduces; None: as strategies set it
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel", "sequence_ranks"):
@@ -356,8 +357,11 @@ class Setup:
             of_chunk = item + (self._wide if self.on_cpu else 0) if item < self._wide else 0
             widest = max(widest, size.vocab_size * (self._wide + of_chunk))
         widest += largest * item if self.offload_optimizer else 0
-        bucket = REDUCE_BUCKET * total if self.offload_optimizer else 0
-        return widest * size.hidden_size // self.tensor_parallel + bucket
+        bucket = self.reduce_bucket
+        if bucket is None:
+            bucket = REDUCE_BUCKET if self.offload_optimizer else 0
+        has_bucket = self.offload_optimizer or self._deepspeed_optimizer == "zero"
+        return widest * size.hidden_size // self.tensor_parallel + bucket * total * has_bucket
 
     # --- bytes per token of one row
 

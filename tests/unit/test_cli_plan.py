@@ -95,7 +95,8 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True}}
-    path.write_text(json.dumps({**config, "zero_optimization": {"stage": 1}, "terapipe": section}))
+    zero = {"stage": 1, "contiguous_gradients": False}  # without a bucket for the reduction, as options have it
+    path.write_text(json.dumps({**config, "zero_optimization": zero, "terapipe": section}))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"
@@ -108,9 +109,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     batch: dict[str, Any] = {**config, "train_batch_size": 12, "pipeline": {"activation_checkpoint_interval": 1}}
     for left in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         kept = {name: value for name, value in batch.items() if name != left}
-        path.write_text(
-            json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
-        )
+        path.write_text(json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": zero}))
         again = as_json(capsys, *options, "--config", str(path))
         assert again.pop("terapipe")["recompute"] == "off" and again == found
     path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
@@ -323,6 +322,37 @@ def test_the_optimizer_of_a_config_decides_the_memory(
     static = float(text.split(" GiB of it are")[0].split()[-1]) * 2**30
     context = device_card("h200").context_bytes or 0
     assert static == pytest.approx(bytes_per_parameter * size_of("llama-2-7b").num_parameters() + context, rel=1e-3)
+
+
+@pytest.mark.parametrize(("zero", "numbers"), [
+    ({"reduce_bucket_size": 2e8}, 200_000_000), ({}, 500_000_000), ({"contiguous_gradients": False}, 0),
+    ({"reduce_bucket_size": "auto"}, 500_000_000),
+])  # fmt: skip
+@pytest.mark.parametrize("bucket_bytes", [2, 0])
+def test_the_bucket_of_zero_1_counts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, zero: dict[str, Any], numbers: int, bucket_bytes: int
+) -> None:
+    """In bf16 only where sums are in bf16 too: with sums in fp32 DeepSpeed has an optimizer without a bucket."""
+    sums = {} if bucket_bytes else {"data_types": {"grad_accum_dtype": "fp32"}}
+    options = (
+        "--model",
+        "llama-3-8b",
+        "--device",
+        "h200",
+        "--stages",
+        "4",
+        "--micro-batches",
+        "4",
+        "--schedule",
+        "1f1b",
+    )
+    peaks = []
+    for more in (zero, {"contiguous_gradients": False}):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1} | more} | sums
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        found = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"), "--max-slices", "1")
+        peaks.append(found["peak_bytes"])
+    assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
 
 
 def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

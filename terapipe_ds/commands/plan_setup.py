@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
@@ -27,6 +28,7 @@ from terapipe_ds.planner.cluster import Cluster
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.layers.parts import bytes_summed
+from terapipe_ds.planner.model_memory import ITEMSIZE, OPTIMIZER_STATES
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
 from terapipe_ds.planner.strategy import USABLE, size_of
@@ -43,7 +45,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
-    section = configured.pop("section", {})
+    section, states = configured.pop("section", {}), configured.pop("states", {})
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -63,7 +65,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + ("--choose-recompute" if options.recompute else "counted costs of a named model")
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
-    setup = counted_setup(options, wire_formats) if profile is None else _measured(options, profile, bounds)
+    setup = (
+        counted_setup(options, wire_formats, states) if profile is None else _measured(options, profile, bounds, states)
+    )
     limits = {"--memory-limit-gb": options.memory_limit_gb, "--device": options.device or None}
     for name, value in limits.items():
         if value is not None and setup.memory_of is None and not options.recompute:
@@ -185,10 +189,33 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
         "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
         "section": given,
+        "states": _states(ds_config),
         "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
+
+
+def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of a DeepSpeed JSON that decide the bytes of gradients and optimizer states."""
+
+    def within(section: Any, name: str) -> Any:
+        return section.get(name) if isinstance(section, dict) else None
+
+    zero = ds_config.get("zero_optimization")
+    offload, bucket = within(within(zero, "offload_optimizer"), "device"), within(zero, "reduce_bucket_size")
+    if type(bucket) not in (int, float) or not math.isfinite(bucket):  # DeepSpeed's own; "auto" is Trainer's
+        bucket = 500_000_000
+    optimizer = ds_config.get("optimizer")
+    name = str(within(optimizer, "type")).lower()
+    if name == "sgd" and within(within(optimizer, "params"), "momentum"):
+        name = "lion"  # which keeps one number per parameter, too
+    return {
+        "optimizer": name,
+        "gradient_dtype": within(ds_config.get("data_types"), "grad_accum_dtype"),
+        "offload_optimizer": offload not in (None, "none"),
+        "reduce_bucket": 0 if within(zero, "contiguous_gradients") is False else max(0, int(bucket)),
+    }
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
@@ -282,8 +309,10 @@ class PlanSetup:
         return self.options.sequence_length, self.options.stages, self.options.micro_batches, self.options.granule
 
 
-def counted_setup(options: PlanOptions, wire_formats: tuple[str | None, str | None]) -> PlanSetup:
-    """Return the input of the planner from a model's sizes and a device card."""
+def counted_setup(
+    options: PlanOptions, wire_formats: tuple[str | None, str | None], states: Mapping[str, Any] = MappingProxyType({})
+) -> PlanSetup:
+    """Return the input of the planner from a model's sizes and a device card; `states` are those of `_states`."""
     size = size_of(options.model)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
@@ -292,6 +321,7 @@ def counted_setup(options: PlanOptions, wire_formats: tuple[str | None, str | No
     dtype = card.resolve_dtype(options.dtype)
     devices = options.stages * options.tensor_parallel
     shape: dict[str, Any] = {"devices": devices, "wire_formats": wire_formats, **options.shape}
+    shape["splits_tokens"] = options.sequence_parallel
     count = functools.partial(analytic_costs, size, card, dtype=options.dtype, **shape)
 
     @functools.cache
@@ -302,7 +332,7 @@ def counted_setup(options: PlanOptions, wire_formats: tuple[str | None, str | No
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
-        _memory(options, dtype),
+        _memory(options, states, dtype),
         _counted_both_ways(options, costs_of),
         f"\nexperts: {size.about_experts()}" if size.experts else "",
         size=size,
@@ -323,12 +353,15 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
         # DeepSpeed's optimizer for bfloat16 divides its states whatever the ZeRO stage
         divided = replicas if options.zero_stage == 1 or dtype == "bfloat16" else 1
         steps = [part.step_s() / divided + ring_s * count for part, count in zip(parts, counts, strict=True)]
-        return both_ways_s([gradient_itemsize(dtype) * count for count in counts], bandwidth, steps)
+        itemsize = gradient_itemsize(dtype) if options.zero_stage else ITEMSIZE[dtype]
+        return both_ways_s([itemsize * count for count in counts], bandwidth, steps)
 
     return both_ways_s_of
 
 
-def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | None) -> PlanSetup:
+def _measured(
+    options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, states: Mapping[str, Any]
+) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
     stages, parts = options.stages, MeasuredParts.of_profile(profile).for_stages(options.stages)
@@ -366,6 +399,8 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
     notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
     if options.data_parallel > 1 and parts.has_memory and not options.model:
         notes += "\noptimizer states have the bytes of the job that was measured, whatever the replicas"
+    unsaid = "\nmemory counted as on a GPU, without its context: --device names another, --device cpu a CPU"
+    notes += unsaid if options.model and not options.device else ""
     smallest = max(model.min_tokens for model in models)
     if options.granule < smallest:  # no plan of shorter slices can be trusted
         notes += f"\nslices of fewer than {smallest} tokens were not measured and count as {smallest}"
@@ -373,7 +408,7 @@ def _measured(options: PlanOptions, profile: Profile, bounds: Sequence[int] | No
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
         costs_of,
-        _memory(options, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
+        _memory(options, states, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,
@@ -398,9 +433,19 @@ def _process_bytes(options: PlanOptions) -> int:
     return Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 
 
-def _memory(options: PlanOptions, dtype: str) -> PartsOf:
+def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> PartsOf:
+    """Return a function that counts memory by the number of parts."""
     size, process_bytes = size_of(options.model), _process_bytes(options)
-    on_cpu = bool(options.device) and device_card(options.device).is_cpu
+    on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
+    training: dict[str, Any] = {}
+    if states:  # of a DeepSpeed JSON, which sums in the dtype of the parameters where it does not say
+        sums = str(states["gradient_dtype"] or dtype)
+        training = {
+            "optimizer": states["optimizer"] if states["optimizer"] in OPTIMIZER_STATES else "adam",
+            "gradient_dtype": DTYPE_NAMES.get(sums, sums),
+            "offload_optimizer": states["offload_optimizer"] and options.zero_stage == 1,
+            "reduce_bucket": states["reduce_bucket"],
+        }
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -408,13 +453,14 @@ def _memory(options: PlanOptions, dtype: str) -> PartsOf:
         return MemoryModel.of_model(
             size,
             num_stages=num_parts,
-            dtype=DTYPE_NAMES.get(dtype, dtype),
+            dtype=dtype,
             data_parallel=options.data_parallel,
             zero_stage=options.zero_stage,
             sequence_parallel=options.sequence_parallel,
             process_bytes=process_bytes,
             on_cpu=on_cpu,
             **options.shape,
+            **training,
         )
 
     return memory_of

@@ -61,6 +61,7 @@ class AnalyticCosts:
     sequence_parallel: int = 1  # ranks that divide the tokens of a slice, and exchange them for heads in attention
     keeps_attention: bool = False  # activation checkpointing runs all of the forward again but attention
     fused_loss: bool = False  # `terapipe_ds.losses`: the head's products, chunk by chunk, are all in the backward
+    splits_tokens: bool = False  # Megatron's sequence parallelism: tensor ranks divide norms, residuals and messages
 
     vectorized = True
 
@@ -93,7 +94,7 @@ class AnalyticCosts:
     def _message_s(self, tokens: Any, wire_format: str | None) -> Any:
         i, _ = _arguments(tokens, 0)
         of_token = bytes_of_token(wire_format, self.model.hidden_size, self._item)
-        seconds = self.link.latency_s + self._rows(i) * of_token / self.link.bandwidth_bytes_per_s
+        seconds = self.link.latency_s + self._rows(i) * of_token / self._sharing / self.link.bandwidth_bytes_per_s
         return _like(i, seconds)
 
     def step_s(self) -> float:
@@ -235,7 +236,9 @@ class AnalyticCosts:
 
     def _elementwise_s(self, i: Array) -> Array:
         """Time norms (read, write), residuals (two reads, write), activation, and the copy of K and V to the store."""
-        numbers = 10 * self.model.hidden_size + self._ffn() + 4 * self._kv_heads() * self.model.mean_head_dim
+        numbers = (
+            10 * self.model.hidden_size / self._sharing + self._ffn() + 4 * self._kv_heads() * self.model.mean_head_dim
+        )
         return self._roofline_s(0.0, self._item * self._rows(i) * numbers, LAYER_KERNELS - 7)
 
     def _head_s(self, i: Array, adds: bool = False) -> Array:
@@ -272,6 +275,11 @@ class AnalyticCosts:
         """Return the tokens of a slice on one rank, over all sequences."""
         return self.micro_batch * i / self.sequence_parallel
 
+    @property
+    def _sharing(self) -> int:
+        """Return the tensor ranks that divide the tokens of the residual stream."""
+        return self.tensor_parallel if self.splits_tokens else 1
+
     def _kv_heads(self, ranks: int = 1) -> int:
         """Return the key and value heads of a rank; with `ranks` sequence ranks, those that it attends to."""
         heads = max(1, self.model.num_kv_heads // self.tensor_parallel)
@@ -298,13 +306,15 @@ def analytic_costs(
     layers_per_part: Sequence[int] | None = None,
     wire_formats: tuple[str | None, str | None] = (None, None),
     fused_loss: bool = True,
+    splits_tokens: bool = False,
     devices: int | None = None,
 ) -> list[AnalyticCosts]:
     """Return the costs of each part: embedding on the first, head and loss on the last; equal parts are one object.
 
     Layers are spread evenly, the larger parts first, unless `layers_per_part` says otherwise. All parts send over
     the network where the pipeline does not fit in one node; it has `devices`, or as many as parts with their ranks.
-    `wire_formats` are the formats of `terapipe.links`, forward and backward.
+    `wire_formats` are the formats of `terapipe.links`, forward and backward. With `splits_tokens` the tensor ranks have
+    Megatron's sequence parallelism.
 
     Raises:
         AnalyticCostError: numbers by which the model cannot be cut.
@@ -337,6 +347,7 @@ def analytic_costs(
             *links,
             wire_formats,
             fused_loss=fused_loss,
+            splits_tokens=splits_tokens,
         )
         for key in keys
     }

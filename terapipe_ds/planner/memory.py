@@ -89,8 +89,15 @@ class MemoryModel:
 
     def tied_bytes(self, part_ids: Collection[int]) -> int:
         """Return the static bytes that count twice if these parts are on one stage: it holds a tied matrix once."""
+        return math.floor(self.parts[-1].tied_bytes) if self._has_both_ends(part_ids) else 0
+
+    def tied_step_bytes(self, part_ids: Collection[int]) -> int:
+        """Return the bytes of the step that count twice if these parts are on one stage."""
+        return math.floor(self.parts[-1].tied_step_bytes) if self._has_both_ends(part_ids) else 0
+
+    def _has_both_ends(self, part_ids: Collection[int]) -> bool:
         last = len(self.parts) - 1
-        return math.floor(self.parts[last].tied_bytes) if last > 0 and {0, last} <= {*part_ids} else 0
+        return last > 0 and {0, last} <= {*part_ids}
 
     def gradient_bytes(self, part_id: int) -> int:
         """Return gradients of the parameters, from a batch's first backward to its optimizer step."""

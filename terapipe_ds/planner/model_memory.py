@@ -100,6 +100,7 @@ class PartMemory:
     working_factor_bytes_per_token: float = 0  # of `working_bytes_per_token`, what is in `weight_bytes_per_token` too
     step_bytes: float = 0  # more, only while gradients are reduced and the optimizer steps; then no slice is live
     tied_bytes: float = 0  # of `static_bytes`, those of a matrix that is the first part's where one stage has both
+    tied_step_bytes: float = 0  # of `step_bytes`, those of that matrix
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -171,7 +172,9 @@ class Setup:
     optimizer: str = "adam"
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
-    gradient_dtype: str | None = None  # of the buffer that accumulates them; None: float32 for bfloat16, else dtype
+    gradient_dtype: str | None = (
+        None  # of the sums; None: float32 for bfloat16 with ZeRO-1, as strategies have, else dtype
+    )
     fused_norm: bool | None = None  # RMSNorm in one kernel; None: on a GPU, and plain operations on a CPU
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts
@@ -179,6 +182,7 @@ class Setup:
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
     fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
+    reduce_bucket: int | None = None  # numbers of the bucket in which ZeRO-1 reduces; None: as strategies set it
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "micro_batch", "tensor_parallel", "data_parallel", "sequence_ranks"):
@@ -233,7 +237,7 @@ class Setup:
         parameters = self._parameters(part_id, layers)
         # DeepSpeed drops the gradients with each step (`DeepSpeedEngine.zero_grad`), unless the optimizer keeps its own
         drops_gradients = self.zero_stage == 0 and self.dtype != "bfloat16"
-        gradients = parameters * ITEMSIZE[self.gradient_dtype or self.dtype] if drops_gradients else 0
+        gradients = parameters * ITEMSIZE[self._sum_dtype] if drops_gradients else 0
         waiting = share * self._kept_for_weights(is_last, layers)
         joins = item < 4 and not (again or self.offload_optimizer)  # `WeightGradients.joins_unsplit`
         matrix = vocabulary * size.hidden_size if size.tied_embedding else 0
@@ -269,6 +273,7 @@ class Setup:
             whole_bytes_per_token=0 if again else rows * layers * whole * item,
             working_whole_bytes_per_token=rows * min(layers, 1) * whole * item if again else 0,
             tied_bytes=tied,
+            tied_step_bytes=self._step_bytes(parameters) - self._step_bytes(parameters - matrix * has_copy),
         )
 
     # --- parameters
@@ -297,7 +302,7 @@ class Setup:
         """
         is_bf16 = self.dtype == "bfloat16"
         gradients = ITEMSIZE[self._sum_dtype]
-        gradients += self._item if is_bf16 and self.size.experts and not self.offload_optimizer else 0
+        gradients += self._item if self._has_sums and self.size.experts else 0
         # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel * self.sequence_ranks if self.zero_stage == 1 or is_bf16 else 1
@@ -307,19 +312,24 @@ class Setup:
 
     def _step_bytes(self, parameters: int) -> int:
         """Count `bytes_of_step`; an offloaded optimizer steps on the host."""
-        optimizer = optimizer_of(self.dtype, self._sum_dtype, self.zero_stage, self.on_cpu)
-        replicas, counted = self.data_parallel * self.sequence_ranks, 0
-        sums = self._sum_dtype
-        if optimizer == "bf16" and self.zero_stage == 0 and self.gradient_dtype is None:
-            # without ZeRO DeepSpeed sums in bf16, and `_static_bytes` counts sums in fp32
-            sums, counted = "bfloat16", 2 * parameters
-        step = bytes_of_step(parameters, optimizer, self.dtype, sums, replicas)
-        return 0 if self.offload_optimizer else max(0, step - counted)
+        replicas = self.data_parallel * self.sequence_ranks
+        step = bytes_of_step(parameters, self._deepspeed_optimizer, self.dtype, self._sum_dtype, replicas)
+        return 0 if self.offload_optimizer else step
+
+    @property
+    def _deepspeed_optimizer(self) -> str:
+        return optimizer_of(self.dtype, self._sum_dtype, self.zero_stage, self.on_cpu)
+
+    @property
+    def _has_sums(self) -> bool:
+        """Return whether gradients are added to sums that are beside `.grad` for a whole batch."""
+        is_apart = self._deepspeed_optimizer == "bf16" or ITEMSIZE[self._sum_dtype] > self._item
+        return is_apart and not self.offload_optimizer
 
     @property
     def _sum_dtype(self) -> str:
         """Return the dtype in which gradients accumulate."""
-        return self.gradient_dtype or ("float32" if self.dtype == "bfloat16" else self.dtype)
+        return self.gradient_dtype or ("float32" if self.dtype == "bfloat16" and self.zero_stage else self.dtype)
 
     def _fresh_gradient_bytes(self, is_first: bool, is_last: bool, layers: int, is_whole: bool) -> int:
         """Count the bytes of the largest gradient that is beside the accumulated one for a moment.
@@ -332,8 +342,7 @@ class Setup:
         """
         size, item = self.size, self._item
         total = ITEMSIZE[self._sum_dtype]
-        has_sums = total > item and not self.offload_optimizer
-        makes_products = self.offload_optimizer or (is_whole and not has_sums)
+        makes_products = self.offload_optimizer or (is_whole and not self._has_sums)
         into = (2 if size.gated_mlp else 1) * size.ffn_size
         widths = [size.vocab_size] if is_first or (is_last and size.tied_embedding and not self.fused_loss) else []
         widths += [into * size.experts.number] if size.experts and layers else []  # one weight, with all experts
@@ -348,8 +357,11 @@ class Setup:
             of_chunk = item + (self._wide if self.on_cpu else 0) if item < self._wide else 0
             widest = max(widest, size.vocab_size * (self._wide + of_chunk))
         widest += largest * item if self.offload_optimizer else 0
-        bucket = REDUCE_BUCKET * total if self.offload_optimizer else 0
-        return widest * size.hidden_size // self.tensor_parallel + bucket
+        bucket = self.reduce_bucket
+        if bucket is None:
+            bucket = REDUCE_BUCKET if self.offload_optimizer else 0
+        has_bucket = self.offload_optimizer or self._deepspeed_optimizer == "zero"
+        return widest * size.hidden_size // self.tensor_parallel + bucket * total * has_bucket
 
     # --- bytes per token of one row
 

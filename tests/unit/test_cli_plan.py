@@ -74,6 +74,15 @@ def test_the_numbers_are_those_of_the_simulator(capsys: pytest.CaptureFixture[st
     assert found["predicted_s"] <= found["equal_s"] <= found["unsliced_s"]
 
 
+def test_sequence_parallelism_divides_the_time_of_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    options = (*SMALL, "--schedule", "1f1b", "--max-slices", "1", "--tensor-parallel", "2")
+    found = as_json(capsys, *options, "--sequence-parallel")
+    costs = analytic_costs("gpt3-1b", "v100", num_stages=4, tensor_parallel=2, splits_tokens=True)
+    timeline = simulate(build("1f1b", 4, 2, 1), SlicePlan((2048,)), costs)
+    assert found["predicted_s"] == pytest.approx(timeline.makespan_s, rel=1e-9)
+    assert found["predicted_s"] < as_json(capsys, *options)["predicted_s"]
+
+
 def test_files_are_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "plan.json", tmp_path / "step.svg"
     plan = as_json(capsys, *SMALL, "--schedule", "1f1b", "--out", str(out), "--picture", str(picture))
@@ -86,7 +95,8 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True}}
-    path.write_text(json.dumps({**config, "zero_optimization": {"stage": 1}, "terapipe": section}))
+    zero = {"stage": 1, "contiguous_gradients": False}  # without a bucket for the reduction, as options have it
+    path.write_text(json.dumps({**config, "zero_optimization": zero, "terapipe": section}))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
     same = "--micro-batch-size 2 --micro-batches 3 --dtype fp16 --zero-stage 1 --schedule 1f1b --granularity 256"
@@ -99,9 +109,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     batch: dict[str, Any] = {**config, "train_batch_size": 12, "pipeline": {"activation_checkpoint_interval": 1}}
     for left in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
         kept = {name: value for name, value in batch.items() if name != left}
-        path.write_text(
-            json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": {"stage": 1}})
-        )
+        path.write_text(json.dumps({**kept, "terapipe": {**section, "recompute": "off"}, "zero_optimization": zero}))
         again = as_json(capsys, *options, "--config", str(path))
         assert again.pop("terapipe")["recompute"] == "off" and again == found
     path.write_text(json.dumps({**config, "terapipe": {"recompute": "full"}}))
@@ -295,6 +303,58 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert "--chunks-per-stage 3: " in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
+@pytest.mark.parametrize(("keys", "bytes_per_parameter"), [
+    ({"data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),
+    ({}, 2 + 2 + 12),  # DeepSpeed sums in the dtype of the parameters
+    ({"optimizer": {"type": "Lion"}}, 2 + 2 + 8),
+    ({"optimizer": {"type": "SGD", "params": {"momentum": 0.9}}}, 2 + 2 + 8),
+    ({"optimizer": {"type": "SGD"}}, 2 + 2 + 4),
+    ({"optimizer": {"type": "OneBitAdam"}}, 2 + 2 + 12),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2 + 2),
+    ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, 2 + 2 + 12),
+])  # fmt: skip
+def test_the_optimizer_of_a_config_decides_the_memory(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], bytes_per_parameter: int
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}} | keys))
+    options = ("--model", "llama-2-7b", "--device", "h200", "--stages", "1", "--schedule", "1f1b", "--max-slices", "1")
+    (text,) = refused(capsys, *options, "--config", str(tmp_path / "ds.json"), "--memory-limit-gb", "1").splitlines()
+    static = float(text.split(" GiB of it are")[0].split()[-1]) * 2**30
+    context = device_card("h200").context_bytes or 0
+    assert static == pytest.approx(bytes_per_parameter * size_of("llama-2-7b").num_parameters() + context, rel=1e-3)
+
+
+@pytest.mark.parametrize(("zero", "numbers"), [
+    ({"reduce_bucket_size": 2e8}, 200_000_000), ({}, 500_000_000), ({"contiguous_gradients": False}, 0),
+    ({"reduce_bucket_size": "auto"}, 500_000_000),
+])  # fmt: skip
+@pytest.mark.parametrize("bucket_bytes", [2, 0])
+def test_the_bucket_of_zero_1_counts(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, zero: dict[str, Any], numbers: int, bucket_bytes: int
+) -> None:
+    """In bf16 only where sums are in bf16 too: with sums in fp32 DeepSpeed has an optimizer without a bucket."""
+    sums = {} if bucket_bytes else {"data_types": {"grad_accum_dtype": "fp32"}}
+    options = (
+        "--model",
+        "llama-3-8b",
+        "--device",
+        "h200",
+        "--stages",
+        "4",
+        "--micro-batches",
+        "4",
+        "--schedule",
+        "1f1b",
+    )
+    peaks = []
+    for more in (zero, {"contiguous_gradients": False}):
+        config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1} | more} | sums
+        (tmp_path / "ds.json").write_text(json.dumps(config))
+        found = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"), "--max-slices", "1")
+        peaks.append(found["peak_bytes"])
+    assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
+
+
 def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, config, one = tmp_path / "profile.json", tmp_path / "ds.json", profile_of(2)
     config.write_text(json.dumps({"terapipe": {"partition": [0, 1, 8], "schedule": "seq1f1b"}}))
@@ -373,7 +433,9 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_limit_may_be_met_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     """The float 2.048769856 times 1e9 is less than 2048769856."""
-    options = "--model mini --device a100 --stages 3 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    options = (
+        "--model mini --device a100 --stages 3 --zero-stage 1 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    )
     options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856"
     found = as_json(capsys, *options.split())
     assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2048769856
@@ -553,8 +615,9 @@ def test_what_chimera_takes_besides_its_makespan(capsys: pytest.CaptureFixture[s
     assert set(extras.values()) == {0.0, extras["chimera"]}
     alone = as_json(capsys, *options, "--schedule", "chimera")
     assert alone["extra_s"] == pytest.approx(expected_s, rel=1e-9)
-    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; its sums are fp32
-    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "0", 4, 5)):
+    # replicas divide the states of ZeRO-1, and of bfloat16 always, and then gather the parameters; with ZeRO-1 the
+    # gradients of bfloat16 accumulate in fp32, and two stages sum them so
+    for device, zero_stage, gradient, summed in (("v100-32gb", "1", 2, 3), ("a100", "1", 4, 3), ("a100", "0", 2, 3)):
         card = device_card(device)
         link_s = [count / card.node_link.bandwidth_bytes_per_s for count in counts]
         adam_s = [part.step_s() / 2 for part in analytic_costs("gpt3-1b", card, num_stages=4)]
@@ -582,6 +645,8 @@ def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixtur
         if size_of(str(model)).num_parameters() > wanted:
             break
     assert as_json(capsys, *given, str(model))["peak_bytes"]
+    without = as_json(capsys, *given[:4], "--model", str(model))
+    assert "memory counted as on a GPU" in without["setup"] and without["memory_limit_bytes"] is None
 
 
 def test_a_measured_plan_says_which_layers_recompute(

@@ -281,7 +281,7 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
     (("--sequence-parallel", "3"), "give 2, the nearest that works"),
     (("--micro-batches", "2"), "unrecognized arguments: --micro-batches 2"),
     (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
-    (("--memory-limit-gb", "0.001"), "give --memory-limit-gb >="),
+    (("--memory-limit-gb", "0.001"), "give --memory-limit-gb above"),
     (("--schedule", "chimera"), "--schedule 'chimera': strategies have"),
 ])  # fmt: skip
 def test_refusals_name_what_works(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -54,6 +55,9 @@ _OTHER_LAYERS = (
 _KINDS = {"full_attention", "sliding_attention", "chunked_attention"}
 """Entries of `layer_types` of layers with attention."""
 
+_WINDOWS = {"sliding_window", "attention_chunk_size"}
+"""Keys in which layers may differ: no count depends on them."""
+
 
 def size_of_config(path: str) -> ModelSize:
     """Return the model size of a Hugging Face `config.json`.
@@ -102,11 +106,17 @@ def size_of_config(path: str) -> ModelSize:
             latent=latent,
             gated_mlp=family not in _NOT_GATED,
             bias=family in _NOT_GATED - _WITHOUT_BIAS,
-            tied_embedding=bool(config.get("tie_word_embeddings", family in _TIED)),
+            tied_embedding=_is_tied(family, document, config),
             positions="learned" if family in _LEARNED else "rope",
         )
     except ModelSizeError as error:
         raise PlannerError(f"{path}: {error}") from None
+
+
+def _is_tied(family: str, *configs: Mapping[str, Any]) -> bool:
+    """Return what the first of the configs that says so says: a model of several kinds of input, then its decoder."""
+    said = (config["tie_word_embeddings"] for config in configs if config.get("tie_word_embeddings") is not None)
+    return bool(next(said, family in _TIED))
 
 
 def _experts(path: str, family: str, config: Mapping[str, Any], numbers: dict[str, int]) -> Experts | None:
@@ -152,7 +162,10 @@ def _check_kind(path: str, family: str, document: Mapping[str, Any], config: Map
         what = ", ".join(architectures) or family
         raise PlannerError(f"{path}: {what} is no decoder model; give the config.json of a causal language model")
     kinds = {str(kind) for kind in _listed(path, config, "layer_types", str)}
-    is_other = bool(config.get("hidden_size_per_layer_input") or config.get("type_vocab_size"))  # Gemma 3n and 4; BERT
+    other_keys = "hidden_size_per_layer_input", "type_vocab_size", "block_configs"  # Gemma 3n and 4; BERT; Nemotron NAS
+    per_layer = config.get("per_layer_config") or {}  # layer number -> keys in which it differs from the others
+    is_dict = isinstance(per_layer, dict) and all(isinstance(layer, dict) for layer in per_layer.values())
+    is_other = any(map(config.get, other_keys)) or not (is_dict and {*itertools.chain(*per_layer.values())} <= _WINDOWS)
     if is_other or family.startswith(_OTHER_LAYERS) or not kinds <= _KINDS:
         raise PlannerError(f"{path}: layers of {family} are not all attention and a usual MLP; give a measured profile")
 

@@ -129,9 +129,8 @@ class WholeCosts:
 def bytes_summed(dtype: str, zero_stage: int) -> float:
     """Return the bytes per trained parameter that replicas all-reduce; bytes that they only gather count half.
 
-    With ZeRO-1 DeepSpeed 0.19.8 sums whole gradients, as without it, and then gathers parameters of that size. For
-    bfloat16 it sums fp32 gradients, and gathers the parameters whatever the stage.
+    With ZeRO-1 DeepSpeed 0.19.8 sums whole gradients, as without it, and then gathers parameters of that size. Its
+    optimizer for bfloat16 gathers whatever the stage, and sums in bfloat16 (`communication_data_type`) also where
+    gradients accumulate in fp32.
     """
-    if dtype == "bfloat16":
-        return 4 + 2 / 2
-    return (1.5 if zero_stage else 1.0) * ITEMSIZE[dtype]
+    return (1.5 if zero_stage or dtype == "bfloat16" else 1.0) * ITEMSIZE[dtype]

@@ -95,13 +95,41 @@ class Problem:
         return Ranking.of((*ranking.results, found), ranking.refused)
 
     def best_with_order(self, budget: int) -> PlanResult:
-        """Search the best order with its plans, starting from the plans of the named schedules."""
+        """Search the best order with its plans, starting from the plans of the named schedules.
+
+        Under a limit of bytes a named schedule is the answer where the search meets no order that is as fast. Where no
+        named schedule fits, an order may.
+        """
         where = placement_for(SEARCH, self.pipeline.num_stages, self.pipeline.chunks_per_stage)
         self.placement = where if self.placement is None else self.placement
-        ranking = self._best_of_names(budget)
-        if ranking.refused and not ranking.results:
-            raise ranking.refused[0].error
-        return self._with_order(ranking.results, min(1.0, budget / BUDGET))
+        ranking, found = self._best_of_names(budget), None
+        try:
+            found = self._with_order(ranking.results, min(1.0, budget / BUDGET))
+        except PlannerError:
+            if not (ranking.refused or ranking.results):  # without the seconds of W there may be no named schedule
+                raise
+        if found and (self.pipeline.memory_limit_bytes is None or not ranking.results):
+            return found
+        named = ranking.best
+        if found and found.predicted_s <= named.predicted_s:
+            return found
+        bound_s = min(self._work_bound_s, named.predicted_s)
+        return dataclasses.replace(
+            named,
+            schedule=SEARCH,
+            order=dataclasses.replace(named.build(), name=SEARCH),
+            lower_bound_s=bound_s,
+            order_bound_s=bound_s,
+            optimal=named.predicted_s <= bound_s,
+        )
+
+    @functools.cached_property
+    def _work_bound_s(self) -> float:
+        """Return the least work of the busiest stage: no order takes less, with any slices."""
+        pipeline = self.pipeline
+        works_s = least_works_s(pipeline.parts, pipeline.num_micro_batches, self.max_slices)
+        placement = placement_for(SEARCH, pipeline.num_stages, pipeline.chunks_per_stage)
+        return most_work_s(works_s, placement, pipeline.num_stages)
 
     def _with_order(self, named: Sequence[PlanResult], share: float) -> PlanResult:
         pipeline = self.pipeline
@@ -109,16 +137,14 @@ class Problem:
         starts = {plan.num_slices: plan for result in reversed(good) for plan in result.plans[:1]}
         if not starts:  # no named schedule has these parts without W
             starts = {count: self._cut(count) for count in candidates.slice_counts(min(4, self.max_slices))}
-        # no order takes less than the work of the busiest stage
-        works_s = least_works_s(pipeline.parts, pipeline.num_micro_batches, self.max_slices)
-        placement = placement_for(SEARCH, pipeline.num_stages, pipeline.chunks_per_stage)
-        bound_s = most_work_s(works_s, placement, pipeline.num_stages)
 
         def cut(count: int) -> SlicePlan:
             return starts.get(count) or self._cut(count)
 
         find = functools.partial(find_order_and_slices, most_slices=self.max_slices)
-        return searched_result(pipeline, find, cut, list(reversed(starts)), budget=share, lower_bound_s=bound_s)
+        return searched_result(
+            pipeline, find, cut, list(reversed(starts)), budget=share, lower_bound_s=self._work_bound_s
+        )
 
     def _cut(self, count: int) -> SlicePlan:
         """Return a plan with `count` slices: of equal time where the program for it is short, else of equal length."""

@@ -139,9 +139,9 @@ class Space:
             )
             if larger.least_need()[0] <= self.limit_bytes:
                 devices = f", or more devices; from about {cluster.num_devices} of these devices on it can fit"
-                raise self.memory_error(math.ceil(need), candidate, devices)
+                raise self.memory_error(math.ceil(need), candidate, devices, is_bound=True)
         devices = "; more of these devices do not help: a stage has a layer at least"
-        raise self.memory_error(math.ceil(need), candidate, devices)
+        raise self.memory_error(math.ceil(need), candidate, devices, is_bound=True)
 
     def _zeros(self, data: int) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed sums gradients of bfloat16 in fp32 under ZeRO-1 alone."""
@@ -199,16 +199,22 @@ class Space:
         )
 
     def memory_error(
-        self, need: int, candidate: Candidate, more_devices: str = ", or more devices"
+        self, need: int, candidate: Candidate, more_devices: str = ", or more devices", *, is_bound: bool = False
     ) -> MemoryLimitError:
-        """Return the error where nothing fits: the least need, its candidate, and whether more devices would do."""
+        """Return the error where nothing fits: the least need, its candidate, and whether more devices would do.
+
+        A need that `is_bound` is below the need of every strategy, so that a limit of as much does not suffice.
+        """
+        needs, least, rank = "the least need found is", ">=", ""
+        if is_bound:
+            needs, least, rank = "all need more than", "above", "the least "
         grid, inner = candidate.grid, "sequence rank" if candidate.grid.sequence > 1 else "tensor rank"
         return MemoryLimitError(
-            f"no strategy fits in {limit_text(self.limit_bytes)} per device: the least need found is {gib(need)}, with "
+            f"no strategy fits in {limit_text(self.limit_bytes)} per device: {needs} {gib(need)}, {rank}with "
             f"{many(grid.pipe, 'stage')}, {many(grid.data, 'replica')}, {many(grid.dims[2], inner)}, ZeRO "
             f"{candidate.zero_stage}, {many(candidate.accumulation, 'micro-batch')} of "
             f"{many(candidate.micro_batch, 'sequence')} and all that can be recomputed; give "
-            f"memory_limit_gb >= {math.ceil(need / 1e7) / 100:g} where devices have that{more_devices}",
+            f"memory_limit_gb {least} {math.ceil(need / 1e7) / 100:g} where devices have that{more_devices}",
             need,
         )
 

@@ -148,6 +148,13 @@ def test_tensor_parallel_by_hand() -> None:
     assert forward_flops(last, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 5)  # half of 10
     odd = dataclasses.replace(last, model=dataclasses.replace(TINY, vocab_size=11))
     assert forward_flops(odd, 5, 3) - forward_flops(two, 5, 3) == pytest.approx(2 * 5 * 4 * 6)  # padded
+    # Megatron's sequence parallelism: norms, residuals and messages have half of the tokens
+    split = dataclasses.replace(two, splits_tokens=True)
+    assert two.forward_s(5, 3) - split.forward_s(5, 3) == pytest.approx(4 * 5 * 40 / 2 / 100)
+    messages = [
+        analytic_costs(TINY, SLOW, num_stages=2, tensor_parallel=2, splits_tokens=on)[0] for on in (False, True)
+    ]
+    assert [one.send_s(5) for one in messages] == [pytest.approx(0.5 + 5 * 4 * width / 50) for width in (4, 2)]
     wide = analytic_costs(dataclasses.replace(TINY, num_heads=8, num_kv_heads=8), SLOW, num_stages=1, tensor_parallel=8)
     assert wide[0].peer_link is SLOW.network_link
 

@@ -67,6 +67,42 @@ def test_limits() -> None:
         best_order(SHORT_W, SlicePlan((1024,)), 3, 6, memory=memory, memory_limit_bytes=2000)
 
 
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_limit_that_a_named_schedule_keeps_is_never_too_tight(chunks: int) -> None:
+    """On one stage all named orders have few live slices, and only the right slices fit."""
+    memory = MemoryModel(
+        tuple(PartMemory(1000, 10, working_bytes_per_token=3, gradient_bytes=500) for _ in range(chunks))
+    )
+    shape: tuple[Any, ...] = SHORT_W.half() if chunks == 2 else SHORT_W, 1024, 1, 2, 64
+    names = ("interleaved", "seq1f1b-interleaved") if chunks == 2 else ("seq1f1b",)
+    asked = {"memory": memory, "chunks_per_stage": chunks}
+    with pytest.raises(MemoryLimitError) as nothing:
+        plan_slices(*shape, names[0], memory_limit_bytes=2000, **asked)
+    for limit in (nothing.value.need_bytes, 1.01 * nothing.value.need_bytes):
+        named = [plan_slices(*shape, name, memory_limit_bytes=limit, **asked) for name in names]
+        found = plan_slices(*shape, "search", memory_limit_bytes=limit, **asked)
+        assert found.predicted_s <= min(one.predicted_s for one in named) * (1 + 1e-9)
+        timeline = simulate(found.build(), found.plans, shape[0], memory=memory)
+        assert timeline.makespan_s == pytest.approx(found.predicted_s) and timeline.peak_bytes == found.peak_bytes
+        assert max(found.peak_bytes or ()) <= limit
+        assert 0 < found.lower_bound_s <= found.predicted_s and 0 < found.order_bound_s <= found.predicted_s
+
+
+def test_an_order_may_fit_where_no_named_schedule_does() -> None:
+    """Stage 0 of 1F1B holds a sequence per stage; with one at a time it holds less, and takes longer."""
+    memory = MemoryModel(tuple(PartMemory(1000, 10) for _ in range(4)))
+    names = "1f1b", "zb-h1", "seq1f1b", "gpipe"
+    limit = 1000 + 3.5 * 10 * 1024
+    for name in names:
+        with pytest.raises(MemoryLimitError):
+            plan_slices(SHORT_W, 1024, 4, 8, 128, name, 1, memory, limit)
+    found = plan_slices(SHORT_W, 1024, 4, 8, 128, "search", 1, memory, limit)
+    assert max(simulate(found.build(), found.plans, SHORT_W, memory=memory).peak_bytes or ()) <= limit
+    with pytest.raises(MemoryLimitError, match="no plan fits") as nothing:
+        plan_slices(SHORT_W, 1024, 4, 8, 128, "search", 1, memory, 2000)
+    assert "try schedule 'seq1f1b'" not in str(nothing.value), "the search has tried it"
+
+
 def test_without_a_limit_it_holds_no_more_than_unsliced_1f1b() -> None:
     found = best_order(SHORT_W, SlicePlan.equal(1024, 4), 3, 8)
     whole = build("1f1b", 3, 8, 1).peak_live_slices()

@@ -52,6 +52,7 @@ MEMORY: Any = SimpleNamespace(
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
     store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
     store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
+    tied_step_bytes=lambda part_ids: 3 * (min(part_ids) == 0) * len(part_ids),
     tied_bytes=lambda part_ids: 17 * (min(part_ids) == 0) * len(part_ids),
     evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
@@ -259,4 +260,4 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
             return max(held(i) + late(action), held(i + 0.5)) + working - twice
     ended = sum(end_s <= time_s for _, end_s in times)
     steps = ended == len(order) and not case.schedule.forward_only
-    return held(ended - 0.5) + steps * sum(map(memory.step_bytes, parts))
+    return held(ended - 0.5) + steps * (sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts))

@@ -59,7 +59,7 @@ def test_sequence_ranks_share_the_work_and_exchange_tokens_for_heads() -> None:
 
 
 def test_sequence_ranks_share_keys_values_and_states() -> None:
-    size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1}
+    size, shape = model_size("llama-3-8b"), {"num_stages": 2, "dtype": "bfloat16", "micro_batch": 1, "zero_stage": 1}
     one, four = (MemoryModel.of_model(size, **shape, sequence_ranks=count).parts[1] for count in (1, 4))
     assert four.store_bytes_per_token == one.store_bytes_per_token / 4
     assert four.store_grad_bytes_per_token == one.store_grad_bytes_per_token / 4

@@ -266,6 +266,20 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
     assert size.num_parameters() == pytest.approx(sum(p.numel() for p in model.parameters()), rel=0.02)
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_of_images_and_text_says_itself_whether_matrices_are_tied(tied: bool, tmp_path: Path) -> None:
+    """Its decoder's config may say otherwise, and transformers then follows the saved config of the model."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    text = _HF | {"model_type": "llama", "tie_word_embeddings": not tied}
+    images = {"model_type": "clip_vision_model", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    both = transformers.LlavaConfig(text_config=text, vision_config=images, tie_word_embeddings=tied)
+    both.save_pretrained(str(tmp_path))
+    with torch.device("meta"):
+        model = transformers.LlavaForConditionalGeneration(both)
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert size_of_config(str(tmp_path / "config.json")).tied_embedding == is_tied
+
+
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM is no decoder model"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "t5 is no decoder model"),
@@ -275,6 +289,9 @@ def test_a_config_json_has_about_as_many_parameters_as_the_model_s_own_class(fam
     ({"model_type": "bert", "type_vocab_size": 2}, "layers of bert are not all attention"),
     ({"model_type": "lfm2", "full_attn_idxs": [1]}, "layers of lfm2 are not all attention"),
     ({"model_type": "ernie4_5_moe", "moe_num_experts": 64}, "moe_num_experts: experts are counted for"),
+    ({"model_type": "llama", "per_layer_config": {"1": {"intermediate_size": 64}}}, "layers of llama are not all"),
+    ({"model_type": "llama", "per_layer_config": [{"head_dim": 64}]}, "layers of llama are not all attention"),
+    ({"model_type": "nemotron-nas", "block_configs": [{}]}, "layers of nemotron-nas are not all attention"),
 ], ids=str)  # fmt: skip
 def test_configs_of_other_models_are_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(_HF | change))
@@ -321,8 +338,16 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
         assert [b - a for a, b in zip(few, more, strict=True)] == [c - b for b, c in zip(more, most, strict=True)]
     rates = {one.model_flops_per_s * one.predicted_s for one in (tight, other)}
     assert max(rates) == pytest.approx(min(rates)) and other.mfu == pytest.approx(other.model_flops_per_s / 312e12)
-    with pytest.raises(MemoryLimitError, match=r"fits in 2.794 GiB \(3 GB\).*1 replica, .*_limit_gb >= ") as refusal:
+    with pytest.raises(
+        MemoryLimitError,
+        match=r"fits in 2.794 GiB \(3 GB\) per device: all need more than .*, the least .*_limit_gb above",
+    ) as bound:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
+    above_gb = 1.01 * bound.value.need_bytes / 1e9  # no strategy needs so little, and the need of a replay is met
+    with pytest.raises(
+        MemoryLimitError, match="the least need found is .* with .*1 replica, .*_limit_gb >= "
+    ) as refusal:
+        plan_strategy("gpt3-1b", cluster, memory_limit_gb=above_gb, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
 
 

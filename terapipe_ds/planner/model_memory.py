@@ -172,9 +172,8 @@ class Setup:
     optimizer: str = "adam"
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
-    gradient_dtype: str | None = (
-        None  # of the sums; None: float32 for bfloat16 with ZeRO-1, as strategies have, else dtype
-    )
+    # of the sums; None: float32 for bfloat16 with ZeRO-1, as strategies have, else dtype
+    gradient_dtype: str | None = None
     fused_norm: bool | None = None  # RMSNorm in one kernel; None: on a GPU, and plain operations on a CPU
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
     layers_per_part: Sequence[int] | None = None  # None: as even as possible, more on the first parts

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import re
 from typing import Any
 
 from terapipe_ds.files.bounded import read_bytes
@@ -12,6 +12,8 @@ from terapipe_ds.messages import show_value
 
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
 """Short names of dtypes, and torch's."""
+
+_COMMENT = re.compile(rb"(^|[\s,])(#|//|/\*)")
 
 
 class CommandError(ValueError):
@@ -34,20 +36,25 @@ def read_json(path: str, option: str) -> dict[str, Any]:
     """
     data = read_bytes(path)
     try:
-        content = parse_json(data)
+        content = _parse_config(data) if option == "--config" else parse_json(data)
     except JsonError as error:
-        content = _with_comments(data) if option == "--config" else None
-        if content is None:
-            raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
+        raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
     if not isinstance(content, dict):
         raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
     return content
 
 
-def _with_comments(data: bytes) -> Any:
-    with contextlib.suppress(JsonError, ImportError):
-        return parse_hjson(data)
-    return None
+def _parse_config(data: bytes) -> Any:
+    """Return the document, which may have comments; then the error must not blame the first of them."""
+    try:
+        return parse_json(data)
+    except JsonError as error:
+        try:
+            return parse_hjson(data)
+        except ImportError:
+            raise error from None
+        except JsonError as other:
+            raise (other if _COMMENT.search(data) else error) from None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,7 +230,7 @@ def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, wo
 
 
 def test_the_sizes_of_a_batch_are_judged_as_by_deepspeed() -> None:
-    """Without a number of replicas it is enough that DeepSpeed takes the sizes with one. Trainer gives missing ones."""
+    """Without a number of replicas it is enough that DeepSpeed takes the sizes with one; Trainer has the others."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
@@ -259,9 +259,14 @@ def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
     path, text = tmp_path / "ds.json", json.dumps(USUAL, indent=1)
     path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n")
     assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
-    for option, broken in (("--model", path.read_text()), ("--config", '{"a": 1, # twice\n"a": 2}'), ("--config", "{")):
+    for option, broken, reason in (
+        ("--model", path.read_text(), "expected value at line 1 column 1"),
+        ("--config", '// twice\n{"a": 1,\n"a": 2}', "the key 'a' occurs twice"),  # and no word about the comment
+        ("--config", '["a", "a"', "EOF while parsing a list"),
+        ("--config", "train_batch_size: 4", "expected"),  # YAML
+    ):
         path.write_text(broken)
-        with pytest.raises(CommandError, match="is no JSON"):
+        with pytest.raises(CommandError, match=f"is no JSON: {reason}"):
             read_json(str(path), option)
 
 
@@ -402,7 +407,7 @@ def test_the_real_command_here() -> None:
 
 @pytest.mark.parametrize("name", ["torch", "deepspeed"])
 def test_a_package_that_cannot_be_imported_is_blamed_alone(name: str, tmp_path: Path) -> None:
-    """With a library missing, say: the other checks fail for no reason of their own."""
+    """A library may be missing, say; the other checks would fail only because of that."""
     (tmp_path / f"{name}.py").write_text("raise OSError('libnothing.so: cannot open shared object file')")
     done = run_python("-m", "terapipe_ds", "doctor", "--json", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     checks = json.loads(done.stdout)["checks"]

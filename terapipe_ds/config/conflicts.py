@@ -40,8 +40,7 @@ def _has_keys_of(value: Any, names: Sequence[str]) -> bool:
     return value is None or (isinstance(value, dict) and value.keys() <= {*names})
 
 
-_OF_PIPELINE = ("stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned",
-                "grad_partitioned", "use_reentrant")  # fmt: skip
+_OF_PIPELINE = ("stages", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned", "use_reentrant")
 
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
@@ -57,12 +56,13 @@ CONFLICTS = (
              "DeepCompile plans for one forward and one backward pass per micro-batch", "set it to false"),
     Conflict("tensor_parallel", lambda value: not _has_keys_of(value, ["autotp_size"]),
              "layers are divided by the plan of transformers, when they are built", "keep autotp_size alone"),
-    Conflict("pipeline", lambda value: not _has_keys_of(value, _OF_PIPELINE),
+    Conflict("pipeline", lambda value: not _has_keys_of(value, [*_OF_PIPELINE, "partition", "seed_layers"]),
              "it is no object, or has a key that DeepSpeed silently ignores",
              f"give an object with the keys {', '.join(_OF_PIPELINE)}"),
     Conflict("pipeline.partition", lambda value: value not in (None, "auto", "best"),  # those are in many examples
              "DeepSpeed silently ignores it",
-             "give partition_method to PipelineModule, or set terapipe.partition to the first layer of each part"),
+             "give partition_method to PipelineModule, or set terapipe.partition to the first layer of each part and "
+             "the number of layers"),
     Conflict("pipeline.seed_layers", is_on, "DeepSpeed silently ignores it", "give seed_layers=True to PipelineModule"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),

@@ -350,6 +350,10 @@ def test_conflicts(key: str, bad: Any, good: Any) -> None:
     assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
 
 
+def test_the_error_about_a_misspelt_key_advises_no_key_that_another_error_refuses() -> None:
+    assert "seed_layers" not in problem({"enabled": True, "slices": 4}, pipeline={"stagess": 2})
+
+
 QUOTED: list[tuple[str, Any, Any]] = [
     ("steps_per_print", "3", 3),
     ("gradient_clipping", "1.0", "auto"),

@@ -75,12 +75,12 @@ def test_a_limit_that_a_named_schedule_keeps_is_never_too_tight(chunks: int) -> 
     )
     shape: tuple[Any, ...] = SHORT_W.half() if chunks == 2 else SHORT_W, 1024, 1, 2, 64
     names = ("interleaved", "seq1f1b-interleaved") if chunks == 2 else ("seq1f1b",)
-    asked = {"memory": memory, "chunks_per_stage": chunks}
+    options: dict[str, Any] = {"memory": memory, "chunks_per_stage": chunks}
     with pytest.raises(MemoryLimitError) as nothing:
-        plan_slices(*shape, names[0], memory_limit_bytes=2000, **asked)
+        plan_slices(*shape, names[0], memory_limit_bytes=2000, **options)
     for limit in (nothing.value.need_bytes, 1.01 * nothing.value.need_bytes):
-        named = [plan_slices(*shape, name, memory_limit_bytes=limit, **asked) for name in names]
-        found = plan_slices(*shape, "search", memory_limit_bytes=limit, **asked)
+        named = [plan_slices(*shape, name, memory_limit_bytes=limit, **options) for name in names]
+        found = plan_slices(*shape, "search", memory_limit_bytes=limit, **options)
         assert found.predicted_s <= min(one.predicted_s for one in named) * (1 + 1e-9)
         timeline = simulate(found.build(), found.plans, shape[0], memory=memory)
         assert timeline.makespan_s == pytest.approx(found.predicted_s) and timeline.peak_bytes == found.peak_bytes

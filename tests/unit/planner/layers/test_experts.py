@@ -81,10 +81,14 @@ def test_experts_take_memory_whole_and_time_by_share() -> None:
     size = model_size("mixtral-8x7b")
     many = dataclasses.replace(size, experts=Experts(64, 2))
     setting: dict[str, Any] = {"num_stages": 4, "dtype": "bfloat16", "micro_batch": 1, "zero_stage": 1}
-    held = [MemoryModel.of_model(one, **setting).parts[1].static_bytes for one in (size, many)]
     extra = 8 * 56 * 3 * 4096 * 14336 + 8 * 56 * 4096  # eight layers, 56 more experts, and their columns of the router
-    per_parameter = 2 + 2 + 4 + 12  # bf16 weight and gradient, fp32 sum, and the optimizer's copy and states
-    assert held[1] - held[0] == pytest.approx(per_parameter * extra, rel=1e-9)
+    for options, per_parameter in (
+        ({}, 2 + 2 + 4 + 12),  # bf16 weight and gradient, fp32 sum, and the optimizer's copy and states
+        ({"zero_stage": 0}, 2 + 2 + 2 + 12),  # the sum is in bf16
+        ({"gradient_dtype": "bfloat16"}, 2 + 2 + 12),  # another optimizer, whose sum is the gradient
+    ):
+        held = [MemoryModel.of_model(one, **setting | options).parts[1].static_bytes for one in (size, many)]
+        assert held[1] - held[0] == pytest.approx(per_parameter * extra, rel=1e-9)
     few, more = (analytic_costs(one, "h100", num_stages=4)[1].forward_s(65536, 0) for one in (size, many))
     assert few < more < 1.02 * few
     # a latent is narrow, but slices keep whole keys of 192 and values of 128 numbers for each of 128 heads

@@ -344,9 +344,8 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     ) as bound:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=3, **batch)
     above_gb = 1.01 * bound.value.need_bytes / 1e9  # no strategy needs so little, and the need of a replay is met
-    with pytest.raises(
-        MemoryLimitError, match="the least need found is .* with .*1 replica, .*_limit_gb >= "
-    ) as refusal:
+    needs = "the least need found is .* with .*1 replica, .*_limit_gb >= "
+    with pytest.raises(MemoryLimitError, match=needs) as refusal:
         plan_strategy("gpt3-1b", cluster, memory_limit_gb=above_gb, **batch)
     assert plan_strategy("gpt3-1b", cluster, memory_limit_gb=1.2 * refusal.value.need_bytes / 1e9, **batch)
 

@@ -204,7 +204,7 @@ def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
 
     zero = ds_config.get("zero_optimization")
     offload, bucket = within(within(zero, "offload_optimizer"), "device"), within(zero, "reduce_bucket_size")
-    if type(bucket) not in (int, float) or not math.isfinite(bucket):  # DeepSpeed's own; "auto" is Trainer's
+    if type(bucket) not in (int, float) or not math.isfinite(bucket):  # absent or "auto": DeepSpeed's default
         bucket = 500_000_000
     optimizer = ds_config.get("optimizer")
     name = str(within(optimizer, "type")).lower()
@@ -312,7 +312,7 @@ class PlanSetup:
 def counted_setup(
     options: PlanOptions, wire_formats: tuple[str | None, str | None], states: Mapping[str, Any] = MappingProxyType({})
 ) -> PlanSetup:
-    """Return the input of the planner from a model's sizes and a device card; `states` are those of `_states`."""
+    """Return the input of the planner from a model's sizes and a device card; `states` come from `_states`."""
     size = size_of(options.model)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"

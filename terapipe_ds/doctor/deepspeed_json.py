@@ -71,16 +71,16 @@ def _batch(keys: DeepSpeedJson, replicas: int | None) -> Iterator[Line]:
     """Check the sizes as DeepSpeed does, which fills in those that are missing."""
     rows, steps, batch = (keys.number(name) for name in _BATCH)
     known = {name: value for name, value in zip(_BATCH, (rows, steps, batch), strict=True) if value is not None}
-    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is said"
+    text = ", ".join(f"{name} {value}" for name, value in known.items()) or "no size is given"
     count = replicas or (max(1, batch // (rows * steps)) if rows and steps and batch else 1)
     product = (rows or 1) * (steps or 1) * count
     if batch is None and rows is None:
-        text += ": DeepSpeed refuses that, unless Trainer fills its arguments in"
+        text += ": DeepSpeed refuses that, unless Trainer fills in its own arguments"
         yield Line("warning", "batch", text, f"without Trainer, give two of {', '.join(_BATCH)}")
     elif batch and (batch % product or (rows and steps and batch != product)):
         factors = " x ".join([*(str(value) for value in (rows, steps) if value), many(count, "replica")])
         is_settled = rows and steps
-        wrong = f"{text}, but {factors} is {product}" if is_settled else f"{text}: no multiple of {factors}"
+        wrong = f"{text}, but {factors} is {product}" if is_settled else f"{text}, which is no multiple of {factors}"
         fix = f"set train_batch_size to {product if is_settled else f'a multiple of {product}'}, or leave it out"
         yield Line("fail", "batch", wrong, fix)
     else:

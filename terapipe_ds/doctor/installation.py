@@ -36,7 +36,7 @@ def required() -> Iterator[Line]:
         if installed is None:
             yield Line("fail", name, "not installed", f"pip install {name}=={tested}")
         elif problem:
-            fix = f"python -c 'import {name}' shows where; pip install {name}=={tested} is tested"
+            fix = f"python -c 'import {name}' shows the whole error; a tested version: pip install {name}=={tested}"
             yield Line("fail", name, f"{installed} cannot be imported: {problem}", fix)
         elif any(line.startswith(f"{name} ") for line in wrong):
             untested = f"{installed} is not tested ({versions.TESTED_RANGES[name]})"

@@ -100,7 +100,7 @@ class PartMemory:
     working_factor_bytes_per_token: float = 0  # of `working_bytes_per_token`, what is in `weight_bytes_per_token` too
     step_bytes: float = 0  # more, only while gradients are reduced and the optimizer steps; then no slice is live
     tied_bytes: float = 0  # of `static_bytes`, those of a matrix that is the first part's where one stage has both
-    tied_step_bytes: float = 0  # of `step_bytes`, those of that matrix
+    tied_step_bytes: float = 0  # the share of that matrix in `step_bytes`
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -172,7 +172,7 @@ class Setup:
     optimizer: str = "adam"
     activation_checkpointing: bool = False
     sequence_parallel: bool = False
-    # of the sums; None: float32 for bfloat16 with ZeRO-1, as strategies have, else dtype
+    # of the sums of gradients; None: float32 for bfloat16 with ZeRO-1, as in strategies, else dtype
     gradient_dtype: str | None = None
     fused_norm: bool | None = None  # RMSNorm in one kernel; None: on a GPU, and plain operations on a CPU
     on_cpu: bool = False  # a fused loss takes fewer tokens at once
@@ -321,7 +321,7 @@ class Setup:
 
     @property
     def _has_sums(self) -> bool:
-        """Return whether gradients are added to sums that are beside `.grad` for a whole batch."""
+        """Return whether gradients have sums beside `.grad`, which stay for a whole batch."""
         is_apart = self._deepspeed_optimizer == "bf16" or ITEMSIZE[self._sum_dtype] > self._item
         return is_apart and not self.offload_optimizer
 

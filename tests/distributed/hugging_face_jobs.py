@@ -152,6 +152,6 @@ def refusal_of_own_loss(loss_fn: Any = None) -> tuple[str, str]:
 
 
 def bounds_of(dims: list[int] | None = None, **options: Any) -> list[int]:
-    """Return the bounds of a model; `dims` are those of a topology, which cannot be sent to ranks."""
+    """Return the bounds of a model; `dims` make a topology, which cannot be sent to ranks."""
     options |= {} if dims is None else {"topology": ProcessTopology(["pipe", "data"], dims)}
     return list(terapipe_ds.from_config(config_of("llama"), **options).parts)

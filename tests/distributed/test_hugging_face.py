@@ -118,7 +118,7 @@ def test_a_partition_by_hand() -> None:
 
 
 def test_numbers_of_stages() -> None:
-    """Two without another word; a topology has one of its own."""
+    """Without arguments there are two stages; a topology has a number of its own."""
     assert rank_pool(2).run(bounds_of) == [[0, 2, 5]] * 2
     assert rank_pool(2).run(bounds_of, dims=[1, 2]) == [[0, 5]] * 2
     for words, given in {

@@ -397,12 +397,8 @@ def peak_bytes(dtype: str, slices: int, accumulation: int) -> tuple[int, int, in
     fields = {"num_kv_heads": PEAK.heads, "head_dim": PEAK.hidden // PEAK.heads, "ffn_size": 256}
     size = ModelSize("peak", PEAK.layers, PEAK.hidden, PEAK.heads, vocab_size=VOCABULARY,
                      max_sequence_length=PEAK.sequence_length, **fields)  # fmt: skip
-    training: dict[str, Any] = {
-        "dtype": dtype,
-        "micro_batch": 1,
-        "zero_stage": int(dtype == "bfloat16"),
-        "fused_norm": False,
-    }
+    zero = int(dtype == "bfloat16")
+    training: dict[str, Any] = {"dtype": dtype, "micro_batch": 1, "zero_stage": zero, "fused_norm": False}
     model = MemoryModel.of_model(size, num_stages=2, on_cpu=True, **training)
     plan, stage_id = SlicePlan.equal(PEAK.sequence_length, slices), engine.stage_id
     counted = Replay.of(build("seq1f1b", 2, accumulation, slices)).peak_bytes(plan, model)[stage_id]

@@ -72,7 +72,7 @@ def test_odd_terminals(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("words", ["doctor --config ds.json", "plan --model nano --device h100 --stages 2", "show"])
 def test_closed_streams(words: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A daemon's or `>&- 2>&-` of a shell: a command that asks whether one is a terminal goes on."""
+    """A daemon or a shell (`>&- 2>&-`) closes them: a command that asks whether one is a terminal goes on."""
     monkeypatch.setattr("terapipe_ds.doctor.installation.CHECKS", ())
     monkeypatch.setattr("terapipe_ds.doctor.machine.checks", lambda ranks: ())
     monkeypatch.chdir(tmp_path)

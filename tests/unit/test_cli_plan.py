@@ -334,23 +334,12 @@ def test_the_bucket_of_zero_1_counts(
 ) -> None:
     """In bf16 only where sums are in bf16 too: with sums in fp32 DeepSpeed has an optimizer without a bucket."""
     sums = {} if bucket_bytes else {"data_types": {"grad_accum_dtype": "fp32"}}
-    options = (
-        "--model",
-        "llama-3-8b",
-        "--device",
-        "h200",
-        "--stages",
-        "4",
-        "--micro-batches",
-        "4",
-        "--schedule",
-        "1f1b",
-    )
+    options = "--model llama-3-8b --device h200 --stages 4 --micro-batches 4 --schedule 1f1b --max-slices 1"
     peaks = []
     for more in (zero, {"contiguous_gradients": False}):
         config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1} | more} | sums
         (tmp_path / "ds.json").write_text(json.dumps(config))
-        found = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"), "--max-slices", "1")
+        found = as_json(capsys, *options.split(), "--config", str(tmp_path / "ds.json"))
         peaks.append(found["peak_bytes"])
     assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
 
@@ -433,10 +422,8 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_limit_may_be_met_exactly(capsys: pytest.CaptureFixture[str]) -> None:
     """The float 2.048769856 times 1e9 is less than 2048769856."""
-    options = (
-        "--model mini --device a100 --stages 3 --zero-stage 1 --sequence-length 5000 --granularity 1000 --max-slices 3"
-    )
-    options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856"
+    options = "--model mini --device a100 --stages 3 --sequence-length 5000 --granularity 1000 --max-slices 3"
+    options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856 --zero-stage 1"
     found = as_json(capsys, *options.split())
     assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2048769856
     assert check_limit(2.048769856, Cluster("v100", 1, 1)) == 2048769856

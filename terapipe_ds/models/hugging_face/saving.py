@@ -44,7 +44,7 @@ _TEMPLATES = "additional_chat_templates"  # a folder beside the tokenizer's file
 _TOKENIZER = re.compile(
     r"tokenizer.*|.*token.*\.json|(emoji|tekken)\.json|vocab.*|merges\.txt|chat_template.*|.*\.model|spiece.*"
 )
-# transformers reads them beside any tokenizer, so that one without them would take those of another
+# transformers reads these beside any tokenizer: a new one without such files would get the files of the old one
 _OF_ANY_TOKENIZER = ("added_tokens.json", "special_tokens_map.json", "chat_template.jinja", _TEMPLATES)
 
 

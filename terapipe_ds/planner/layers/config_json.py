@@ -114,7 +114,7 @@ def size_of_config(path: str) -> ModelSize:
 
 
 def _is_tied(family: str, *configs: Mapping[str, Any]) -> bool:
-    """Return what the first of the configs that says so says: a model of several kinds of input, then its decoder."""
+    """Return whether embedding and output share a matrix: the first config with the key decides, or else the family."""
     said = (config["tie_word_embeddings"] for config in configs if config.get("tie_word_embeddings") is not None)
     return bool(next(said, family in _TIED))
 

@@ -97,8 +97,8 @@ class Problem:
     def best_with_order(self, budget: int) -> PlanResult:
         """Search the best order with its plans, starting from the plans of the named schedules.
 
-        Under a limit of bytes a named schedule is the answer where the search meets no order that is as fast. Where no
-        named schedule fits, an order may.
+        Under a limit of bytes the answer is a named schedule if the search meets no order that is as fast. If no named
+        schedule fits, an order may.
         """
         where = placement_for(SEARCH, self.pipeline.num_stages, self.pipeline.chunks_per_stage)
         self.placement = where if self.placement is None else self.placement

@@ -30,7 +30,7 @@ _COUNTED = "by terapipe_ds"  # as `model_parallel` of a parameter; DeepSpeed ask
 
 @contextmanager
 def monitors_agreed() -> Iterator[None]:
-    """Let every rank raise an error of DeepSpeed's monitors, which rank 0 alone opens: the others would wait for it."""
+    """Let every rank raise an error of DeepSpeed's monitors, which rank 0 alone opens: others would wait for rank 0."""
     monitors = deepspeed_engine.MonitorMaster
     with replaced(deepspeed_engine, "MonitorMaster", lambda config: everywhere(lambda: monitors(config))):
         yield

@@ -261,7 +261,7 @@ def test_a_full_disk_is_named_and_leaves_no_half(tmp_path: Path, suffix: str) ->
 
 
 def test_a_name_with_dollars_is_no_formula(tmp_path: Path) -> None:
-    """A title begins with the name of a schedule, which may be that of a file."""
+    """A title begins with the name of a schedule, which may be the name of a file."""
     draw_timelines([(r"a$\foo$.csv", two_stages())], tmp_path / "step.svg")
     assert r"a$\foo$.csv" in (tmp_path / "step.svg").read_text()
 

@@ -66,7 +66,9 @@ def parse_hjson(data: bytes) -> Any:
         raise JsonError("it is no object with comments")
     try:
         return parse_json(json.dumps(hjson.loads(data.decode(), object_pairs_hook=_without_duplicates)))
-    except (ValueError, RecursionError) as error:
+    except IndexError:  # of hjson, which looks for the end beyond the text
+        raise JsonError("a comment that begins with /* does not end") from None
+    except (ValueError, RecursionError, OverflowError) as error:
         raise JsonError(str(error)) from None
 
 

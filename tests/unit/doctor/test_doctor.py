@@ -264,6 +264,8 @@ def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
         ("--config", '// twice\n{"a": 1,\n"a": 2}', "the key 'a' occurs twice"),  # and no word about the comment
         ("--config", '["a", "a"', "EOF while parsing a list"),
         ("--config", "train_batch_size: 4", "expected"),  # YAML
+        ("--config", '{"a": 1 /* one', "a comment that begins with /\\* does not end"),
+        ("--config", '{"a": 1e999} // many', "cannot convert float infinity"),
     ):
         path.write_text(broken)
         with pytest.raises(CommandError, match=f"is no JSON: {reason}"):

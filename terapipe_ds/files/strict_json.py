@@ -66,7 +66,7 @@ def parse_hjson(data: bytes) -> Any:
         raise JsonError("it is no object with comments")
     try:
         return parse_json(json.dumps(hjson.loads(data.decode(), object_pairs_hook=_without_duplicates)))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OverflowError) as error:  # the last for 1e400
         raise JsonError(str(error)) from None
 
 

@@ -259,7 +259,8 @@ def test_a_config_with_comments_is_read_as_by_deepspeed(tmp_path: Path) -> None:
     path, text = tmp_path / "ds.json", json.dumps(USUAL, indent=1)
     path.write_text(f"// mine\n{text[:-2]}, # the last\n}}\n")
     assert read_json(str(path), "--config") == DeepSpeedConfig(str(path))._param_dict == USUAL
-    for option, broken in (("--model", path.read_text()), ("--config", '{"a": 1, # twice\n"a": 2}'), ("--config", "{")):
+    configs = '{"a": 1, # twice\n"a": 2}', '{"a": 1e400, # too large\n}', "{"
+    for option, broken in (("--model", path.read_text()), *(("--config", text) for text in configs)):
         path.write_text(broken)
         with pytest.raises(CommandError, match="is no JSON"):
             read_json(str(path), option)

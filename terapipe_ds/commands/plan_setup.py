@@ -21,7 +21,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, read_json
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json
 from terapipe_ds.messages import bytes_of_gb, show_value
 from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
 from terapipe_ds.planner.cluster import Cluster
@@ -203,9 +203,13 @@ def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
         return section.get(name) if isinstance(section, dict) else None
 
     zero = ds_config.get("zero_optimization")
-    offload, bucket = within(within(zero, "offload_optimizer"), "device"), within(zero, "reduce_bucket_size")
-    if type(bucket) not in (int, float) or not math.isfinite(bucket):  # absent or "auto": DeepSpeed's default
-        bucket = 500_000_000
+    offloads = within(within(zero, "offload_optimizer"), "device") not in (None, "none")
+    offloads = offloads or is_on(within(zero, "cpu_offload"))
+    contiguous, bucket = within(zero, "contiguous_gradients"), within(zero, "reduce_bucket_size")
+    if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
+        bucket = 0
+    elif type(bucket) not in (int, float) or not math.isfinite(bucket):  # "auto" is Trainer's, else DeepSpeed's own
+        bucket = None if bucket == "auto" else 500_000_000
     optimizer = ds_config.get("optimizer")
     name = str(within(optimizer, "type")).lower()
     if name == "sgd" and within(within(optimizer, "params"), "momentum"):
@@ -213,8 +217,8 @@ def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
     return {
         "optimizer": name,
         "gradient_dtype": within(ds_config.get("data_types"), "grad_accum_dtype"),
-        "offload_optimizer": offload not in (None, "none"),
-        "reduce_bucket": 0 if within(zero, "contiguous_gradients") is False else max(0, int(bucket)),
+        "offload_optimizer": offloads,
+        "reduce_bucket": None if bucket is None else max(0, int(bucket)),
     }
 
 
@@ -439,12 +443,13 @@ def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> Part
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
     training: dict[str, Any] = {}
     if states:  # of a DeepSpeed JSON, which sums in the dtype of the parameters where it does not say
-        sums = str(states["gradient_dtype"] or dtype)
+        sums = str(states["gradient_dtype"] or dtype).removeprefix("torch.")
         training = {
             "optimizer": states["optimizer"] if states["optimizer"] in OPTIMIZER_STATES else "adam",
-            "gradient_dtype": DTYPE_NAMES.get(sums, sums),
+            "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
             "offload_optimizer": states["offload_optimizer"] and options.zero_stage == 1,
-            "reduce_bucket": states["reduce_bucket"],
+            # Trainer puts the square of the hidden size in the place of "auto"
+            "reduce_bucket": size.hidden_size**2 if states["reduce_bucket"] is None else states["reduce_bucket"],
         }
 
     def memory_of(num_parts: int) -> MemoryModel | None:

@@ -63,7 +63,6 @@ CONFLICTS = (
              "DeepSpeed silently ignores it",
              "give partition_method to PipelineModule, or set terapipe.partition to the first layer of each part and "
              "the number of layers"),
-    Conflict("pipeline.seed_layers", is_on, "DeepSpeed silently ignores it", "give seed_layers=True to PipelineModule"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

@@ -537,3 +537,18 @@ def test_a_buffer_that_a_layer_hands_on_may_change_before_it_is_read(tmp_path: P
     """The next part read the value of a later micro-batch; over gloo a message could have it too."""
     (path := tmp_path / "late.csv").write_text("F0.0,F1.0,F0.0c1,F1.0c1,B0.0c1,B1.0c1,B0.0,B1.0\n")
     assert not engines.violations(rank_pool(2).run(job_numbering, schedule=str(path)))
+
+
+def job_seed_layers(seeds: bool) -> list[str]:
+    options: dict[str, Any] = {"stages": 2, "loss_fn": cross_entropy, "module": {"seed_layers": seeds}}
+    layers, section = [LayerSpec(Embedding), LayerSpec(Head)], engines.unchecked(schedule="1f1b")
+    with engines.logged() as lines:
+        engines.run_training(lambda: layers, section, engines.batches(1), pipeline={"seed_layers": True}, **options)
+    return [line for line in lines if "seed_layers" in line]
+
+
+def test_a_key_that_deepspeeds_own_tests_set_for_nothing_is_warned_of() -> None:
+    assert [list(map(len, rank_pool(2).run(job_seed_layers, seeds=seeds))) for seeds in (False, True)] == [
+        [1, 0],
+        [0, 0],
+    ]

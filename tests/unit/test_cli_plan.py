@@ -312,6 +312,9 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ({"optimizer": {"type": "OneBitAdam"}}, 2 + 2 + 12),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, 2 + 2),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "none"}}}, 2 + 2 + 12),
+    ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 2 + 2),
+    ({"data_types": {"grad_accum_dtype": "torch.float32"}}, 2 + 4 + 12),
+    ({"data_types": {"grad_accum_dtype": "float"}}, 2 + 4 + 12),
 ])  # fmt: skip
 def test_the_optimizer_of_a_config_decides_the_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], bytes_per_parameter: int
@@ -326,7 +329,7 @@ def test_the_optimizer_of_a_config_decides_the_memory(
 
 @pytest.mark.parametrize(("zero", "numbers"), [
     ({"reduce_bucket_size": 2e8}, 200_000_000), ({}, 500_000_000), ({"contiguous_gradients": False}, 0),
-    ({"reduce_bucket_size": "auto"}, 500_000_000),
+    ({"contiguous_gradients": "false"}, 0), ({"reduce_bucket_size": "auto"}, 4096**2),
 ])  # fmt: skip
 @pytest.mark.parametrize("bucket_bytes", [2, 0])
 def test_the_bucket_of_zero_1_counts(
@@ -342,6 +345,19 @@ def test_the_bucket_of_zero_1_counts(
         found = as_json(capsys, *options.split(), "--config", str(tmp_path / "ds.json"))
         peaks.append(found["peak_bytes"])
     assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
+
+
+def test_an_offloaded_optimizer_has_its_bucket_in_any_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DeepSpeed turns `contiguous_gradients` on for it."""
+    peaks, zero = [], {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    for more in ({}, {"contiguous_gradients": False}):
+        (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": zero | more}))
+        options = ("--model", "llama-3-8b", "--device", "h200", "--stages", "4", "--micro-batches", "4")
+        found = as_json(
+            capsys, *options, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json")
+        )
+        peaks.append(found["peak_bytes"])
+    assert peaks[0] == peaks[1]
 
 
 def test_layers_are_cut_where_the_config_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

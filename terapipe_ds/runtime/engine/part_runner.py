@@ -349,10 +349,11 @@ class PartRunner:
         """Return the outputs of F, and whether the layers gave a tuple.
 
         Those without a gradient are copies: a layer may change a buffer in place before the next part has received it.
+        Some wires make them.
         """
-        outputs = self._open().get(action).outputs
+        outputs, copies = self._open().get(action).outputs, self._stage.links.copies_outputs(self.place.chunk_id)
         tensors = as_tuple(outputs, "the outputs of a stage")
-        return tuple([t if t.requires_grad else t.clone() for t in tensors]), not torch.is_tensor(outputs)
+        return tuple([t if copies or t.requires_grad else t.clone() for t in tensors]), not torch.is_tensor(outputs)
 
     def send_gradients(self, action: Action) -> None:
         """Send the gradients of the tensors that this slice received, unless its B has."""

@@ -112,6 +112,11 @@ class Wire:
         return replace(self, group=self.control, staged=True, streamed=False)
 
     @property
+    def copies(self) -> bool:
+        """Return whether a message has memory of its own when its send begins (`outgoing`)."""
+        return self.streamed or self.staged
+
+    @property
     def _message_tag(self) -> int:
         return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 

@@ -275,6 +275,11 @@ class StageLinks:
         """Return whether the result of an F (B) of the part at `chunk_id` goes to another stage."""
         return chunk_id in (self._activations_out if kind is Kind.FORWARD else self._gradients_out)
 
+    def copies_outputs(self, chunk_id: int) -> bool:
+        """Return whether the wire from the part at `chunk_id` copies what it sends."""
+        channel = self._activations_out.get(chunk_id)
+        return channel is not None and channel.wire.copies
+
     def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:
         """Keep the results of F or B `action` for the neighbour on this stage."""
         spec = MessageSpec.of(tensors, is_tuple)

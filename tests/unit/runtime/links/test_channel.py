@@ -12,14 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from terapipe_ds.runtime.engine.part_runner import PartRunner
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links import channel as link
 from terapipe_ds.runtime.links import groups
 from terapipe_ds.runtime.links.channel import AnnouncedChannel, MessageBuffers, ReceiveChannel, SendChannel, Wire
 from terapipe_ds.runtime.links.specs import _DTYPES, LinkError, MessageSpec, TensorSpec
+from terapipe_ds.runtime.links.stage_links import StageLinks
 from terapipe_ds.runtime.links.staging import host_buffer, needs_staging
 from terapipe_ds.schedule import placement_for
-from terapipe_ds.schedule.action import SliceKey
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from tests.distributed.nccl_emulator import DTYPES
 
 
@@ -190,6 +192,19 @@ def test_only_devices_beside_the_host_are_staged() -> None:
     assert not needs_staging(group("gloo"), torch.device("cpu"))
     assert needs_staging(group("gloo"), torch.device("cuda", 0))
     assert not needs_staging(group("nccl"), torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("kind", [{}, {"streamed": True}, {"staged": True}], ids=str)
+def test_an_output_without_a_gradient_is_copied_once(kind: dict[str, bool]) -> None:
+    """Over NCCL the copy for the message suffices; over gloo there would be none."""
+    path, output = replace(wire(), **kind), torch.ones(3)
+    links = SimpleNamespace(_activations_out={0: SimpleNamespace(wire=path)})
+    stage = SimpleNamespace(copies_outputs=partial(StageLinks.copies_outputs, links))
+    runner: Any = SimpleNamespace(place=SimpleNamespace(chunk_id=0), _stage=SimpleNamespace(links=stage))
+    runner._open = lambda: SimpleNamespace(get=lambda action: SimpleNamespace(outputs=output))
+    (handed,), _ = PartRunner._outputs(runner, Action(Kind.FORWARD, 0, 0))
+    sent = path.outgoing(handed, MessageBuffers(path.device))
+    assert len({tensor.data_ptr() for tensor in (output, handed, sent)}) == 2
 
 
 def test_a_wire_that_was_never_connected() -> None:

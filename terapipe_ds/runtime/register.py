@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as torch_dist
@@ -38,6 +39,24 @@ def _is_enabled(config_class: Any = None, **_: Any) -> bool:
     return _section(getattr(config_class, "_param_dict", None) or {}).enabled
 
 
+@contextmanager
+def _lost_ranks_named() -> Iterator[None]:
+    """Say in plain words that a rank has ended: no watch-dog runs yet, and the network names only addresses."""
+    from terapipe_ds.runtime.failures.last_words import PipelineAborted
+    from terapipe_ds.runtime.failures.watchdog import is_lost_connection
+
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        raise PipelineAborted(
+            "lost the connection to another rank in deepspeed.initialize(): that rank, or the launcher that serves the "
+            "store of the job, has ended. Its own output and exit code tell why: make it run, and start the job again"
+        ) from error
+
+
+@_lost_ranks_named()
 def _build_pipeline_engine(*args: Any, **kwargs: Any) -> Any:
     from deepspeed.runtime.pipe.engine import PipelineEngine
 

@@ -242,6 +242,37 @@ def test_states_of_another_optimizer_are_refused(
         assert re.search(rf"another optimizer than {types[1]}.*lack .*{lost}.*load_module_only=True", load[1])
 
 
+STEPPED = {"lr_scheduler": functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)}
+SCHEDULERS = {"none": {}, "WarmupLR": {"scheduler": WARMUP}, "StepLR": {"initialize": STEPPED}}
+
+
+def job_another_scheduler(saver: str, loader: str, folder: str) -> list[tuple[str, str]]:
+    """Return the errors of a load, of one without the scheduler's state, and of the step that follows."""
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(), **SCHEDULERS[saver]) as engine:
+        engines.train(engine, engines.batches(1))
+        engine.save_checkpoint(folder)
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked(), **SCHEDULERS[loader]) as engine:
+        first = engines.raised_by(lambda: engine.load_checkpoint(folder))
+        second = engines.raised_by(lambda: engine.load_checkpoint(folder, load_lr_scheduler_states=False))
+        return [first, second, engines.step_error(engine)]
+
+
+@pytest.mark.parametrize(
+    ("saver", "loader", "told"),
+    [
+        ("none", "WarmupLR", "no state of a learning rate scheduler, and this engine has a WarmupLR with last_batch_"),
+        ("StepLR", "WarmupLR", r"the state of another scheduler \(step_size, .*begin WarmupLR anew with load_lr_sched"),
+        ("WarmupLR", "StepLR", r"another scheduler \(last_batch_iteration\), and this engine has a StepLR with step"),
+        ("StepLR", "StepLR", ""),
+        ("WarmupLR", "none", ""),
+    ],
+)
+def test_states_of_another_scheduler_are_refused(saver: str, loader: str, told: str, tmp_path: Path) -> None:
+    for first, *others in rank_pool(2).run(job_another_scheduler, saver=saver, loader=loader, folder=str(tmp_path)):
+        assert first[0] == ("TeraPipeConfigError" if told else "") and re.search(told, first[1]), first
+        assert others == [("", "")] * 2
+
+
 def job_without_room(folder: str) -> tuple[str, str]:
     """Return the error of a load into another layout, in which the last rank has no memory for the moving states."""
     with Chain((), "fp32").engine("seq1f1b") as engine:

@@ -21,9 +21,10 @@ from torch.distributed.elastic.utils.distributed import get_free_port
 
 import terapipe_ds
 from terapipe_ds.runtime import agreement
+from terapipe_ds.runtime.engine import build as engine_build
 from tests.distributed import harness
 from tests.distributed.engines import MicroBatch, raised_by
-from tests.distributed.failures.faults import FAULT_MARK, LEAVES, Fault
+from tests.distributed.failures.faults import FAULT_MARK, LEAVES, BrokenError, Fault
 from tests.distributed.failures.job import (
     ENVIRONMENT,
     MICRO_BATCHES,
@@ -170,6 +171,14 @@ def one_rank_is_not_registered(patience_s: float) -> Raised:
         return provoke(lambda: terapipe_ds.initialize(model=model, **given))
 
 
+def one_rank_ends_at_the_start() -> None:
+    """Let the last rank end while it builds its engine: the others wait for it in a collective."""
+    if distributed.get_rank() == distributed.get_world_size() - 1:
+        with mock.patch.object(engine_build, "require_equal_models", side_effect=BrokenError("the start is broken")):
+            build_engine(Job())
+    build_engine(Job())
+
+
 SOON_S = 15.0  # from the fault to the end of the job; two seconds on a machine with nothing else to do
 STALL_TIMEOUT_S = 1.0
 ROOT = Path(__file__).parents[2]
@@ -279,6 +288,15 @@ class TestDifferentConfigs:
         assert raised.kind == "TeraPipeConfigError"
         assert r"ranks [1] have not come" in raised.text
         assert "call terapipe_ds.register() on every rank" in raised.text
+
+    def test_a_rank_that_ends_at_the_start_is_told_in_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(harness, "GRACE_S", SOON_S)
+        with pytest.raises(RankFailure) as failure:
+            rank_pool(2).run(one_rank_ends_at_the_start)
+        first, last = failure.value.reports
+        assert "BrokenError: the start is broken" in last.detail
+        assert "PipelineAborted: lost the connection to another rank in deepspeed.initialize()" in first.detail
+        assert "Its own output and exit code tell why" in first.detail
 
 
 # -- faults that end the job, on the ranks of the pool -------------------------------------------------------

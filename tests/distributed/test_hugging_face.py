@@ -2,6 +2,7 @@
 
 import functools
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -9,6 +10,10 @@ import torch
 
 pytest.importorskip("transformers", reason="needs the extra hf: pip install terapipe_ds[hf]")
 
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import distributed
+
+import terapipe_ds
 from terapipe_ds.losses import LinearCrossEntropy
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, rank_pool
@@ -19,7 +24,7 @@ from tests.distributed.hugging_face_jobs import (
     refusal_of_own_loss,
     train_family,
 )
-from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, IS_4, WITH_STATES, known
+from tests.hugging_face_families import BY_CACHE, CONFIGS, DRAWING, IS_4, WITH_STATES, config_of, known
 
 
 def both_ways(ways: list[list[str]]) -> set[str]:
@@ -166,3 +171,30 @@ def test_buffers_that_a_family_keeps_in_fp32_stay_so() -> None:
     """As in DeepSpeed's own engine, whatever `buffer_dtype` says: routers add them to scores."""
     ((ours, theirs),) = rank_pool(1).run(dtypes_of_buffers, family="deepseek_v3")
     assert ours == theirs and (torch.float32 in ours.values()) == (not IS_4)  # 4.57 keeps none
+
+
+def refused_of_others() -> dict[str, str]:
+    """Return the error of each setting that only the last of two tensor-parallel ranks has."""
+    from peft import LoraConfig
+
+    found, is_last = {}, distributed.get_rank() == 1
+    topologies = [PipeModelDataParallelTopology(num_pp=pipe, num_mp=2 // pipe, num_dp=1) for pipe in (1, 2)]
+    others: dict[str, dict[str, Any]] = {
+        "seed": {"seed": 5}, "rms_norm_eps": {}, "dtype": {"dtype": torch.bfloat16},
+        "topology": {"topology": topologies[1]},
+        "adapter.lora_alpha": {"adapter": LoraConfig(lora_alpha=32, target_modules=["q_proj"])},
+    }  # fmt: skip
+    for name, other in others.items():
+        config, given = config_of("llama", 2), {"topology": topologies[0], **(other if is_last else {})}
+        config.rms_norm_eps = 1e-2 if is_last and name == "rms_norm_eps" else config.rms_norm_eps
+        if name == "adapter.lora_alpha":
+            given.setdefault("adapter", LoraConfig(lora_alpha=8, target_modules=["q_proj"]))
+        found[name] = engines.raised_by(lambda: terapipe_ds.from_config(config, **given))[1]  # noqa: B023
+    return found
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra peft")
+def test_a_rank_with_another_model_is_named_before_groups_are_made() -> None:
+    for found in rank_pool(2).run(refused_of_others):
+        for name, text in found.items():
+            assert re.match(rf"the ranks build different models: {name} is .* on rank 0, and .* on rank 1\. Give", text)

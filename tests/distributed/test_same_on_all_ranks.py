@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from deepspeed.pipe import LayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -260,6 +261,50 @@ def job_changes(setting: str, ranks: tuple[int, ...], **options: Any) -> list[st
         return texts
 
 
+OPTIMIZERS: dict[str, tuple[Any, Any]] = {  # of a program, by rank; the text of the second
+    "SGD with [{": (torch.optim.Adam, torch.optim.SGD),
+    "'betas': (0.5, 0.9)": (torch.optim.Adam, functools.partial(torch.optim.Adam, betas=(0.5, 0.9))),
+    "'weight_decay': 0.1": (torch.optim.AdamW, functools.partial(torch.optim.AdamW, weight_decay=0.1)),
+}
+
+
+def job_optimizers(is_alike: bool) -> dict[str, str]:
+    """Return the error for each pair of optimizers, of which each of two replicas makes its own."""
+    found = {}
+    for name, classes in OPTIMIZERS.items():
+        module = engines.pipeline_module(engines.fp32_layers(), 1)
+        optimizer = classes[is_alike or torch.distributed.get_rank()](module.parameters(), lr=0.01)
+        initialize = {"model_parameters": None, "optimizer": optimizer}
+        with engines.started(module, engines.unchecked(), initialize=initialize) as engine:
+            found[name] = engines.step_error(engine)[1]
+    return found
+
+
+class Divided(torch.nn.Module):
+    """Be a layer whose tensor-parallel ranks have shares of different sizes, and a bias on the first alone."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, eps: float = 1e-5) -> None:
+        super().__init__()
+        rank = torch.distributed.get_rank()
+        self.share, self.eps, self.has_bias = torch.nn.Parameter(torch.ones(4 + rank, dtype=dtype)), eps, rank == 0
+        self.register_parameter("bias", torch.nn.Parameter(torch.ones(4)) if self.has_bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def job_shares() -> dict[str, str]:
+    """Return the error for layers of two tensor-parallel ranks: like one another, and with another setting on one."""
+    rank, found = torch.distributed.get_rank(), {}
+    topology = PipeModelDataParallelTopology(num_pp=1, num_mp=2, num_dp=1)
+    for name, options in {"alike": {}, "dtype": {"dtype": torch.float64}, "eps": {"eps": 1e-2}}.items():
+        layers = [LayerSpec(Divided, **(options if rank else {})), *engines.fp32_layers()]
+        module = engines.pipeline_module(layers, None, topology=topology)
+        ds_config = engines.config(terapipe=engines.unchecked())
+        found[name] = engines.raised_by(lambda: terapipe_ds.lay_out(module, ds_config))[1]  # noqa: B023
+    return found
+
+
 OF_ONE_RANK: dict[str, Any] = {  # replicas or stages would train apart, or DeepSpeed fail on one rank
     "scheduler": engines.WARMUP,
     "gradient_predivide_factor": 4.0,
@@ -313,6 +358,18 @@ class TestModels:
     def test_a_setting_of_one_rank_is_an_error_on_all(self) -> None:
         for found in rank_pool(2).run(job_settings):
             assert [key for key, text in found.items() if f"\n  {key}: ranks [0]: null; ranks [1]: " not in text] == []
+
+    def test_an_optimizer_of_one_rank_is_an_error_on_all(self) -> None:
+        assert rank_pool(2).run(job_optimizers, is_alike=True) == [dict.fromkeys(OPTIMIZERS, "")] * 2
+        for found in rank_pool(2).run(job_optimizers, is_alike=False):
+            for name, text in found.items():
+                assert "the ranks disagree on the settings of stage 0: " in text and name in text.split("ranks [1]")[1]
+
+    def test_tensor_parallel_ranks_compare_all_but_their_shares(self) -> None:
+        for found in rank_pool(2).run(job_shares):
+            assert found.pop("alike") == ""
+            assert "layer 0: share: ranks [0]: torch.float32; ranks [1]: torch.float64" in found["dtype"]
+            assert "layer 0: eps: ranks [0]: 1e-05; ranks [1]: 0.01" in found["eps"]
 
     def test_a_default_dtype_of_one_rank_is_an_error_on_all(self) -> None:
         text = "torch.get_default_dtype(): ranks [0]: torch.float32; ranks [1]: torch.float64"

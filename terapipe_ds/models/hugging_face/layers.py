@@ -49,6 +49,13 @@ class Blueprint:
         self.ranks: TensorRanks | None = None  # over which modules are divided; None: one rank
         self._ways: dict[tuple[str, str], Way] = {}
 
+    def settings(self) -> dict[str, Any]:
+        """Return what decides on the model, for ranks to compare: configs without paths, and a seed."""
+        adapters = {} if self.adapters is None else self.adapters.config.to_dict()
+        named = {f"adapter.{key}": value for key, value in adapters.items() if not key.endswith("name_or_path")}
+        own = {key: value for key, value in self.outline.model.config.to_dict().items() if not key.startswith("_")}
+        return {**own, **named, "seed": getattr(self.weights, "seed", None)}
+
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.
 

@@ -22,7 +22,12 @@ from terapipe_ds.dict_batch import BatchError, read_dict
 from terapipe_ds.messages import check_count
 from terapipe_ds.models.gpt import gpt_loss
 from terapipe_ds.models.hugging_face.layers import Blueprint, DecoderLayer, Piece, check_positions, layers_of
-from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.refusals import (
+    ModelRefusedError,
+    gathered,
+    refuse_other_ranks,
+    refused_on_all_ranks,
+)
 from terapipe_ds.models.hugging_face.tensor_parallel.divide import TensorRanks, check
 from terapipe_ds.models.hugging_face.tensor_parallel.layers import universal_checkpoint_info
 from terapipe_ds.models.hugging_face.weights.quantized import refuse_quantized
@@ -118,6 +123,8 @@ class HuggingFaceModule(TensorParallelModule):
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.config = blueprint.outline.model.config
         self.partition = None if partition is None else _checked(partition, len(layers))
+        cut = {"num_stages": num_stages, "topology": axes, "partition": self.partition}
+        refuse_other_ranks({**cut, **blueprint.settings()})
         super().__init__(
             layers=layers,
             num_stages=None if topology is not None else num_stages,

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -79,6 +80,27 @@ def refused_on_all_ranks() -> Iterator[None]:
     if any(problems):
         rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
         raise ModelRefusedError(text if len({*problems}) == 1 else f"on rank {rank}: {text}") from own
+
+
+def refuse_other_ranks(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError on every rank if one has other settings than the first. A collective.
+
+    Ranks that cut a model differently wait for one another in different groups. Tensor-parallel ranks of different
+    models would be told that their layers cannot be divided.
+    """
+
+    def text(value: Any) -> str:
+        return ", ".join(sorted(map(str, value))) if isinstance(value, set | frozenset) else type(value).__name__
+
+    own = {key: json.dumps(value, sort_keys=True, default=text) for key, value in settings.items()}
+    first, *others = gathered(own)
+    for rank, other in enumerate(others, 1):
+        for key in first | other:
+            if first.get(key) != other.get(key):
+                raise ValueError(
+                    f"the ranks build different models: {key} is {first.get(key, 'absent')} on rank 0, and "
+                    f"{other.get(key, 'absent')} on rank {rank}. Give every rank the same model and the same arguments"
+                )
 
 
 def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) -> torch.dtype | None:

@@ -184,7 +184,7 @@ def refuse_what_does_not_fit(engine: PipelineEngine, world: Any, folder: Path | 
         if problem is not None or path is None or not path.is_file():
             return problem
         saved = read_states(path)
-        problem = _problem_of_model(engine.module, saved)
+        problem = _problem_of_model(engine.module, saved) or _problem_of_scheduler(engine.lr_scheduler, saved, options)
         if problem is not None or not is_universal:
             problem = problem or _problem_of_sizes(engine, saved, options.with_optimizer)
             return problem or _problem_of_form(engine, saved, path.parent, options)
@@ -283,6 +283,22 @@ def _problem_of_masters(engine: PipelineEngine, load_optimizer_states: bool) -> 
             "undoes the load. Use load_module_only=True"
         )
     return None
+
+
+def _problem_of_scheduler(scheduler: Any, saved: Mapping[str, Any], options: LoadOptions) -> str | None:
+    """Say why DeepSpeed fails to load the state of a scheduler, or torch adds it to a scheduler that begins anew."""
+    if scheduler is None or options.module_only or not options.lr_scheduler_states:
+        return None
+    state, own = saved.get("lr_scheduler"), scheduler.state_dict()
+    if not own or (state and not own.keys().isdisjoint(state)):
+        return None
+    name, theirs = type(scheduler).__name__, "no state of a learning rate scheduler"
+    if state:
+        theirs = f"the state of another scheduler ({', '.join(state)})"
+    return (
+        f"the checkpoint has {theirs}, and this engine has a {name} with {', '.join(own)}. Use the "
+        f"scheduler that was saved, or begin {name} anew with load_lr_scheduler_states=False"
+    )
 
 
 def _problem_of_sizes(engine: PipelineEngine, saved: Mapping[str, Any], with_optimizer: bool) -> str | None:

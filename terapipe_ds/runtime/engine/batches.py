@@ -67,7 +67,7 @@ class IncomingBatches:
         self.announces_again = False  # set it on any rank, and all announce the shapes of their messages again
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
-        self._changes = ModelChanges(engine.module)
+        self._changes, self._optimizer = ModelChanges(engine.module), _described(engine.basic_optimizer)
         self._source = BatchSource(
             self._config,
             self._next_batch,
@@ -166,7 +166,7 @@ class IncomingBatches:
         rates = [f"{rate:.6g}" for group in groups if isinstance(rate := group.get("lr"), int | float)]
         is_counted = self._config.loss_reduction != "mean_of_step" or self._engine.step_label_counts is None
         settings = f"{many(self._changes.num_trained, 'trained parameter')}, learning rates [{', '.join(rates)}]"
-        return settings + ("" if is_counted else ", with step_label_counts")
+        return settings + self._optimizer + ("" if is_counted else ", with step_label_counts")
 
     def _problem_of_label_counts(self) -> str | None:
         """Return what is wrong with `engine.step_label_counts`, which a program sets before each batch."""
@@ -216,6 +216,16 @@ class IncomingBatches:
         weights = tuple(weight * scale for weight in weights) if scale != 1.0 else weights
         own = tuple(weight * size for weight in weights[rank::size])  # DeepSpeed then divides by the sequence ranks
         return MicroBatchInFlight(plan, shape, inputs, labels, own, weights)
+
+
+def _described(optimizer: Any) -> str:
+    """Return the class and the settings of an optimizer that a program may have made. Its steps may change some."""
+    plain = (int, float, str, tuple, type(None))
+    groups = [
+        {key: value for key, value in sorted(group.items()) if key != "lr" and isinstance(value, plain)}
+        for group in getattr(optimizer, "param_groups", ())
+    ]
+    return f", {type(optimizer).__name__} with {groups}"
 
 
 class OpenBatch:

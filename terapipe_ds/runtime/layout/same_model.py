@@ -26,6 +26,8 @@ _IS_OF_RANK = re.compile(  # names of flags and times that a program may give ea
     r"(^|[_.: ])(rank\d*|local|main|master|log|logs|logging|verbose|debug|seed|time|start|t0)(_|\.|$)", re.IGNORECASE
 )
 _CONFIGS = "Config", "Arguments", "Args", "Namespace"  # ends of the names of classes that hold settings
+_TENSOR = re.compile(r"(\w+) \[[^\]]*\] (torch\.\w+(?: frozen)?)")  # in the texts of `_held`
+_FLOAT = re.compile(r"-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)")
 _SAME = "Give every rank's PipelineModule the same layers, with the same arguments, partition_method and loss_fn"
 
 
@@ -33,7 +35,8 @@ def require_equal_models(module: Any) -> None:
     """Raise TeraPipeConfigError on every rank if they have not built the same model. A collective over all ranks.
 
     The error names the difference: the number of layers, else the first layer that differs, else the partition, by
-    which each stage builds its share; and `loss_fn`. Replicas of a stage also compare the settings of their layers.
+    which each stage builds its share; and `loss_fn`. Replicas of a stage also compare the settings of their layers, and
+    tensor-parallel ranks those that do not depend on the share.
     """
     layers = {f"layer {layer_id}": described(spec) for layer_id, spec in enumerate(module._layer_specs)}
     method = getattr(module, PARTITION_METHOD, None)
@@ -44,14 +47,16 @@ def require_equal_models(module: Any) -> None:
     facts["loss_fn"] = described(module.loss_fn)
     held, place = _held(module), module.topology().get_coord(torch_dist.get_rank())
     stage = getattr(place, "pipe", 0), getattr(place, "model", 0)
-    digests = {*gather((digest(facts), stage, digest(held)))}
-    if len({of_all for of_all, *_ in digests}) == 1 and len(digests) == len({stage for _, stage, _ in digests}):
+    shared = _of_all_shares(held)
+    parts = (0, facts), (stage, held), (stage[:1], shared)  # each with the ranks that must have the same
+    digests = {each for of_rank in gather([(who, digest(part)) for who, part in parts]) for each in of_rank}
+    if len(digests) == len({who for who, _ in digests}):
         return
     everyone = gather(facts)
     other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
     shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})] if other else ())
     lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)})}" for key in shown]
-    lines = lines or _differing(gather((stage, held)))
+    lines = lines or _differing(gather((stage, held))) or _differing(gather((stage[:1], shared)))
     if lines:
         problem = "\n  ".join(["the ranks have built different models:", *lines])
         raise TeraPipeConfigError(f"{problem}\n{_SAME}; each builds its own share.")
@@ -159,6 +164,12 @@ def _held(module: PipelineModule) -> dict[str, str]:
     return held
 
 
+def _of_all_shares(held: Mapping[str, str]) -> dict[str, str]:
+    """Return what the ranks that divide layers have alike: floats, and of each tensor the dtype, not the shape."""
+    floats = {key: text for key, text in held.items() if ": " in key and _FLOAT.fullmatch(text)}
+    return floats | {f"{key}: {name}": kind for key, text in held.items() for name, kind in _TENSOR.findall(text)}
+
+
 def _settings(thing: Any) -> Mapping[str, Any]:
     """Return the attributes of a layer, or the values that a function was made with."""
     if isinstance(thing, functools.partial):
@@ -189,7 +200,7 @@ def _plain(name: str, value: Any, depth: int = 3) -> dict[str, str]:
     return {name: described(value)} if callable(value) and not isinstance(value, nn.Module) else {}
 
 
-def _differing(everyone: list[tuple[tuple[int, int], dict[str, str]]]) -> list[str]:
+def _differing(everyone: list[tuple[tuple[int, ...], dict[str, str]]]) -> list[str]:
     """Return the first difference among the ranks of a stage, if there is one that ranks can tell."""
     for stage in dict.fromkeys(stage for stage, _ in everyone):
         of_rank = {rank: held for rank, (at, held) in enumerate(everyone) if at == stage}

@@ -40,7 +40,7 @@ class DrawnWeights:
     """
 
     def __init__(self, outline: Outline, seed: int) -> None:
-        self._outline, self._seed = outline, seed
+        self._outline, self.seed = outline, seed
 
     @torch.no_grad()
     def fill(self, name: str, module: nn.Module) -> None:
@@ -49,7 +49,7 @@ class DrawnWeights:
             parameter.fill_(torch.nan)
         # other random numbers of the process do not change
         with torch.random.fork_rng([]):
-            torch.manual_seed(self._seed * 1_000_003 + zlib.crc32(name.encode()))
+            torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
             for part in reversed(list(module.modules())):
                 self._outline.initialize(part)
         for key, parameter in module.named_parameters():

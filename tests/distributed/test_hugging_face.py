@@ -186,6 +186,8 @@ def refused_of_others() -> dict[str, str]:
     }  # fmt: skip
     for name, other in others.items():
         config, given = config_of("llama", 2), {"topology": topologies[0], **(other if is_last else {})}
+        config.name_or_path = f"/rank-{is_last:d}"  # where its machine has the model
+        config.nested = {"_name_or_path": config.name_or_path}
         config.rms_norm_eps = 1e-2 if is_last and name == "rms_norm_eps" else config.rms_norm_eps
         if name == "adapter.lora_alpha":
             given.setdefault("adapter", LoraConfig(lora_alpha=8, target_modules=["q_proj"]))

@@ -41,6 +41,14 @@ TIED = "embedding"  # the key of the tied layers
 _NOT_DESCRIBED = {*vars(nn.Module()), "layer_idx"}
 
 
+def _without_paths(value: Any) -> Any:
+    """Return nested dicts without private keys and folders: machines may have the same model in different places."""
+    if not isinstance(value, dict):
+        return value
+    public = {name: each for key, each in value.items() if not (name := str(key)).startswith("_")}
+    return {name: _without_paths(each) for name, each in public.items() if not name.endswith("name_or_path")}
+
+
 class Blueprint:
     """Hold what all pieces of a model share: its outline, the source of weights, and the ways of its decoder layers."""
 
@@ -51,9 +59,9 @@ class Blueprint:
 
     def settings(self) -> dict[str, Any]:
         """Return what decides on the model, for ranks to compare: configs without paths, and a seed."""
-        adapters = {} if self.adapters is None else self.adapters.config.to_dict()
-        named = {f"adapter.{key}": value for key, value in adapters.items() if not key.endswith("name_or_path")}
-        own = {key: value for key, value in self.outline.model.config.to_dict().items() if not key.startswith("_")}
+        adapter = {} if self.adapters is None else _without_paths(self.adapters.config.to_dict())
+        named = {f"adapter.{key}": value for key, value in adapter.items()}
+        own = _without_paths(self.outline.model.config.to_dict())
         return {**own, **named, "seed": getattr(self.weights, "seed", None)}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:

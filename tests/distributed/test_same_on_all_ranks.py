@@ -269,7 +269,7 @@ OPTIMIZERS: dict[str, tuple[Any, Any]] = {  # of a program, by rank; the text of
 
 
 def job_optimizers(is_alike: bool) -> dict[str, str]:
-    """Return the error for each pair of optimizers, of which each of two replicas makes its own."""
+    """Return the error for each pair of optimizers; each of two replicas makes one of a pair."""
     found = {}
     for name, classes in OPTIMIZERS.items():
         module = engines.pipeline_module(engines.fp32_layers(), 1)

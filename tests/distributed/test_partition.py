@@ -9,6 +9,7 @@ from torch import nn
 
 import terapipe_ds
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from tests.distributed.engines import (
     batches,
     build,
@@ -167,6 +168,7 @@ class Odd(nn.Linear):
 def job_stock_method() -> tuple[list[int], tuple[str, str]]:
     layers = [LayerSpec(Odd, 4, 4), LayerSpec(Odd, 4, 4), *(LayerSpec(nn.Linear, 4, 4) for _ in range(4))]
     module = pipeline_module(layers, partition_method="type:Odd")
+    vars(module).pop(PARTITION_METHOD, None)  # an earlier job of this process may have called `register`
     terapipe_ds.lay_out(module, config(terapipe=unchecked()))
     return list(module.parts), raised_by(
         lambda: terapipe_ds.lay_out(module, config(terapipe=unchecked(schedule="zbv")))

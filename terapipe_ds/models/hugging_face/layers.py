@@ -62,7 +62,8 @@ class Blueprint:
         adapter = {} if self.adapters is None else _without_paths(self.adapters.config.to_dict())
         named = {f"adapter.{key}": value for key, value in adapter.items()}
         own = _without_paths(self.outline.model.config.to_dict())
-        return {**own, **named, "seed": getattr(self.weights, "seed", None)}
+        dtype = next(each.dtype for each in self.outline.module(self.outline.embedding).parameters())
+        return {**own, **named, "dtype": str(dtype), "seed": getattr(self.weights, "seed", None)}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.

@@ -165,7 +165,7 @@ class Priced(Estimated):
         if score.shape.fills_and_drains:
             few, number = shape.few_of_many(whole.offloads), self.num_micro_batches
         found = of_many(lambda count: replay_of(shape, count).peak_by_kind(score.plan, memories), few, number)
-        found = list(map(max, found))  # before the optimizer's step, or in it
+        found = list(map(max, found))  # the larger of two peaks: before the optimizer's step, and in it
         by_kind = {kind: [of[index] for of in found] for index, kind in enumerate(kinds, 1)}
         # all else that the peak has belongs to the computation that runs, or to the step
         rest = (peak - sum(of[1:]) for peak, of in zip(score.peak_bytes, found, strict=True))

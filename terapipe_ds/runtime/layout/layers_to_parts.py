@@ -163,7 +163,7 @@ def _method_of(module: Any, layout: Layout) -> str:
     if method is None:
         raise TeraPipeConfigError(
             "stages with several parts need the partition_method of the PipelineModule, and nothing tells it: "
-            f"{[*map(int, module.parts)]} is neither that of 'parameters' nor of 'uniform'. Call "
+            f"neither 'parameters' nor 'uniform' gives the bounds {[*map(int, module.parts)]}. Call "
             "terapipe_ds.register() before the module is built"
         )
     return str(method)

@@ -351,7 +351,7 @@ class Outline:
 
     @property
     def own_attentions(self) -> list[str]:
-        """Return the attentions that the owner's model may run: the requested one, or those of its class."""
+        """Return the attentions that the owner's model may run: the requested one, or all that its class has."""
         if self.attention_of_owner:
             return [self.attention_of_owner]
         return ["eager", "sdpa"] if self.model._supports_sdpa else ["eager"]

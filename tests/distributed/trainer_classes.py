@@ -86,6 +86,20 @@ class OwnLossOverStages(trainer_jobs.PipelineTrainer):
         return 2 * super().compute_loss(model, inputs, *args, **kwargs)
 
 
+class LateLoss(Trainer):
+    """Choose the loss after Trainer's constructor, as LLaMA-Factory's does for `use_dft_loss`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.compute_loss_func = lambda outputs, labels, num_items_in_batch=None: outputs["logits"].sum()
+
+
+class LateSmoothing(Trainer):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.label_smoother = LabelSmoother(epsilon=0.1)
+
+
 class OwnStep(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return self.compute_loss(model, inputs)
@@ -181,6 +195,8 @@ def refusals(folder: str) -> dict[str, str]:
         "OwnLossOverStages.compute_loss is its own": {"given": {}, "kind": OwnLossOverStages},
         "Tensor.item() cannot be called on meta tensors": {"given": {}, "kind": over_stages(ReadsLoss)},
         "OwnContext.compute_loss_context_manager: DeepSpeed": {"given": {}, "kind": over_stages(OwnContext)},
+        "Trainer.compute_loss_func: stages compute": {"given": {}, "kind": over_stages(LateLoss)},
+        "label_smoother: stages smooth labels by": {"given": {}, "kind": over_stages(LateSmoothing)},
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},

@@ -477,6 +477,8 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
     calls.append(lambda: trainer.model.load_state_dict(model_of(setting).state_dict()))
     raised = [engines.raised_by(call) for call in calls]
     vars(trainer.args).update(trainer._started_with)
+    with mock.patch.object(trainer, "compute_loss_func", print):
+        raised += [engines.raised_by(call) for call in (trainer.train, trainer.evaluate)]
     weight = trainer.model.get_input_embeddings().weight
     for change in (
         lambda weight: weight.register_hook(torch.zeros_like),

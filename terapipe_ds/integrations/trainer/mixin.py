@@ -29,7 +29,14 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer, trainer
 
 from terapipe_ds.compat.replaced import replaced
-from terapipe_ds.integrations.trainer.refusals import check_arguments, check_trainer, is_sft, outer_arguments, stock_of
+from terapipe_ds.integrations.trainer.refusals import (
+    check_arguments,
+    check_trainer,
+    is_sft,
+    outer_arguments,
+    problem_of_loss,
+    stock_of,
+)
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
@@ -259,6 +266,8 @@ class PipelineTrainerMixin(Trainer):
 
     def _for_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
         """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""
+        if (problem := problem_of_loss(self)) is not None:  # a class or a callback has set it by now
+            raise ModelRefusedError(problem)
         handed_on, loss = list[Any](), torch.zeros((), device="meta")
 
         def last(_: Trainer, model: nn.Module, inputs: Any, *__: Any, **___: Any) -> Tensor:

@@ -187,6 +187,8 @@ def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
 def check_trainer(trainer: Trainer, mixin: type) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
     problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name)) is not None]
+    if (own_loss := problem_of_loss(trainer)) is not None:
+        problems.append(own_loss)
     if getattr(trainer, "aux_loss_enabled", False):
         problems.append(
             "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
@@ -194,6 +196,16 @@ def check_trainer(trainer: Trainer, mixin: type) -> None:
     if getattr(getattr(trainer.data_collator, "tokenizer", None), "padding_side", "right") == "left":
         problems.append('padding on the left, which later tokens would attend to: tokenizer.padding_side = "right"')
     _refuse(type(trainer), problems)
+
+
+def problem_of_loss(trainer: Trainer) -> str | None:
+    """Return why stages cannot compute the loss of a Trainer: something has given it another one; None if they can."""
+    smoother, smoothing = trainer.label_smoother, trainer.args.label_smoothing_factor
+    if callable(trainer.compute_loss_func):  # TRL sets it to a text
+        return f"Trainer.compute_loss_func: {_REFUSED_GIVEN['compute_loss_func']}"
+    if smoother is not None and (type(smoother) is not LabelSmoother or smoother != LabelSmoother(epsilon=smoothing)):
+        return "label_smoother: stages smooth labels by label_smoothing_factor: set that argument instead"
+    return None
 
 
 def _refuse(kind: type, problems: Sequence[str]) -> None:

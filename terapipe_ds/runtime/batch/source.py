@@ -1,7 +1,8 @@
 """Draw the micro-batches of a batch, and agree on them with the other ranks.
 
-One sum over all ranks compares shapes, data, configs and what a program has set (`batch_agreement`). It tells every
-rank the shapes. If ranks differ, or one of them has an error, every rank raises the same error.
+One sum over all ranks compares shapes, data, configs and what a program has set (`batch_agreement`). To it each rank
+adds shares of its digests, which sum up to zero if all ranks have the same ones, and the stage with the loss adds rows
+and length. If a sum differs from zero, or one rank has an error, the ranks exchange reports and raise the same error.
 """
 
 from __future__ import annotations

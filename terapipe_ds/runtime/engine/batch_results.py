@@ -1,4 +1,9 @@
-"""Combine the losses and outputs of slices into the losses and outputs of their batch."""
+"""Combine the losses and outputs of slices into the losses and outputs of their batch.
+
+A slice's share of the loss is the result of `loss_fn` times its weight: the share of the micro-batch's labels that it
+has (`batch.loss_weights`). If it has none, its share is an exact zero and nobody calls `loss_fn`. B starts at this
+share. `BatchResults.book` adds its value to the loss of the batch, which DeepSpeed reads.
+"""
 
 from __future__ import annotations
 

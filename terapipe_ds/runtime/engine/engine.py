@@ -4,39 +4,38 @@ DeepSpeed still owns the optimizer, the loss scale, clipping, ZeRO-1, checkpoint
 draws the data, picks the schedule and executes its actions. To DeepSpeed a slice looks like one more micro-batch of
 gradient accumulation. Reduction and step come once per batch.
 
+A stage holds one or more parts of the layers; a chunk numbers them on their stage. F is the forward of a slice through
+a part, B its backward, and W the products of its weight gradients, where a schedule runs them apart from B.
+
 DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in this order:
 
-1. `_train_schedule` draws the micro-batches (`batches`). All ranks agree on their shapes, so that every stage computes
-   the same slices and the same schedule. Slices of a length are those that a program has set, else those planned from
-   measured costs, else those of the config; the longest micro-batch decides the schedule (`planning.plans`). The
-   schedule lowers its order for this stage to actions: computations, messages, and at the end the sums of tied and
-   replicated gradients and the optimizer's step.
+1. `_train_schedule` draws the micro-batches. All ranks agree on their shapes, so that every stage computes the same
+   slices and the same schedule. The slices for a length are those that a program has set, else those planned from
+   measured costs, else those of the config; the longest micro-batch decides the schedule. The schedule lowers its order
+   for this stage to actions: computations, messages, and at the end the sums of tied and replicated gradients and the
+   optimizer's step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
-   The last part weighs the loss of each slice by its share of the labels (`batch.loss_weights`). Gradients of linear
-   layers are products of their own, outside of autograd (`weight_gradients`).
+   Attention appends the keys and values of a slice to those of earlier slices (`attention.slice_store`). The Bs of a
+   micro-batch run from its last slice to its first, and add to the gradients of earlier keys and values: those of a
+   slice are complete when its own B runs. The last part weighs the loss of each slice by its share of the labels.
+   Gradients of linear layers are products of their own, outside of autograd, which add to the optimizer's sums in one
+   pass (`layers.weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks, and every rank gets the mean
-   (`model_ends`).
+   (`model_ends`). Then `step_report` tells monitors and the log how fast the step was.
 
 An error on which the ranks agree (`agreement`) is raised on all of them; training can go on with the next batch. After
 any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
 (`failures.watchdog`).
 
-Eight more files show a batch from its data to the step and its loss.
+Seven more files show a batch from its data to the step and its loss. All others serve details, checks and options.
 
 - `runtime/engine/batches.py`: draw a batch, open it, close it, and forget it after an error.
-- `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on whose shapes all ranks agree.
+- `runtime/batch/source.py`: the user's batch as micro-batches of tensors, on which all ranks agree.
+- `runtime/planning/plans.py`: the slices of each micro-batch, and the schedule.
+- `schedule/schedule.py`: how the order of a stage, which `schedule.build` makes, becomes actions (`lower_stage`).
 - `runtime/engine/part_runner.py`: F, B and W of a part, and its sends.
-- `runtime/batch/in_flight.py`: tensors of slices from their F to their B.
 - `runtime/links/stage_links.py`: messages between stages.
-- `runtime/batch/loss_weights.py`, `runtime/engine/batch_results.py`: weights and sums of the losses of slices.
-- `runtime/engine/model_ends.py`: the loss that `train_batch` returns.
-
-Three show how slices become possible. You need the others for checks and options.
-
-- `schedule/schedule.py`: how the order of a stage, which `schedule.generate` makes, becomes actions (`lower_stage`).
-- `attention/slice_store.py`: keys and values that a slice leaves for later ones, and their gradients. `attention.call`
-  calls it, in the autograd node of `attention.sliced`.
-- `runtime/layers/weight_gradients.py`: the products of W, and how they reach the optimizer's sums.
+- `runtime/engine/batch_results.py`: the losses of slices, and their sum.
 """
 
 from __future__ import annotations

@@ -109,7 +109,10 @@ class DeepSpeedCalls:
         return outputs
 
     def backward_of_loss(self, loss: Any) -> None:
-        """Run the backward of the last part, from a slice's share of the loss."""
+        """Run the backward of the last part, from a slice's share of the loss.
+
+        DeepSpeed's hook divides by the micro-batches (`ModelEndsEngine._backward_prologue_per_tensor`).
+        """
         scale = missing_loss_scale(self._engine.optimizer)
         DeepSpeedEngine.backward(self._engine, loss if scale == 1.0 else loss.float() * scale)
 

@@ -41,6 +41,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "steps without labels": {
         "args": {"gradient_accumulation_steps": 1, "logging_steps": 3}, "blank": 5, "fp64": True,
     },
+    "packed, with labels across the edges of texts": {
+        "fp64": True, "packed": True, "model": {"use_cache": False}, "args": {"max_steps": 3, **EVALUATE},
+        "section": {"documents": "position_ids", "slices": 3}, "phases": ["evaluate", "train", "evaluate"],
+    },
     "stream": {"args": {"max_steps": 5, **EVALUATE}, "iterable": True, "metrics": "logits"},
     "stream, not dispatched": {
         "args": {"max_steps": 2, "accelerator_config": {"dispatch_batches": False}},
@@ -62,6 +66,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 USUAL = (
     "steps without labels", "evaluated and saved", "resumed", "stream", "stream, not dispatched",
+    "packed, with labels across the edges of texts",
 )  # fmt: skip
 
 
@@ -247,7 +252,9 @@ def test_methods_that_stages_replace_change_batches_count_and_log(tmp_path: Path
 def test_a_framework_takes_the_class_from_the_plugin_in_the_docs(tmp_path: Path) -> None:
     page = str(Path(__file__).parents[2] / "docs/trainer.md")
     for trained in rank_pool(2).run(train_by_plugin, page=page, folder=str(tmp_path)):
-        assert trained == ("PipelineAxolotlTrainer", [1, 2, 2])
+        name, steps, files = trained
+        assert (name, steps) == ("PipelineAxolotlTrainer", [1, 2, 2])
+        assert files == {f"model-0000{stage}-of-00002.safetensors" for stage in (1, 2)}
 
 
 def test_without_a_section_the_mixin_does_nothing(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from unittest import mock
 
 import peft
 import torch
+import torch.distributed as torch_dist
 import trl
+from accelerate.state import AcceleratorState
 from transformers import DataCollatorForLanguageModeling, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
@@ -152,6 +154,11 @@ def smoothing(*given: Any) -> Any:
         return trainer_jobs.trainer_of(*given)
 
 
+def on_cpus_of_accelerate(*given: Any) -> Any:
+    with mock.patch.dict("os.environ", ACCELERATE_USE_CPU="true"):
+        return trainer_jobs.trainer_of(*given)
+
+
 def left_padded(_: Any, setting: Mapping[str, Any], folder: str, deepspeed: Any) -> Any:
     args = trl.SFTConfig(folder, deepspeed=deepspeed, use_cpu=True, report_to=[], bf16=False)
     texts = tokenizer()
@@ -200,6 +207,7 @@ def refusals(folder: str) -> dict[str, str]:
         "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
+        "where ACCELERATE_USE_CPU is set": {"given": {}, "make": on_cpus_of_accelerate},
         "padding on the left": {"given": {}, "make": left_padded},
         "model.norm.weight of the model are trained beside": {"given": {}, "make": beside_adapters},
         "torch_compile: set ": {"given": {}, "make": by_position},
@@ -218,24 +226,39 @@ class AxolotlTrainer(Delegating):
     """Stand in for Axolotl's."""
 
 
-def train_by_plugin(page: str, folder: str) -> tuple[str, list[int]]:
-    """Train with the class that the plugin on a page of the docs gives to Axolotl, which stand-ins replace."""
+def train_by_plugin(page: str, folder: str) -> tuple[str, list[int], set[str]]:
+    """Train with the plugin on a page of the docs. Stand-ins replace Axolotl, and call its methods in the same order.
+
+    Return the name of its class, the logged steps, and the names of the files of weights that it saves.
+    """
     code = next(block for block in _blocks(Path(page).read_text()) if "get_trainer_cls" in block)
     stand_ins: dict[str, Any] = {
         "axolotl.core.trainers": mock.Mock(AxolotlTrainer=AxolotlTrainer),
         "axolotl.integrations.base": mock.Mock(BasePlugin=object),
     }
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"__name__": "pipeline_plugin"}
     with mock.patch.dict("sys.modules", stand_ins):
         exec(code, names)
         plugin = names["PipelinePlugin"]()
-        options = types.SimpleNamespace(rl=None, reward_model=False, load_in_4bit=False, load_in_8bit=False)
+        options: dict[str, Any] = {"rl": None, "reward_model": False, "load_in_4bit": False, "load_in_8bit": False}
+        options |= {"max_steps": 2, "warmup_steps": None, "warmup_ratio": None, "output_dir": f"{folder}/saved"}
+        cfg = types.SimpleNamespace(**options)
         assert plugin.get_trainer_cls(types.SimpleNamespace(rl="dpo")) is None
-        plugin.pre_model_load(options)
-        kind = plugin.get_trainer_cls(options)
-    setting = trainer_jobs.setting_of({"args": {"max_steps": 2}})
-    played = trainer_jobs.play(kind, setting, folder, trainer_jobs.deepspeed_of(setting), trainer_jobs.trainer_of)
-    return kind.__name__, [log["step"] for log in played["logs"]]
+        plugin.load_datasets(cfg)
+        assert cfg.device_map == {"": "cpu"} and cfg.ddp is False
+        kind = plugin.get_trainer_cls(cfg)
+        args = plugin.get_training_args(cfg)
+    setting = trainer_jobs.setting_of({"args": args})
+    AcceleratorState._reset_state(True)
+    trainer = trainer_jobs.trainer_of(kind, setting, folder, trainer_jobs.deepspeed_of(setting))
+    plugin.post_trainer_create(cfg, trainer)
+    trainer.train()
+    plugin.post_train(cfg, trainer.model)
+    if torch_dist.get_rank() == 0:
+        trainer.model.save_pretrained(cfg.output_dir)
+    plugin.post_train(cfg, trainer.model)
+    steps = [log["step"] for log in trainer.state.log_history]
+    return kind.__name__, steps, {path.name for path in Path(cfg.output_dir).glob("*.safetensors")}
 
 
 def _blocks(page: str) -> Iterator[str]:

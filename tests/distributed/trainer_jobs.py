@@ -64,6 +64,13 @@ def collate(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": padded("labels", -100), "attention_mask": (ids > 0).long()}
 
 
+def packed(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Join texts in one row, as Axolotl does: the last token of a text learns the first one of the next text."""
+    ids = torch.tensor([[each for row in rows for each in row["input_ids"]]])
+    position_ids = torch.tensor([[place for row in rows for place in range(len(row["input_ids"]))]])
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": position_ids}
+
+
 class Stream(IterableDataset):
     """Hand out rows; with `has_one_reader` only to rank 0."""
 
@@ -131,7 +138,7 @@ def trainer_of(
     rows: Any = rows_of(setting["rows"], setting["blank"])
     if setting["iterable"]:
         rows = Stream(setting["rows"], setting["iterable"] == "by rank 0")
-    given: dict[str, Any] = {"train_dataset": rows, "data_collator": collate}
+    given: dict[str, Any] = {"train_dataset": rows, "data_collator": packed if setting["packed"] else collate}
     given["eval_dataset"] = rows if setting["iterable"] else rows_of(8)
     if setting["metrics"]:
         given |= {"compute_metrics": metrics_of}
@@ -207,7 +214,7 @@ def alone() -> Iterator[None]:
 def setting_of(given: Mapping[str, Any]) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "args": {}, "ds": {}, "section": {}, "model": {}, "fp64": False, "iterable": False, "metrics": "",
-        "phases": ["train"], "one": {}, "rows": ROWS, "blank": 0,
+        "phases": ["train"], "one": {}, "rows": ROWS, "blank": 0, "packed": False,
     }  # fmt: skip
     return defaults | dict(given)
 

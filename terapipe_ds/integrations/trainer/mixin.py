@@ -133,6 +133,12 @@ class PipelineTrainerMixin(Trainer):
         self.args.distributed_state.num_processes = stages.replicas
         self._renew_config()
         super().create_accelerator_and_postprocess()
+        with refused_on_all_ranks():
+            if not self.is_deepspeed_enabled:  # Trainer would move the model, which has no weights
+                raise ModelRefusedError(
+                    "Accelerate leaves DeepSpeed out where ACCELERATE_USE_CPU is set (accelerate launch --cpu): unset "
+                    "it, and give TrainingArguments(use_cpu=True)"
+                )
         self.accelerator.__class__ = PipelineAccelerator
         self.accelerator.stages, self.accelerator.start = stages, self._start_engine
 

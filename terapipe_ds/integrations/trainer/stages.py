@@ -9,6 +9,7 @@ from typing import Any, cast
 import deepspeed
 import torch
 import torch.distributed as torch_dist
+import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from deepspeed.accelerator import get_accelerator
@@ -202,7 +203,7 @@ class Stages:
 
         def drawn() -> Iterator[Any]:
             check()
-            yield from map(_checked, batches)
+            yield from map(_with_shifted, batches)
 
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
@@ -220,7 +221,7 @@ class Stages:
         engine.step_label_counts = None if label_count is None else [label_count]
         wants_logits = with_loss and reduce_logits is not None  # without a loss, the result is logits
         result: Any = engine.eval_batch(
-            map(_checked, [batch]),
+            map(_with_shifted, [batch]),
             return_logits=wants_logits,
             compute_loss=with_loss,
             reduce_output="avg" if engine.monitor.enabled and with_loss else None,
@@ -264,17 +265,22 @@ class Stages:
         return torch.cat(all_of_them)
 
 
-def _checked(batch: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the batch; raise BatchError for labels at padding. The engine draws it, and tells all ranks of errors."""
+def _with_shifted(batch: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the batch with labels shifted as the model's own loss does: a document learns the next one's first token.
+
+    Raises:
+        BatchError: for labels at padding. The engine draws the batch, and tells all ranks of errors.
+    """
     mask, labels = batch.get("attention_mask"), batch.get("labels")
-    if mask is None or labels is None or mask.shape != labels.shape:
+    if labels is None:
         return batch
-    if bool((mask.eq(0) & labels.ne(IGNORED)).any()):
+    if mask is not None and mask.shape == labels.shape and bool((mask.eq(0) & labels.ne(IGNORED)).any()):
         raise BatchError(
             "labels at padding, which Trainer would train on and stages leave out: set labels to -100 where "
             "attention_mask is 0, as transformers.DataCollatorForLanguageModeling does"
         )
-    return batch
+    shifted = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+    return {"shift_labels": shifted, **batch}  # a collator may have shifted them itself
 
 
 def refuse_without_weights(*_: Any, **__: Any) -> None:

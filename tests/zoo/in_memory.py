@@ -80,6 +80,12 @@ def adapters(change: Change = lambda _: None, **fields: Any) -> Change:
     return adapt
 
 
+def _adapters_on_a_device(model: Any) -> Any:
+    """Adapt a model that was loaded with a `device_map`, which peft notes in its layers."""
+    model.hf_device_map = {"": "cpu"}
+    return adapters()(model)
+
+
 def _train_norms(model: Any) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(parameter.requires_grad or "norm" in name)
@@ -116,6 +122,7 @@ TRAINED: dict[str, Kind] = {
     "angles, resized, padding token set later, after a forward": Kind(_used_and_changed),
     "adapters, those of layer 0 frozen": Kind(adapters(_freeze_adapters_of_layer_0)),
     "adapters and norms": Kind(adapters(_train_norms)),
+    "adapters, with a device_map": Kind(_adapters_on_a_device),
     "adapters, dropout off, checkpointing": Kind(
         adapters(lambda m: (drop(0.0)(m), m.gradient_checkpointing_enable()), lora_dropout=0.5),
         config={"attention_dropout": 0.5},

@@ -32,7 +32,8 @@ _BOOKKEEPING = """
     _gradient_checkpointing_func _is_hf_initialized all_tied_weights_keys generation_config gradient_checkpointing
     hf_device_map long_inv_freq model_tags name_or_path peft_config targeted_module_names vocab_size warnings_issued
 """
-_NOT_COMPUTED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version")  # of a config
+# keys of a config, and of what peft keeps in its layers
+_NOT_COMPUTED = ("_name_or_path", "architectures", "device_map", "dtype", "torch_dtype", "transformers_version")
 # Hooks of transformers: gradients of embedded tokens, which stages have in any case, and outputs that nobody reads.
 # The last one is of a skeleton.
 _WITHOUT_EFFECT = ("make_inputs_require_grads", "output_capturing_hook", "refuse_values")
@@ -207,6 +208,8 @@ def _tied(model: nn.Module) -> set[tuple[str, ...]]:
 def _shown(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)}"
+    value = getattr(value, "__func__", value)  # of a bound method, whose text has the whole model in it
+    value = getattr(value, "func", value)  # of a partial
     name = "missing" if value is None else getattr(value, "__qualname__", None)
     return name or show_value(value)
 

@@ -6,6 +6,7 @@ An option that the user does not set comes from the profile, then from the DeepS
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -77,21 +78,15 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     return dataclasses.replace(setup, section=section)
 
 
-class _Unsplit:
+def _unsplit(costs_of: PartsOf) -> PartsOf:
     """Hide the seconds of W of costs, so that no schedule that splits backwards is planned."""
 
-    weight_s = None
-
-    def __init__(self, costs: Any) -> None:
-        self._costs = costs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._costs, name)
-
-
-def _unsplit(costs_of: PartsOf) -> PartsOf:
     def without_weights(num_parts: int) -> list[Any] | None:
-        return None if (parts := costs_of(num_parts)) is None else list(map(_Unsplit, parts))
+        parts = costs_of(num_parts)
+        copies = {id(part): copy.copy(part) for part in parts or ()}  # equal parts stay one object
+        for each in copies.values():
+            vars(each)["weight_s"] = None
+        return parts and [copies[id(part)] for part in parts]
 
     return without_weights
 

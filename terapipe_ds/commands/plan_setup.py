@@ -22,7 +22,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json, value_at
 from terapipe_ds.messages import bytes_of_gb, show_value
 from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
 from terapipe_ds.planner.cluster import Cluster
@@ -193,25 +193,19 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
 
 def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
     """Return the keys of a DeepSpeed JSON that decide the bytes of gradients and optimizer states."""
-
-    def within(section: Any, name: str) -> Any:
-        return section.get(name) if isinstance(section, dict) else None
-
-    zero = ds_config.get("zero_optimization")
-    offloads = within(within(zero, "offload_optimizer"), "device") not in (None, "none")
-    offloads = offloads or is_on(within(zero, "cpu_offload"))
-    contiguous, bucket = within(zero, "contiguous_gradients"), within(zero, "reduce_bucket_size")
+    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
+    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    offloads = device not in (None, "none") or is_on(offloads)
     if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
         bucket = 0
     elif type(bucket) not in (int, float) or not math.isfinite(bucket):  # "auto" is Trainer's, else DeepSpeed's own
         bucket = None if bucket == "auto" else 500_000_000
-    optimizer = ds_config.get("optimizer")
-    name = str(within(optimizer, "type")).lower()
-    if name == "sgd" and within(within(optimizer, "params"), "momentum"):
+    name = str(value_at(ds_config, "optimizer.type")).lower()
+    if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
         name = "lion"  # which keeps one number per parameter, too
     return {
         "optimizer": name,
-        "gradient_dtype": within(ds_config.get("data_types"), "grad_accum_dtype"),
+        "gradient_dtype": value_at(ds_config, "data_types.grad_accum_dtype"),
         "offload_optimizer": offloads,
         "reduce_bucket": None if bucket is None else max(0, int(bucket)),
     }

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
@@ -46,7 +45,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
-    section, states = configured.pop("section", {}), configured.pop("states", {})
+    section, ds_config = configured.pop("section", {}), configured.pop("ds_config", None)
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -67,7 +66,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
     setup = (
-        counted_setup(options, wire_formats, states) if profile is None else _measured(options, profile, bounds, states)
+        counted_setup(options, wire_formats, ds_config)
+        if profile is None
+        else _measured(options, profile, bounds, ds_config)
     )
     limits = {"--memory-limit-gb": options.memory_limit_gb, "--device": options.device or None}
     for name, value in limits.items():
@@ -184,31 +185,11 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
         "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
         "section": given,
-        "states": _states(ds_config),
+        "ds_config": ds_config,
         "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
-
-
-def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a DeepSpeed JSON that decide the bytes of gradients and optimizer states."""
-    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
-    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
-    offloads = device not in (None, "none") or is_on(offloads)
-    if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
-        bucket = 0
-    elif type(bucket) not in (int, float) or not math.isfinite(bucket):  # "auto" is Trainer's, else DeepSpeed's own
-        bucket = None if bucket == "auto" else 500_000_000
-    name = str(value_at(ds_config, "optimizer.type")).lower()
-    if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
-        name = "lion"  # which keeps one number per parameter, too
-    return {
-        "optimizer": name,
-        "gradient_dtype": value_at(ds_config, "data_types.grad_accum_dtype"),
-        "offload_optimizer": offloads,
-        "reduce_bucket": None if bucket is None else max(0, int(bucket)),
-    }
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
@@ -303,9 +284,9 @@ class PlanSetup:
 
 
 def counted_setup(
-    options: PlanOptions, wire_formats: tuple[str | None, str | None], states: Mapping[str, Any] = MappingProxyType({})
+    options: PlanOptions, wire_formats: tuple[str | None, str | None], ds_config: Mapping[str, Any] | None = None
 ) -> PlanSetup:
-    """Return the input of the planner from a model's sizes and a device card; `states` come from `_states`."""
+    """Return the input of the planner from a model's sizes and a device card."""
     size = size_of(options.model)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
@@ -325,7 +306,7 @@ def counted_setup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
-        _memory(options, states, dtype),
+        _memory(options, ds_config, dtype),
         _counted_both_ways(options, costs_of),
         f"\nexperts: {size.about_experts()}" if size.experts else "",
         size=size,
@@ -353,7 +334,7 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 
 def _measured(
-    options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, states: Mapping[str, Any]
+    options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, ds_config: Mapping[str, Any] | None
 ) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
@@ -401,7 +382,7 @@ def _measured(
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
         costs_of,
-        _memory(options, states, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
+        _memory(options, ds_config, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,
@@ -426,20 +407,11 @@ def _process_bytes(options: PlanOptions) -> int:
     return Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 
 
-def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> PartsOf:
+def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: str) -> PartsOf:
     """Return a function that counts memory by the number of parts."""
     size, process_bytes = size_of(options.model), _process_bytes(options)
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
-    training: dict[str, Any] = {}
-    if states:  # of a DeepSpeed JSON, which sums in the dtype of the parameters where it does not say
-        sums = str(states["gradient_dtype"] or dtype).removeprefix("torch.")
-        training = {
-            "optimizer": states["optimizer"] if states["optimizer"] in OPTIMIZER_STATES else "adam",
-            "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
-            "offload_optimizer": states["offload_optimizer"] and options.zero_stage == 1,
-            # Trainer puts the square of the hidden size in the place of "auto"
-            "reduce_bucket": size.hidden_size**2 if states["reduce_bucket"] is None else states["reduce_bucket"],
-        }
+    training = {} if ds_config is None else _training(ds_config, options, size, dtype)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -458,6 +430,30 @@ def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> Part
         )
 
     return memory_of
+
+
+def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
+    """Return what decides the bytes of gradients and optimizer states, as `MemoryModel.of_model` takes it."""
+    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
+    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    offloads = device not in (None, "none") or is_on(offloads)
+    if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
+        bucket = 0
+    elif bucket == "auto":  # in whose place Trainer puts the square of the hidden size
+        bucket = size.hidden_size**2
+    elif type(bucket) not in (int, float) or not math.isfinite(bucket):
+        bucket = 500_000_000  # DeepSpeed's own
+    name = str(value_at(ds_config, "optimizer.type")).lower()
+    if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
+        name = "lion"  # which keeps one number per parameter, too
+    # DeepSpeed sums in the dtype of the parameters where its JSON does not say
+    sums = str(value_at(ds_config, "data_types.grad_accum_dtype") or dtype).removeprefix("torch.")
+    return {
+        "optimizer": name if name in OPTIMIZER_STATES else "adam",
+        "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
+        "offload_optimizer": offloads and options.zero_stage == 1,
+        "reduce_bucket": max(0, int(bucket)),
+    }
 
 
 def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:

@@ -30,11 +30,7 @@ class VocabParallelLoss(LinearCrossEntropy):
             raise ValueError(f'cross_entropy={cross_entropy!r}: give "exact" or "megatron"')
         super().__init__()
         self.cross_entropy = cross_entropy
-        self._group: Callable[[], Any] = lambda: None
-
-    def use_group(self, group: Callable[[], Any]) -> None:
-        """Take a function that returns the tensor-parallel group once it exists; the module calls this."""
-        self._group = group
+        self.group: Callable[[], Any] = lambda: None  # of the ranks that share logits, once the module has it
 
     @property
     def needs_logits(self) -> str:
@@ -51,6 +47,6 @@ class VocabParallelLoss(LinearCrossEntropy):
             first = (each.transpose(0, 1).contiguous() for each in (logits, targets.view(logits.shape[:2])))
             losses = vocab_parallel_cross_entropy(*first).transpose(0, 1)
             return weighted_sum(losses.flatten(), weights)
-        group = self._group()
+        group = self.group()
         whole = logits if group is None else gather_from_tensor_model_parallel_region(logits, group)
         return super().__call__(whole, labels)

@@ -168,7 +168,7 @@ class MegatronGPT(TensorParallelModule):
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
     """Tell the loss whether its logits are shares of the vocabulary or all of it."""
     if blueprint.parallel_output:
-        loss_fn.use_group(lambda: blueprint.groups.tp)
+        loss_fn.group = lambda: blueprint.groups.tp
     elif loss_fn.cross_entropy == "megatron" and blueprint.config.tensor_model_parallel_size > 1:
         raise MegatronConfigError(
             'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '

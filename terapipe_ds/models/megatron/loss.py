@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, vocab_parallel_cross_entropy
 from torch import Tensor
 
@@ -43,10 +44,10 @@ class VocabParallelLoss(LinearCrossEntropy):
         """Return the loss of logits [B, T, V / tp]."""
         if self.cross_entropy == "megatron":
             targets, weights = self._targets_and_weights(labels, logits.dtype)
-            # megatron-core has tokens first, and so has the memory of these logits
-            first = (each.transpose(0, 1).contiguous() for each in (logits, targets.view(logits.shape[:2])))
-            losses = vocab_parallel_cross_entropy(*first).transpose(0, 1)
-            return weighted_sum(losses.flatten(), weights)
+            # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
+            first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            losses = vocab_parallel_cross_entropy(first, targets.view(logits.shape[:2]).t().contiguous())
+            return weighted_sum(losses.t().flatten(), weights)
         group = self.group()
         whole = logits if group is None else gather_from_tensor_model_parallel_region(logits, group)
         return super().__call__(whole, labels)

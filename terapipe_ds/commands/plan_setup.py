@@ -317,9 +317,8 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
     replicas = options.data_parallel
 
-    def both_ways_s_of(num_parts: int) -> float | None:
-        if (parts := costs_of(num_parts)) is None:
-            return None
+    def both_ways_s_of(num_parts: int) -> float:
+        parts = costs_of(num_parts)  # which are known: only then is a bidirectional schedule planned
         bandwidth = parts[0].link.bandwidth_bytes_per_s
         dtype = DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype)
         counts = [part.num_parameters() / options.tensor_parallel for part in parts]

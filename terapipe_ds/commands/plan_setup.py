@@ -6,11 +6,11 @@ An option that the user does not set comes from the profile, then from the DeepS
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
@@ -21,7 +21,7 @@ from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json, value_at
 from terapipe_ds.messages import bytes_of_gb, show_value
 from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
 from terapipe_ds.planner.cluster import Cluster
@@ -45,7 +45,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     profile = None if options.profile is None else Profile.load(options.profile)
     configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
-    section, states = configured.pop("section", {}), configured.pop("states", {})
+    section, ds_config = configured.pop("section", {}), configured.pop("ds_config", None)
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
@@ -66,7 +66,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             + " cut the layers evenly; give --profile without it, or take the key out to plan for an even cut"
         )
     setup = (
-        counted_setup(options, wire_formats, states) if profile is None else _measured(options, profile, bounds, states)
+        counted_setup(options, wire_formats, ds_config)
+        if profile is None
+        else _measured(options, profile, bounds, ds_config)
     )
     limits = {"--memory-limit-gb": options.memory_limit_gb, "--device": options.device or None}
     for name, value in limits.items():
@@ -77,21 +79,15 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     return dataclasses.replace(setup, section=section)
 
 
-class _Unsplit:
+def _unsplit(costs_of: PartsOf) -> PartsOf:
     """Hide the seconds of W of costs, so that no schedule that splits backwards is planned."""
 
-    weight_s = None
-
-    def __init__(self, costs: Any) -> None:
-        self._costs = costs
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._costs, name)
-
-
-def _unsplit(costs_of: PartsOf) -> PartsOf:
     def without_weights(num_parts: int) -> list[Any] | None:
-        return None if (parts := costs_of(num_parts)) is None else list(map(_Unsplit, parts))
+        parts = costs_of(num_parts)
+        copies = {id(part): copy.copy(part) for part in parts or ()}  # equal parts stay one object
+        for each in copies.values():
+            vars(each)["weight_s"] = None
+        return parts and [copies[id(part)] for part in parts]
 
     return without_weights
 
@@ -189,37 +185,11 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
         "wire_formats": None if links.exact_until_part else (links.forward, links.backward),
         "strategy": section.strategy,
         "section": given,
-        "states": _states(ds_config),
+        "ds_config": ds_config,
         "unknown": {key: value for key, value in unknown.items() if value},
         "train_batch_size": keys.number("train_batch_size"),
     }
     return {name: value for name, value in values.items() if value not in (None, "auto")}
-
-
-def _states(ds_config: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of a DeepSpeed JSON that decide the bytes of gradients and optimizer states."""
-
-    def within(section: Any, name: str) -> Any:
-        return section.get(name) if isinstance(section, dict) else None
-
-    zero = ds_config.get("zero_optimization")
-    offloads = within(within(zero, "offload_optimizer"), "device") not in (None, "none")
-    offloads = offloads or is_on(within(zero, "cpu_offload"))
-    contiguous, bucket = within(zero, "contiguous_gradients"), within(zero, "reduce_bucket_size")
-    if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
-        bucket = 0
-    elif type(bucket) not in (int, float) or not math.isfinite(bucket):  # "auto" is Trainer's, else DeepSpeed's own
-        bucket = None if bucket == "auto" else 500_000_000
-    optimizer = ds_config.get("optimizer")
-    name = str(within(optimizer, "type")).lower()
-    if name == "sgd" and within(within(optimizer, "params"), "momentum"):
-        name = "lion"  # which keeps one number per parameter, too
-    return {
-        "optimizer": name,
-        "gradient_dtype": within(ds_config.get("data_types"), "grad_accum_dtype"),
-        "offload_optimizer": offloads,
-        "reduce_bucket": None if bucket is None else max(0, int(bucket)),
-    }
 
 
 def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, Any]) -> dict[str, Any]:
@@ -314,9 +284,9 @@ class PlanSetup:
 
 
 def counted_setup(
-    options: PlanOptions, wire_formats: tuple[str | None, str | None], states: Mapping[str, Any] = MappingProxyType({})
+    options: PlanOptions, wire_formats: tuple[str | None, str | None], ds_config: Mapping[str, Any] | None = None
 ) -> PlanSetup:
-    """Return the input of the planner from a model's sizes and a device card; `states` come from `_states`."""
+    """Return the input of the planner from a model's sizes and a device card."""
     size = size_of(options.model)
     if size.positions == "learned" and options.sequence_length > size.max_sequence_length:
         problem = f"{size.name} has learned positions for {size.max_sequence_length} tokens"
@@ -336,7 +306,7 @@ def counted_setup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
-        _memory(options, states, dtype),
+        _memory(options, ds_config, dtype),
         _counted_both_ways(options, costs_of),
         f"\nexperts: {size.about_experts()}" if size.experts else "",
         size=size,
@@ -347,9 +317,8 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
     """Return a function that counts the seconds of link, Adam and reduction over replicas (a ring)."""
     replicas = options.data_parallel
 
-    def both_ways_s_of(num_parts: int) -> float | None:
-        if (parts := costs_of(num_parts)) is None:
-            return None
+    def both_ways_s_of(num_parts: int) -> float:
+        parts = costs_of(num_parts)  # which are known: only then is a bidirectional schedule planned
         bandwidth = parts[0].link.bandwidth_bytes_per_s
         dtype = DTYPE_NAMES.get(parts[0].dtype, parts[0].dtype)
         counts = [part.num_parameters() / options.tensor_parallel for part in parts]
@@ -364,7 +333,7 @@ def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
 
 
 def _measured(
-    options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, states: Mapping[str, Any]
+    options: PlanOptions, profile: Profile, bounds: Sequence[int] | None, ds_config: Mapping[str, Any] | None
 ) -> PlanSetup:
     """Return the planner's input with measured costs; with `bounds` the layers are cut there and nowhere else."""
     models = CostModel.from_profile(profile)
@@ -412,7 +381,7 @@ def _measured(
         options,
         f"{profile.key.model} in {profile.key.dtype} on {profile.key.device}, costs measured",
         costs_of,
-        _memory(options, states, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
+        _memory(options, ds_config, profile.key.dtype) if options.model else memory_of if parts.has_memory else None,
         parts.both_ways_s,
         notes,
         bounds_of=bounds_of,
@@ -437,20 +406,11 @@ def _process_bytes(options: PlanOptions) -> int:
     return Cluster(options.device, 1, 1).process_bytes(grid) if options.device else 0
 
 
-def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> PartsOf:
+def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: str) -> PartsOf:
     """Return a function that counts memory by the number of parts."""
     size, process_bytes = size_of(options.model), _process_bytes(options)
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
-    training: dict[str, Any] = {}
-    if states:  # of a DeepSpeed JSON, which sums in the dtype of the parameters where it does not say
-        sums = str(states["gradient_dtype"] or dtype).removeprefix("torch.")
-        training = {
-            "optimizer": states["optimizer"] if states["optimizer"] in OPTIMIZER_STATES else "adam",
-            "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
-            "offload_optimizer": states["offload_optimizer"] and options.zero_stage == 1,
-            # Trainer puts the square of the hidden size in the place of "auto"
-            "reduce_bucket": size.hidden_size**2 if states["reduce_bucket"] is None else states["reduce_bucket"],
-        }
+    training = {} if ds_config is None else _training(ds_config, options, size, dtype)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -469,6 +429,30 @@ def _memory(options: PlanOptions, states: Mapping[str, Any], dtype: str) -> Part
         )
 
     return memory_of
+
+
+def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
+    """Return what decides the bytes of gradients and optimizer states, as `MemoryModel.of_model` takes it."""
+    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
+    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    offloads = device not in (None, "none") or is_on(offloads)
+    if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
+        bucket = 0
+    elif bucket == "auto":  # in whose place Trainer puts the square of the hidden size
+        bucket = size.hidden_size**2
+    elif type(bucket) not in (int, float) or not math.isfinite(bucket):
+        bucket = 500_000_000  # DeepSpeed's own
+    name = str(value_at(ds_config, "optimizer.type")).lower()
+    if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
+        name = "lion"  # which keeps one number per parameter, too
+    # DeepSpeed sums in the dtype of the parameters where its JSON does not say
+    sums = str(value_at(ds_config, "data_types.grad_accum_dtype") or dtype).removeprefix("torch.")
+    return {
+        "optimizer": name if name in OPTIMIZER_STATES else "adam",
+        "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
+        "offload_optimizer": offloads and options.zero_stage == 1,
+        "reduce_bucket": max(0, int(bucket)),
+    }
 
 
 def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:

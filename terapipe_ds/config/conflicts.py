@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from terapipe_ds.files.user_json import is_on
+from terapipe_ds.files.user_json import is_on, value_at
 from terapipe_ds.messages import show_value
 
 
@@ -125,10 +125,10 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
 
     DeepSpeed would fail with a TypeError, in the first step on some ranks alone, or take "false" for true.
     """
-    found = {key: _value_at(ds_config, key) for key in _TAKEN_UNCHANGED}
+    found = {key: value_at(ds_config, key) for key in _TAKEN_UNCHANGED}
     found = {key: value for key, value in found.items() if isinstance(value, str) and value != "auto"}
     for section in ("optimizer.params", "scheduler.params"):
-        params = _value_at(ds_config, section)
+        params = value_at(ds_config, section)
         for key, value in params.items() if isinstance(params, Mapping) else ():
             if any(map(_is_quoted_number, value if isinstance(value, list | tuple) else (value,))):
                 found[f"{section}.{key}"] = value
@@ -141,13 +141,6 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
     )
 
 
-def _value_at(ds_config: Mapping[str, Any], path: str) -> Any:
-    value: Any = ds_config
-    for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
-    return value
-
-
 def _is_quoted_number(value: Any) -> bool:
     try:
         return isinstance(value, str) and math.isfinite(float(value))
@@ -158,7 +151,7 @@ def _is_quoted_number(value: Any) -> bool:
 def conflicting_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield one line for each conflicting key of a config: its value, the reason, the fix."""
     for conflict in CONFLICTS:
-        value = _value_at(ds_config, conflict.key)
+        value = value_at(ds_config, conflict.key)
         if conflict.is_set(value):
             shown = f"{conflict.key} = {show_value(value)}"
             yield f"{shown} cannot be combined with terapipe.enabled: {conflict.why}; {conflict.fix}"

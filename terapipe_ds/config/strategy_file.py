@@ -7,7 +7,7 @@ from typing import Any
 
 from terapipe_ds.config.values import tuples_to_lists
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.user_json import is_on
+from terapipe_ds.files.user_json import is_on, value_at
 from terapipe_ds.messages import show_value
 from terapipe_ds.strategy import Strategy, StrategyError
 
@@ -49,12 +49,9 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
     for name, size in sizes_of(strategy).items():
         if ds_config.get(name, size) != size:
             yield _line(name, ds_config[name], size)
-    zero = ds_config.get("zero_optimization")
-    zero_stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
-    if zero_stage != strategy.zero_stage:
+    if (zero_stage := value_at(ds_config, "zero_optimization.stage") or 0) != strategy.zero_stage:
         yield _line("zero_optimization.stage", zero_stage, strategy.zero_stage)
-    offloaded = zero.get("offload_optimizer") if isinstance(zero, Mapping) else None
-    device = str(offloaded.get("device", "none")) if isinstance(offloaded, Mapping) else "none"
+    device = str(value_at(ds_config, "zero_optimization.offload_optimizer.device") or "none")
     if (device != "none") != strategy.offload_optimizer:
         wanted = "cpu" if strategy.offload_optimizer else "none"
         yield _line("zero_optimization.offload_optimizer.device", device, wanted, f'set it to "{wanted}"')
@@ -75,8 +72,7 @@ def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
 
 def _precision(ds_config: Mapping[str, Any]) -> str:
     kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "torch_autocast": "torch_autocast"}
-    sections = ((dtype, ds_config.get(name)) for name, dtype in kinds.items())
-    enabled = (dtype for dtype, section in sections if isinstance(section, Mapping) and is_on(section.get("enabled")))
+    enabled = (dtype for name, dtype in kinds.items() if is_on(value_at(ds_config, f"{name}.enabled")))
     return next(enabled, "float32")
 
 

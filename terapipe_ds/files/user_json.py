@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from terapipe_ds.files.bounded import read_bytes
@@ -25,6 +26,14 @@ def is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in ("true", "yes", "on", "1")
     return isinstance(value, int | float) and value == 1
+
+
+def value_at(ds_config: Mapping[str, Any], path: str) -> Any:
+    """Return the value of a key such as `zero_optimization.stage`; None where an object on the way lacks it."""
+    value: Any = ds_config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def read_json(path: str, option: str) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def deferred_cross_entropy(hidden: Tensor, head: Head, tokens: Tokens) -> Tensor
     Raises:
         ValueError: for unknown labels, on a CPU. A GPU reports them later, as an assertion.
     """
-    _require_known(tokens.labels, head.vocabulary)
+    require_known(tokens.labels, head.vocabulary)
     needs_gradient = any(t is not None and t.requires_grad for t in (hidden, head.weight, head.bias))
     if torch.is_grad_enabled() and needs_gradient:
         loss: Tensor = _Deferred.apply(hidden, head.weight, head.bias, head, tokens)  # type: ignore[no-untyped-call]
@@ -74,7 +74,8 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses.where(weights != 0, 0.0) * weights).sum()  # a product by `@` would be in 16 bits under autocast
 
 
-def _require_known(labels: Tensor, vocabulary: int) -> None:
+def require_known(labels: Tensor, vocabulary: int) -> None:
+    """Raise ValueError for labels that are not in the vocabulary; a GPU reports them later, as an assertion."""
     is_known = (labels >= 0) & (labels < vocabulary)
     if not labels.is_cpu:  # do not wait for the device
         torch._assert_async(is_known.all())

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from terapipe_ds.losses.deferred import Add, Tokens, Watch, deferred_cross_entropy, weighted_sum
+from terapipe_ds.losses.deferred import Add, Tokens, Watch, deferred_cross_entropy, require_known, weighted_sum
 from terapipe_ds.losses.head import Head
 
 Labels = Tensor | tuple[Tensor, Tensor] | list[Tensor]
@@ -66,8 +66,9 @@ class LinearCrossEntropy:
         return f"{type(self).__name__} has a __call__() of its own" if changed else ""
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
-        """Return the loss of logits [B, T, V]."""
+        """Return the loss of logits [B, T, V]. Raises ValueError for labels outside of the vocabulary."""
         targets, weights = self._targets_and_weights(labels, logits.dtype)
+        require_known(targets, logits.shape[-1])
         logits = logits.flatten(0, -2).to(weights.dtype) * self.scale
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)

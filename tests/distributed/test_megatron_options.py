@@ -198,6 +198,20 @@ def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
         assert "takes logits whose vocabulary is split" in text
 
 
+def loss_and_logits(cross_entropy: str) -> tuple[float, torch.Tensor]:
+    case = case_of("tp2")
+    with engine_of(case, options={"loss_fn": VocabParallelLoss(cross_entropy)}) as engine:
+        loss, logits = engine.eval_batch(iter(data(case, 1)[0]), return_logits=True)
+        return float(loss), logits
+
+
+def test_megatrons_cross_entropy_leaves_the_logits_that_were_asked_for() -> None:
+    """It works in place on fp32: its softmax came back as logits."""
+    runs = [rank_pool(2).run(loss_and_logits, cross_entropy=kind) for kind in ("exact", "megatron")]
+    for (loss, logits), (of_megatron, theirs) in zip(*runs, strict=True):
+        assert torch.equal(logits, theirs) and loss == pytest.approx(of_megatron, rel=1e-6)
+
+
 SMOOTHED = {"loss_fn": LinearCrossEntropy(label_smoothing=0.1)}
 
 

@@ -18,6 +18,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config.conflicts import conflicting_keys
+from terapipe_ds.files.user_json import value_at
 from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
 
 _WHOLE = "needs the whole model on one rank"
@@ -138,9 +139,8 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
 
 def _needs_more(optimizer: str, ds_config: Mapping[str, Any], is_half: bool = False) -> bool:
     """Return whether the optimizer of that name needs the whole model, or whole weights that DeepSpeed divides."""
-    keys = {"zero_optimization": "stage", "tensor_parallel": "autotp_size", "terapipe": "strategy"}
-    keys |= dict.fromkeys(("bf16", "fp16"), "enabled")
-    values = [(ds_config.get(key) or {}).get(name) for key, name in keys.items()]
+    keys = "zero_optimization.stage", "tensor_parallel.autotp_size", "terapipe.strategy", "bf16.enabled", "fp16.enabled"
+    values = [value_at(ds_config, key) for key in keys]
     divides = is_half or any(value for value in values if value != "auto")  # these are the arguments'
     refused = _REFUSED_OPTIMIZERS + _OPTIMIZERS_OF_WHOLE_WEIGHTS * divides
     return any(name in optimizer.lower().replace("_", "") for name in refused)

@@ -82,20 +82,19 @@ class Stages:
         """Return the grid of ranks that the config asks for, in a strategy's file or itself."""
         # mistakes of the section are errors here; the rest of the config is complete only later
         TeraPipeConfig.from_deepspeed({"terapipe": self.section | {"strategy": None}})
-        path = self.section.get("strategy")
+        path, count = self.section.get("strategy"), self._raw.get("pipeline", {}).get("stages", "auto")
         if path is not None:
             try:
                 strategy = read_strategy(str(path))
             except ValueError as error:
                 raise TeraPipeConfigError(f"terapipe.strategy = {path!r}: {error}") from None
-            count = self._raw.get("pipeline", {}).get("stages", "auto")
             if count not in ("auto", strategy.grid["pipe"]):
                 raise TeraPipeConfigError(
                     f"pipeline.stages = {count!r}, and terapipe.strategy = {path!r} has {strategy.grid['pipe']}: leave "
                     "out pipeline.stages"
                 )
             return topology_of(strategy)
-        world, count = torch_dist.get_world_size(), self._raw.get("pipeline", {}).get("stages", "auto")
+        world = torch_dist.get_world_size()
         tensor = self._raw.get("tensor_parallel", {}).get("autotp_size", 0)
         shown, others = f"pipeline.stages = {count!r}", {"sequence": self._raw.get("sequence_parallel_size", 1)}
         others["model"] = 1 if tensor == 0 else tensor

@@ -223,8 +223,9 @@ class DecoderLayer(Piece):
                 f"slice [{active.start}, {active.stop}) has {active.num_tokens} token, which decoder layer "
                 f"{self.index} would take for a step of generation: give slices of {way.shortest_slice} tokens or more"
             )
+        outline = self.outline
         with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys come from a cache
-            return self.outline.run_layer(self.index, self.held[0], hidden, places(hidden), way.is_fast)
+            return outline.run_layer(self.index, self.held[0], hidden, places(hidden), outline.attention(way.is_fast))
 
 
 class Norm(Piece):

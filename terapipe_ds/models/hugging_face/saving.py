@@ -66,13 +66,6 @@ def finish_saving(folder: Path) -> None:
             _finish(publishing)
 
 
-def _publish(saving: Path) -> None:
-    """Put the files of `saving` in the places of the old ones, once the disk has them."""
-    for path in (*saving.rglob("*"), saving):
-        sync(path)
-    _finish(saving.rename(saving.with_suffix(".publishing")))
-
-
 def _finish(publishing: Path) -> None:
     for _ in range(_TRIES):  # a reader may move some of the files meanwhile, or have moved all
         with contextlib.suppress(FileNotFoundError):
@@ -162,7 +155,9 @@ def _save(module: HuggingFaceModule, folder: Path, merge: bool) -> None:
                 if (folder / "config.json").exists() and not is_base:
                     what = "transformers puts the adapters onto it, not onto the one that they were trained with"
                     logger.warning("%s has a whole model: %s; save them in another folder", folder, what)
-            _publish(saving)
+            for path in (*saving.rglob("*"), saving):  # the disk has all before the old files go
+                sync(path)
+            _finish(saving.rename(saving.with_suffix(".publishing")))
 
 
 def _check_merge(module: HuggingFaceModule, merge: bool) -> None:

@@ -41,6 +41,9 @@ from terapipe_ds.models.positions import check_learned_positions, first_position
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
+ROTARY = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor")
+"""Fields of `Blueprint` for rotary positions, named as the arguments of megatron-core's `RotaryEmbedding`."""
+
 
 @dataclass
 class Blueprint:
@@ -74,14 +77,10 @@ class Blueprint:
             return None
         return RotaryEmbedding(
             kv_channels=self.config.kv_channels,
-            rotary_percent=self.rotary_percent,
             rotary_interleaved=self.config.rotary_interleaved,
-            seq_len_interpolation_factor=self.seq_len_interpolation_factor,
-            rotary_base=self.rotary_base,
-            rope_scaling=self.rope_scaling,
-            rope_scaling_factor=self.rope_scaling_factor,
             use_cpu_initialization=self.config.use_cpu_initialization,
             cp_group=self.groups.cp,
+            **{name: getattr(self, name) for name in ROTARY},
         )
 
     @functools.cached_property

@@ -111,8 +111,9 @@ class VocabParallelLoss:
         """Return the loss of logits [B, T, V / tp]."""
         targets, mask = targets_and_mask(labels, IGNORE_INDEX)
         if self.cross_entropy == "megatron":
-            first = (tensor.transpose(0, 1).contiguous() for tensor in (logits, targets))
-            losses = tensor_parallel.vocab_parallel_cross_entropy(*first).transpose(0, 1)
+            # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
+            first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()
         else:
             losses = vocab_parallel_cross_entropy(logits, targets, self._group())
         mask = mask.to(losses.dtype)

@@ -162,8 +162,11 @@ def test_labels_outside_of_the_vocabulary() -> None:
     for label in (VOCABULARY, -1):
         labels = torch.zeros(1, 4, dtype=torch.long)
         labels[0, 1] = label
-        with pytest.raises(ValueError, match=f"vocabulary of 50, for 1 tokens that count, first label {label}"):
+        text = f"vocabulary of 50, for 1 tokens that count, first label {label}"
+        with pytest.raises(ValueError, match=text):
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
+        with pytest.raises(ValueError, match=text):
+            LinearCrossEntropy()(torch.randn(1, 4, VOCABULARY), labels)
 
 
 def test_other_numbers_of_labels_than_tokens_are_an_error() -> None:

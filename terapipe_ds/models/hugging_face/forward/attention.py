@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,13 +32,18 @@ _NAMES_WITHOUT_EFFECT = """
 _WITHOUT_EFFECT = frozenset(_NAMES_WITHOUT_EFFECT.split())
 
 
-def attention_of_owner(config: PretrainedConfig) -> str:
-    """Return the attention function that the config asks for if it may be the owner's: "eager", or a registered one."""
-    name = getattr(config.get_text_config(), "_attn_implementation", None) or ""
+def own_attentions(model: PreTrainedModel) -> list[str]:
+    """Return the attentions that the owner's model may run: the requested one, or all that its class has.
+
+    A request is "eager", or a function that the owner has registered.
+    """
+    name = getattr(model.config.get_text_config(), "_attn_implementation", None) or ""
     function = ALL_ATTENTION_FUNCTIONS.get(name)
     module = str(getattr(getattr(function, "func", function), "__module__", ""))
     is_known = function is None or module.startswith(("transformers.", f"{__package__}."))
-    return name if name == "eager" or not is_known else ""
+    if name == "eager" or not is_known:
+        return [name]
+    return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,13 @@ and caps of logits), so this file contains no code for any family. The run ends 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import inspect
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from terapipe_ds import compat
 from terapipe_ds.attention import active_slice
 from terapipe_ds.attention.active_slice import ActiveSlice
-from terapipe_ds.models.hugging_face.forward.attention import NAME, attention_of_owner
+from terapipe_ds.models.hugging_face.forward.attention import NAME, own_attentions
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
 from terapipe_ds.models.positions import longest_document
@@ -150,7 +149,7 @@ class Outline:
             raise ModelRefusedError("its forward takes no cache, so that nothing goes from slice to slice")
         self._takes_positions = "position_ids" in parameters
         self.takes_patterns = True  # instead of masks; False: its forward reads the masks
-        self.attention_of_owner, self._owns = attention_of_owner(model.config), ""
+        self.own_attentions = own_attentions(model)
         self._form: Form = _FORMS[0]
         self._device = torch.device("cpu")
         self._shared: _Shared | None = None
@@ -202,14 +201,17 @@ class Outline:
         """Return the hidden states [B, T, H] that the first decoder layer gets."""
         return self._run(own, tokens, places, [_finish] * len(self.layers))
 
-    def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, is_fast: bool) -> Tensor:
-        """Return a decoder layer's output for `hidden`, with the arguments that the model passes at its place."""
-        arguments = self._arguments_of(index, hidden, places, is_fast)
-        self._prepare(hidden, is_fast)
+    def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, attention: str) -> Tensor:
+        """Return a decoder layer's output for `hidden`, with the arguments that the model passes at its place.
+
+        `attention` is a result of `attention`, or one of `own_attentions`.
+        """
+        arguments = self._arguments_of(index, hidden, places, attention)
+        self._prepare(hidden, attention)
         out = layer(hidden, *arguments[0], **arguments[1])
         return self.cache.tied(out[0] if isinstance(out, tuple) else out)
 
-    def _arguments_of(self, index: int, hidden: Tensor, places: Tensor, is_fast: bool) -> Arguments:
+    def _arguments_of(self, index: int, hidden: Tensor, places: Tensor, attention: str) -> Arguments:
         """Return a layer's arguments beside hidden states; all layers share one run of the model per slice.
 
         A run for each layer would pass by all layers before it: time would grow with the square of their number.
@@ -217,15 +219,15 @@ class Outline:
         active, last = active_slice(), len(self.layers) - 1
         # outside of the engine nothing says where a pass over the layers begins
         if active is None or torch.is_inference_mode_enabled():
-            return self._find_arguments(index, hidden, places, is_fast)[index]
-        kind = is_fast, hidden.shape, hidden.dtype, hidden.device, self.model.training, torch.is_autocast_enabled()
+            return self._find_arguments(index, hidden, places, attention)[index]
+        kind = attention, hidden.shape, hidden.dtype, hidden.device, self.model.training, torch.is_autocast_enabled()
         if self._shared is None or self._shared.of() is not active or self._shared.are_changed:
             self._shared = _Shared(weakref.ref(active))
         if kind not in self._shared.by_kind:
-            self._shared.add(kind, self._find_arguments(last, hidden, places, is_fast))
+            self._shared.add(kind, self._find_arguments(last, hidden, places, attention))
         return self._shared.by_kind[kind][index]
 
-    def _find_arguments(self, last: int, hidden: Tensor, places: Tensor, is_fast: bool) -> list[Arguments]:
+    def _find_arguments(self, last: int, hidden: Tensor, places: Tensor, attention: str) -> list[Arguments]:
         """Return what the model passes to the decoder layers up to `last`, in a run that leaves the random state."""
         found: list[Arguments] = []
 
@@ -238,7 +240,7 @@ class Outline:
         device = hidden.device
         # a recomputed forward may need another run where the first one did not: its layers draw the same numbers
         with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
-            self._run({}, _without_content(hidden), places, [note] * len(self.layers), is_fast)
+            self._run({}, _without_content(hidden), places, [note] * len(self.layers), attention)
         return found
 
     def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
@@ -323,7 +325,7 @@ class Outline:
         inputs: Tensor,
         places: Tensor,
         runs: list[Run],
-        is_fast: bool | None = None,
+        attention: str | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
         """Return the logits, or with labels the model's own loss, or the result with which a piece ends the run."""
@@ -332,7 +334,7 @@ class Outline:
         stand_ins += [(self._others[name], run) for name, run in own.items()]
         for stand_in, run in stand_ins:
             stand_in.let(run)
-        self._prepare(inputs, self.takes_patterns if is_fast is None else is_fast)
+        self._prepare(inputs, attention or self.attention(self.takes_patterns))
         named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
@@ -349,29 +351,16 @@ class Outline:
                 stand_in.let(stand_in.skip)
         return result
 
-    @property
-    def own_attentions(self) -> list[str]:
-        """Return the attentions that the owner's model may run: the requested one, or all that its class has."""
-        if self.attention_of_owner:
-            return [self.attention_of_owner]
-        return ["eager", "sdpa"] if self.model._supports_sdpa else ["eager"]
+    def attention(self, is_fast: bool) -> str:
+        """Return the name of the attention by which layers run the fast way, or by code of their own."""
+        return NAME if is_fast else self.own_attentions[-1]
 
-    @contextlib.contextmanager
-    def own_attention(self, name: str) -> Iterator[None]:
-        """Let layers that do not run the fast way attend by one of `own_attentions`."""
-        self._owns = name
-        try:
-            yield
-        finally:
-            self._owns = ""
-
-    def _prepare(self, inputs: Tensor, is_fast: bool) -> None:
+    def _prepare(self, inputs: Tensor, attention: str) -> None:
         """Set the layer's way of attention, and move buffers to the device of its inputs."""
         # the model reads this name whenever it makes a mask or attends
-        way = NAME if is_fast else self._owns or self.own_attentions[-1]
-        if self.config._attn_implementation != way:
-            self.model.config._attn_implementation = self.config._attn_implementation = way
-        self.cache.gives_prefix = not is_fast
+        if self.config._attn_implementation != attention:
+            self.model.config._attn_implementation = self.config._attn_implementation = attention
+        self.cache.gives_prefix = attention != NAME
         if inputs.device == self._device:  # the walk over all modules would come once per layer and slice
             return
         self._device = inputs.device
@@ -418,7 +407,7 @@ class Outline:
         names = "max_position_embeddings", "max_seq_len"
         most = {int(size) for size in (getattr(self.config, name, None) for name in names) if size}
         hidden, places = torch.zeros(1, 2, self.config.hidden_size), torch.arange(2)[None]
-        arguments = self._find_arguments(0, hidden, places, self.takes_patterns)
+        arguments = self._find_arguments(0, hidden, places, self.attention(self.takes_patterns))
         buffers = [b for module in (self.model, self.layers[0]) for b in module.buffers() if b.dim() > 1]
         tensors = [*buffers, *(leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))]
         ends = most & {size for tensor in tensors for size in tensor.shape}

@@ -65,9 +65,9 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     # the fast way first; code of its own, with a cache, where that gives other numbers
     for is_fast in (True, False) if outline.takes_patterns else (False,):
         with torch.random.fork_rng(devices), torch.enable_grad(), _whole_products():
-            problem = _problem(outline, index, trial, is_fast)
+            problem = _problem(outline, index, trial, outline.attention(is_fast))
             way = Way(is_fast, bool(outline.cache.states_written))
-            problem = problem or _problem_of_attention(outline, index, trial, is_fast)
+            problem = problem or _problem_of_attention(outline, index, trial, outline.attention(is_fast))
         if not problem:
             return way
         problems += [problem] if problem not in problems else []
@@ -109,13 +109,13 @@ def difference(
 
     Also return a sketch of the gradient of each parameter, of both.
     """
-    inputs = _inputs(outline, index, layer)
+    inputs, attention = _inputs(outline, index, layer), outline.attention(way.is_fast)
     with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []), torch.enable_grad():
         # one after the other: both need not be in memory
         with _sketches(layer) as of_whole:
-            wanted = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
+            wanted = _run_slices(outline, index, layer, attention, (sum(_LENGTHS),), inputs)
         with _sketches(change()) as of_changed:
-            ours = _run_slices(outline, index, layer, way.is_fast, (sum(_LENGTHS),), inputs)
+            ours = _run_slices(outline, index, layer, attention, (sum(_LENGTHS),), inputs)
     outline.cache.forget_written()
     error = _error(ours, wanted, inputs)
     problem = f"it does not compute what the whole layer does (relative error {error:.0e})"
@@ -155,21 +155,21 @@ def draws(outline: Outline, index: int, layer: nn.Module, way: Way) -> bool:
     state = torch.cuda.get_rng_state if inputs[0].is_cuda else lambda _: torch.get_rng_state()
     with torch.random.fork_rng([device] if inputs[0].is_cuda else []), torch.enable_grad():
         before = state(device)
-        _run_slices(outline, index, layer.train(), way.is_fast, (sum(_LENGTHS),), inputs)
+        _run_slices(outline, index, layer.train(), outline.attention(way.is_fast), (sum(_LENGTHS),), inputs)
         layer.eval()
         outline.cache.forget_written()
         return not torch.equal(before, state(device))
 
 
-def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
+def _problem(outline: Outline, index: int, layer: nn.Module, attention: str) -> str:
     """Return why the layer cannot run in slices this way; empty if it can."""
     outline.cache.states_written.clear()
     problem, before = "", _tensors_in_attributes(layer)
     try:
         inputs = _inputs(outline, index, layer)
         # the same layer is its own reference: no formula of a family is needed
-        whole = _run_slices(outline, index, layer, is_fast, (sum(_LENGTHS),), inputs)
-        sliced = _run_slices(outline, index, layer, is_fast, _LENGTHS, inputs)
+        whole = _run_slices(outline, index, layer, attention, (sum(_LENGTHS),), inputs)
+        sliced = _run_slices(outline, index, layer, attention, _LENGTHS, inputs)
         error = _error(sliced, whole, inputs)
     except Exception as raised:  # of the model's own code: it was made for other masks or caches
         problem = str(raised) if isinstance(raised, ModelRefusedError) else f"{type(raised).__name__}: {raised}"
@@ -183,7 +183,7 @@ def _problem(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> s
     return f"it keeps a state of its own between calls ({', '.join(kept)})" if kept else problem
 
 
-def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, is_fast: bool) -> str:
+def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, attention: str) -> str:
     """Return how the layer differs from what it computes with attention of its own; empty if it does not.
 
     The weights change.
@@ -193,12 +193,11 @@ def _problem_of_attention(outline: Outline, index: int, layer: nn.Module, is_fas
         gain = weight.norm() * (weight.shape[-1] / weight.numel()) ** 0.5 / 2
         weight.div_(gain.clamp_min(torch.finfo(weight.dtype).tiny))
     inputs, length, problems = _inputs(outline, index, layer), (sum(_LENGTHS),), list[str]()
-    ours = _run_slices(outline, index, layer, is_fast, length, inputs)
+    ours = _run_slices(outline, index, layer, attention, length, inputs)
     # sdpa may lack what the eager attention of a family has, and the eager one of a class may never run
     for name in outline.own_attentions:
         try:
-            with outline.own_attention(name):
-                error = _error(ours, _run_slices(outline, index, layer, False, length, inputs), inputs)
+            error = _error(ours, _run_slices(outline, index, layer, name, length, inputs), inputs)
         except Exception as raised:  # of the model's own code
             error, problem = math.inf, f"{type(raised).__name__}: {raised}"
             told = f"cannot run a trial in fp32, {problem}. Make the model with 'sdpa' if that computes the same"
@@ -230,7 +229,7 @@ def _error(ours: Tensors, theirs: Tensors, residuals: Tensors) -> float:
 
 
 def _run_slices(
-    outline: Outline, index: int, layer: nn.Module, is_fast: bool, lengths: tuple[int, ...], inputs: Tensors
+    outline: Outline, index: int, layer: nn.Module, attention: str, lengths: tuple[int, ...], inputs: Tensors
 ) -> Tensors:
     """Return the outputs of all slices and the gradient of their inputs."""
     (hidden, grad), store, runs, start, used = inputs, SliceStore(), [], 0, set[str]()
@@ -241,7 +240,7 @@ def _run_slices(
         leaf = hidden[:, start:stop].clone().requires_grad_()
         places = torch.arange(start, stop, device=hidden.device).expand(len(hidden), -1)
         with push_slice(active):
-            runs.append((active, leaf, outline.run_layer(index, layer, leaf * 1, places, is_fast)))
+            runs.append((active, leaf, outline.run_layer(index, layer, leaf * 1, places, attention)))
         start = stop
     for active, _, out in reversed(runs):
         with push_slice(active):

@@ -241,7 +241,7 @@ def train_by_plugin(page: str, folder: str) -> tuple[str, list[int], set[str]]:
         exec(code, names)
         plugin = names["PipelinePlugin"]()
         options: dict[str, Any] = {"rl": None, "reward_model": False, "load_in_4bit": False, "load_in_8bit": False}
-        options |= {"max_steps": 2, "warmup_steps": None, "warmup_ratio": None, "output_dir": f"{folder}/saved"}
+        options |= {"max_steps": 2, "warmup_steps": 1, "warmup_ratio": None, "output_dir": f"{folder}/saved"}
         cfg = types.SimpleNamespace(**options)
         assert plugin.get_trainer_cls(types.SimpleNamespace(rl="dpo")) is None
         plugin.load_datasets(cfg)

@@ -200,10 +200,10 @@ def check_trainer(trainer: Trainer, mixin: type) -> None:
 
 def problem_of_loss(trainer: Trainer) -> str | None:
     """Return why stages cannot compute the loss of a Trainer: something has given it another one; None if they can."""
-    smoother, smoothing = trainer.label_smoother, trainer.args.label_smoothing_factor
+    smoother = trainer.label_smoother
     if callable(trainer.compute_loss_func):  # TRL sets it to a text
         return f"Trainer.compute_loss_func: {_REFUSED_GIVEN['compute_loss_func']}"
-    if smoother is not None and (type(smoother) is not LabelSmoother or smoother != LabelSmoother(epsilon=smoothing)):
+    if smoother is not None and smoother != LabelSmoother(epsilon=trainer.args.label_smoothing_factor):
         return "label_smoother: stages smooth labels by label_smoothing_factor: set that argument instead"
     return None
 

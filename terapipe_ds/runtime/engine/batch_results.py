@@ -2,7 +2,7 @@
 
 A slice's share of the loss is the result of `loss_fn` times its weight: the share of the micro-batch's labels that it
 has (`batch.loss_weights`). If it has none, its share is an exact zero and nobody calls `loss_fn`. B starts at this
-share. `BatchResults.book` adds its value to the loss of the batch, which DeepSpeed reads.
+share. `BatchResults.book` adds the share's value to the loss of the batch, which DeepSpeed reads.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class LossOfNaN(NamedTuple):
 class BatchResults:
     """Collect the losses and outputs of one batch on one stage; a stage without the last part has none.
 
-    When a micro-batch is complete, DeepSpeed's attributes get them without a graph: `loss`, `total_loss` and
-    `total_additional_losses` in training, `fwd_outputs` and `outputs`. With `sums_outputs` this object keeps one number
-    per slice. If a loss is NaN, the number tells whether the slice's outputs were finite.
+    When a micro-batch is complete, its losses and outputs go without a graph to DeepSpeed's attributes: `loss`,
+    `fwd_outputs` and `outputs`, in training also `total_loss` and `total_additional_losses`. With `sums_outputs` this
+    object keeps the sum of the outputs of each slice. If a loss is NaN, the sum tells whether the outputs were finite.
     """
 
     def __init__(

@@ -16,12 +16,12 @@ DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in thi
    optimizer's step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
    Attention appends the keys and values of a slice to those of earlier slices (`attention.slice_store`). The Bs of a
-   micro-batch run from its last slice to its first, and add to the gradients of earlier keys and values: those of a
-   slice are complete when its own B runs. The last part weighs the loss of each slice by its share of the labels.
-   Gradients of linear layers are products of their own, outside of autograd, which add to the optimizer's sums in one
-   pass (`layers.weight_gradients`).
+   micro-batch run from its last slice to its first, and add to the gradients of earlier keys and values. When the B
+   of a slice runs, all later slices have added to the gradients of its own keys and values. The last part weighs the
+   loss of each slice by its share of the labels. Linear layers compute their weight gradients themselves, outside of
+   autograd, and add them to the optimizer's sums in one pass (`layers.weight_gradients`).
 3. `_aggregate_total_loss` averages the losses over micro-batches and data-parallel ranks, and every rank gets the mean
-   (`model_ends`). Then `step_report` tells monitors and the log how fast the step was.
+   (`model_ends`). Then `StepReport.tell` gathers the times of the stages for the monitors, and logs after 20 steps.
 
 An error on which the ranks agree (`agreement`) is raised on all of them; training can go on with the next batch. After
 any other error the rank publishes its reason and raises. Threads of the other ranks print it and end their processes
@@ -106,7 +106,7 @@ class TeraPipeEngine(ModelEndsEngine):
     slice_clock: Callable[[], float] | None = None  # times slices for a plan; None: the wall clock
     # by micro-batch of the next batch, the labels that its loss is divided by under "mean_of_step"; None: counted here
     step_label_counts: Sequence[float] | None = None
-    _written: WrittenParameters | None = None  # in the first training batch, as the next one
+    _written: WrittenParameters | None = None  # only in the first training batch, as `_outside`
     _outside: OutsideLayers | None = None
     _deepcompile_z3_eager_fallback: Any = None  # DeepSpeed asks for it in each forward; a search of the module is slow
     fwd_outputs: list[Any]  # DeepSpeed's, like those that follow

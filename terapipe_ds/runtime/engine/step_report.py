@@ -1,4 +1,7 @@
-"""Report the speed of training steps: to DeepSpeed's monitors after each, to the log after the first and the 20th."""
+"""Report the speed of training steps: to DeepSpeed's monitors after each, to the log after the 20th.
+
+Before the first step the log gets its description and its predicted time.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Send and receive the activations and gradients of each part of one stage.
 
-Each direction of a link has a process group of its own (`channel`). The first message of a size announces its form.
+Each direction of a link has a process group of its own (`channel`). The first message of a signature, which tells the
+sizes of a slice, announces its form.
 After that `post` starts to receive a later message, `receive` waits until it is there, and sends do not block: their
 memory stays until the peer is known to have received it.
 """

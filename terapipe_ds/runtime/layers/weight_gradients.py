@@ -245,10 +245,6 @@ class WeightGradients:
         """Return the bytes of the largest of the products that wait for the W of a slice, its two factors together."""
         return max((product.rows.nbytes + product.inputs.nbytes for product in self.waiting.get(key, ())), default=0)
 
-    def drop(self, key: Key) -> None:
-        """Forget the factors that the B of a slice has kept: for measurements."""
-        self.waiting.pop(key, None)
-
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
         missing = {*self.waiting, *(key for group in self._groups.values() if group.products for key in group.missing)}
@@ -331,10 +327,6 @@ class WeightGradients:
             return True
         return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
 
-    def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
-        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
-        return partial(_multiplied, layer, self, with_bias)
-
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
 
@@ -414,12 +406,7 @@ def _is_plain(layer: nn.Embedding) -> bool:
 
 # `deepcopy` copies the layer that a partial holds, but none that a function closes over: a copy of the layer, such as a
 # moving average, has to use weights of its own
-
-
-def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, input: Tensor) -> Tensor:
-    return gradients.linear(input, layer.weight, layer.bias if with_bias else None)
-
-
+#
 # a program may give the layer another class or other options, or the class another forward, when the engine is built
 
 

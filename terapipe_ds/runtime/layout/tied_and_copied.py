@@ -59,12 +59,8 @@ def join_copies(module: Any, world: Any = None) -> None:
     here = {key: {name: list(each.shape) for name, each in named} for key, named in layers.items()}
     everyone = gather(here, world)
     different = [k for k, comm in module.tied_comms.items() if any(everyone[r][k] != here[k] for r in comm["ranks"])]
-    refuse_everywhere(
-        f"layer {different[0]}: its copies on two stages have different parameters: change it on both"
-        if different
-        else None,
-        world,
-    )
+    problem = "its copies on two stages have different parameters: change it on both"
+    refuse_everywhere(f"layer {different[0]}: {problem}" if different else None, world)
     for comm in module.tied_comms.values():
         for parameter in comm["module"].parameters():
             parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]

@@ -279,13 +279,10 @@ class ReceiveChannel(_Channel):
         # Here the main thread waits for the peer
         for work in posted.works:
             self.wire.wait(work)
-        incoming, buffers = (
-            self.wire.incoming,
-            zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),
-        )
         if self.wire.streamed:
             self._start_posted()  # the next one, now that the wait for this one is over
-        came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
+        buffers = zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True)
+        came = tuple([self.wire.incoming(buffer, spec) for buffer, spec in buffers])
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
     def _learn(self, unit: SliceKey) -> None:

@@ -11,6 +11,7 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.messages import bytes_of_gb, logger
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
+from terapipe_ds.runtime.agreement import largest
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
@@ -21,7 +22,6 @@ from terapipe_ds.runtime.planning.choose_plan import WORTH_CHANGING, best_with_r
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.memory_peak import bytes_outside_allocator
 from terapipe_ds.runtime.profiling.profiles import Profiles
-from terapipe_ds.runtime.profiling.rounds import Peers
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
@@ -50,7 +50,7 @@ class AutoPlanner:
     def longest(self, lengths: Iterable[int]) -> int:
         """Return the longest of the lengths of all pipelines; 0 if none has any. A collective."""
         # the stages of a pipeline know the same lengths
-        return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
+        return int(largest(max(lengths, default=0), self._groups.everyone))
 
     def rounded(self, length: int) -> int:
         """Return a multiple of the granularity: lengths with the same one may share a plan.

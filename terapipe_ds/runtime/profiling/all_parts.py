@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -26,6 +27,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import DEEPSPEED_OPTIMIZERS, bytes_of_step
+from terapipe_ds.runtime.agreement import barrier, largest
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
@@ -43,7 +45,7 @@ from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.profiling.rounds import Peers, grid, time_part
+from terapipe_ds.runtime.profiling.rounds import grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
@@ -90,7 +92,7 @@ def measure_parts(
 
     A part at several places is measured at its home.
     """
-    engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
+    engine, layout, world = stage.engine, stage.layout, stage.groups.world
     # copies of a part cost the same, so its home alone is measured
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
@@ -107,12 +109,12 @@ def measure_parts(
             specs = _exchange_specs(stage, timers, lengths)
             measured: list[PartMeasured] = []
             for place, timer in timers.items():
-                of_part = stage, place, timer, specs[place.part_id], granularity, peers
+                of_part = stage, place, timer, specs[place.part_id], granularity
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, peers)
+    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, world)
     return measured
 
 
@@ -180,15 +182,14 @@ def _measure_part(
     timer: SliceTimer,
     specs: Specs,
     granularity: int,
-    peers: Peers,
     progress: Callable[[float], None],
 ) -> PartMeasured:
     """Return the costs of a part, whose links are still to be tried."""
-    engine, config = stage.engine, stage.config
+    engine, config, world = stage.engine, stage.config, stage.groups.world
     activate(engine.module, place.chunk_id)
-    samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
+    samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, group=world, progress=progress)
     # no rank counts bytes alone: its peers would run fewer slices
-    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
+    everyone_counts = largest(not MemoryPeak.is_available(), world) == 0
     wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
     memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
     layers = None
@@ -210,7 +211,7 @@ def _measure_links(
     layout: Layout,
     wires: Wires,
     stage_id: int,
-    peers: Peers,
+    world: Any,
 ) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
     lengths = sorted(specs[next(iter(measured))])
@@ -222,7 +223,7 @@ def _measure_links(
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):
-        peers.barrier()
+        barrier(world)
         for part_id, ends in links:
             source, _, target, _ = ends
             if stage_id not in (source, target):

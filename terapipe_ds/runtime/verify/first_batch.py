@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -23,7 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
+from terapipe_ds.runtime.agreement import RaisedEverywhere, exchange
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import LossKindError, SliceLossError, slice_counts, weights_of
@@ -45,7 +44,6 @@ from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
-_T = TypeVar("_T")
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
     "a mask or weights beside them, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
@@ -159,7 +157,7 @@ class FirstBatchCheck:
             return
         packed = next((one for one in micro_batches if one.shape.starts is not None), None)
         may_cut = None if packed is None or packed.inputs is None else cuttable(packed.inputs)
-        everyone = _gather((packed is not None, all_own(self._module), may_cut), self._groups.world)
+        everyone = exchange((packed is not None, all_own(self._module), may_cut), self._groups.world)
         num_packed = sum(is_packed for is_packed, *_ in everyone)
         self._are_documents_apart = True
         if self._config.verify is None and all(are_own for _, are_own, _ in everyone):
@@ -168,7 +166,7 @@ class FirstBatchCheck:
         # a second time for layers that cannot run on a few tokens
         for may_cut in (everyone[first][2], (None, False)):
             found = Findings() if packed is None else self._findings_of_documents(packed, may_cut or (None, False))
-            result = Findings.of_all(_gather(found, self._groups.world), num_packed // self._layout.num_stages)
+            result = Findings.of_all(exchange(found, self._groups.world), num_packed // self._layout.num_stages)
             if not any(finding.is_of_the_cut for finding in result.findings):
                 break
         if result.findings:
@@ -238,12 +236,10 @@ class FirstBatchCheck:
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
         is_more = any(_parts(self._unit, one.plan) or self._is_long(one) for one in sliced)
         given = [bool(sliced), not all_own(self._module), is_more, is_unweighted]
-        flags = torch.tensor(given, dtype=torch.int64, device="cpu")
-        if self._groups.world is not None:
-            torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
-        if flags[3]:
+        on_any_rank = [any(of_ranks) for of_ranks in zip(*exchange(given, self._groups.world), strict=True)]
+        if on_any_rank[3]:
             raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
-        return bool(flags[0]), bool(flags[1]), bool(flags[2])
+        return on_any_rank[0], on_any_rank[1], on_any_rank[2]
 
     def _is_long(self, one: MicroBatchInFlight) -> bool:
         return 0 < _GROWTH * self._longest <= one.plan.sequence_length
@@ -266,7 +262,7 @@ class FirstBatchCheck:
                 copies, group = 1, self._groups.control
             found = found or [Findings(with_layers)]
             # plan by plan: other replicas may have fewer plans
-            ranks_of_plans = itertools.zip_longest(*_gather(found, group))
+            ranks_of_plans = itertools.zip_longest(*exchange(found, group))
             by_plan = ([one for one in ranks if one is not None] for ranks in ranks_of_plans)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in by_plan])
             # try layers that cannot run on a few tokens on all tokens
@@ -291,7 +287,7 @@ class FirstBatchCheck:
         """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
         # the first stage has the inputs: whether rows and tokens may be cut depends on both
         tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
-        rows, tokens = zip(*itertools.chain(*_gather(tensors, self._groups.control)), strict=True)
+        rows, tokens = zip(*itertools.chain(*exchange(tensors, self._groups.control)), strict=True)
         cut, findings = Cut(micro_batch.plan, micro_batch.plan.sequence_length), []
         if self._engine.stage_id == self._layout.loss_stage:
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
@@ -304,7 +300,7 @@ class FirstBatchCheck:
             except Exception as error:
                 kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
-        everyone = _gather((cut, findings), self._groups.control)
+        everyone = exchange((cut, findings), self._groups.control)
         return everyone[self._layout.loss_stage if len(everyone) > 1 else 0]
 
     def _window(
@@ -396,11 +392,6 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
-
-
-def _gather(value: _T, group: Any) -> list[_T]:
-    """Return the value of each rank of a group; None stands for this rank alone."""
-    return [value] if group is None else gather(value, group)
 
 
 def one_per_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:

@@ -23,7 +23,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import (
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layers.sliceable import HOOKS_OF_MODULES, hooks_of_all_modules
 from terapipe_ds.runtime.layout.layer_names import module_of
-from terapipe_ds.runtime.layout.parted_module import each_part
+from terapipe_ds.runtime.layout.parted_module import functions_of
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,9 @@ _WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
 
 def all_own(module: Any) -> bool:
     """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
-    functions = [function for _ in each_part(module) for function in module.forward_funcs]
     if _has_own_forward(module) or any(map(_is_foreign, hooks_of_all_modules())):
         return False
-    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+    return all(map(_is_own, functions_of(module))) and (module.loss_fn is None or _is_own(module.loss_fn))
 
 
 def _has_own_forward(module: Any) -> bool:

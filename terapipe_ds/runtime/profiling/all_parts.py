@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as torch_dist
@@ -92,14 +91,13 @@ def measure_parts(
 
     A part at several places is measured at its home.
     """
-    engine, layout, world = stage.engine, stage.layout, stage.groups.world
+    engine, layout = stage.engine, stage.layout
     # copies of a part cost the same, so its home alone is measured
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         timers = {place: _timer(stage, place, micro_batch, shape, sequence_length) for place in places}
-    granularity = stage.config.granularity_for(sequence_length)
     # every part runs the same lengths in the same order, because peers meet inside the layers
-    points = grid(sequence_length, granularity, shortest_slice_on(engine.module))
+    points = grid(sequence_length, stage.config.granularity_for(sequence_length), shortest_slice_on(engine.module))
     lengths = sorted({tokens for tokens, _ in points})
     try:
         with (
@@ -109,12 +107,12 @@ def measure_parts(
             specs = _exchange_specs(stage, timers, lengths)
             measured: list[PartMeasured] = []
             for place, timer in timers.items():
-                of_part = stage, place, timer, specs[place.part_id], granularity
+                of_part = stage, place, timer, specs[place.part_id]
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, world)
+    _measure_links(stage, wires, {part.part_id: part for part in measured}, specs)
     return measured
 
 
@@ -177,16 +175,12 @@ def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], leng
 
 
 def _measure_part(
-    stage: StageToPlan,
-    place: Place,
-    timer: SliceTimer,
-    specs: Specs,
-    granularity: int,
-    progress: Callable[[float], None],
+    stage: StageToPlan, place: Place, timer: SliceTimer, specs: Specs, progress: Callable[[float], None]
 ) -> PartMeasured:
     """Return the costs of a part, whose links are still to be tried."""
     engine, config, world = stage.engine, stage.config, stage.groups.world
     activate(engine.module, place.chunk_id)
+    granularity = config.granularity_for(timer.sequence_length)
     samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, group=world, progress=progress)
     # no rank counts bytes alone: its peers would run fewer slices
     everyone_counts = largest(not MemoryPeak.is_available(), world) == 0
@@ -206,14 +200,10 @@ def _measure_part(
 
 
 def _measure_links(
-    measured: Mapping[int, PartMeasured],
-    specs: Mapping[int, Specs],
-    layout: Layout,
-    wires: Wires,
-    stage_id: int,
-    world: Any,
+    stage: StageToPlan, wires: Wires, measured: Mapping[int, PartMeasured], specs: Mapping[int, Specs]
 ) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
+    layout, stage_id = stage.layout, stage.engine.stage_id
     lengths = sorted(specs[next(iter(measured))])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     for part in measured.values():
@@ -223,7 +213,7 @@ def _measure_links(
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):
-        barrier(world)
+        barrier(stage.groups.world)
         for part_id, ends in links:
             source, _, target, _ = ends
             if stage_id not in (source, target):

@@ -207,11 +207,15 @@ class WeightGradients:
         if bias is not None and self.sums is not None:
             self.sums.add_bias(bias, rows)
 
-    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    def add(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
 
         It goes to the optimizer's sum, or to `.grad` where there is none. For weights without hooks, without autograd.
+        `gather` makes all inputs from this rank's, as in `keep`.
         """
+        inputs = inputs if gather is None else gather(inputs)
         if self.sums is not None and self._has_sum(weight):
             self.sums.add(weight, rows, inputs)
             return
@@ -284,12 +288,7 @@ class WeightGradients:
         if add == self.keep:
             return partial(self.keep, weight)
         goes_to_sum = self.sums is not None and add == self.sums.add and inputs.requires_grad
-        return partial(self._add_gathered, weight) if goes_to_sum else None
-
-    def _add_gathered(
-        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.add(weight, rows, inputs if gather is None else gather(inputs))
+        return partial(self.add, weight) if goes_to_sum else None
 
     def adder(self, inputs: Tensor, weight: Tensor, waits: bool = True) -> _Add | None:
         """Return the taker of the weight gradient's factors in the backward; None: autograd.

@@ -7,7 +7,8 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -221,7 +222,7 @@ def sum_gradients(module: Any, optimizer: Any) -> None:
     gradients = Gradients.of(optimizer)
     for group, weights in weights_by_group(module):
         summands = [gradients.to_sum(weight) for weight in weights]
-        all_reduce([gradient for gradient in summands if gradient is not None], group)
+        _in_place([each for each in summands if each is not None], partial(dist.all_reduce, group=group))
 
 
 def take_owners_weights(module: Any) -> None:
@@ -241,7 +242,7 @@ def take_owners_weights(module: Any) -> None:
             by_source.setdefault((id(comm["group"]), source), (comm["group"], []))[1].extend(weights)
     # few large messages, in one order on all ranks
     for (_, source), (group, weights) in by_source.items():
-        broadcast(weights, source, group)
+        _in_place(weights, partial(dist.broadcast, src=source, group=group))
 
 
 def restore_hooks(module: nn.Module) -> None:
@@ -355,19 +356,10 @@ class _InBuffers(Gradients):
         return self._buffer(weight)
 
 
-def all_reduce(tensors: Iterable[Tensor], group: Any) -> None:
-    """Sum each tensor over `group`, in place. All ranks pass tensors of the same shapes and dtypes in one order."""
-    _in_place(tensors, lambda tensor: dist.all_reduce(tensor, group=group))
-
-
-def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
-    """Give each tensor, in place, the value that it has on the global rank `source` of `group`."""
-    _in_place(tensors, lambda tensor: dist.broadcast(tensor, source, group=group))
-
-
 @torch.no_grad()
-def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    for bucket in _take_tensors(list(tensors), BUCKET_BYTES):  # of one dtype and device
+def _in_place(tensors: list[Tensor], collective: Callable[[Tensor], object]) -> None:
+    """Sum tensors, or broadcast them, in place. All ranks pass the same shapes and dtypes in one order."""
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):  # of one dtype and device
         if len(bucket) == 1 and bucket[0].is_contiguous():
             collective(bucket[0])
             continue

@@ -78,7 +78,8 @@ class FirstBatchCheck:
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
-        self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
+        self._num_micro_batches = 0  # of the first batch
+        self._labels: list[SliceableTensors] = []  # of all of these
         self._probe: LabelProbe | None = None  # tries labels that first appear later
         self.renew()
 
@@ -253,10 +254,10 @@ class FirstBatchCheck:
     ) -> Findings:
         """Return the findings of all ranks on a cut; on all tokens with `ends`, or if anything cannot run on a cut."""
         # layers may support the slices of one plan but not of another
-        one_of_each = one_per_plan(sliced)
+        one_of_each, self._num_micro_batches = one_per_plan(sliced), len(micro_batches)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
-            found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in one_of_each]
+            found = [self._check_plan(each, with_layers, is_whole) for each in one_of_each]
             copies, group = self._groups.num_replicas * self._tensor_ranks.size * self._shares, self._groups.world
             if self._is_done:  # each pipeline has lengths of its own
                 copies, group = 1, self._groups.control
@@ -271,19 +272,15 @@ class FirstBatchCheck:
         get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
-    def _check_plan(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, with_layers: bool, is_whole: bool
-    ) -> Findings:
+    def _check_plan(self, micro_batch: MicroBatchInFlight, with_layers: bool, is_whole: bool) -> Findings:
         """Return this rank's findings on a cut of the micro-batch."""
         result = Findings(with_layers)
-        result.cut, result.findings = self._choose_cut(micro_batch, num_micro_batches, is_whole)
+        result.cut, result.findings = self._choose_cut(micro_batch, is_whole)
         if not result.findings:
             self._check_parts(micro_batch, result, result.cut)
         return result
 
-    def _choose_cut(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, is_whole: bool
-    ) -> tuple[Cut, list[Finding]]:
+    def _choose_cut(self, micro_batch: MicroBatchInFlight, is_whole: bool) -> tuple[Cut, list[Finding]]:
         """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
         # the first stage has the inputs: whether rows and tokens may be cut depends on both
         tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
@@ -292,7 +289,7 @@ class FirstBatchCheck:
         if self._engine.stage_id == self._layout.loss_stage:
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
             try:
-                cut = cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
+                cut = cut if is_whole else self._window(micro_batch, *may_cut)
                 assert micro_batch.labels is not None
                 of_cut = cut.of(micro_batch.labels), cut.plan, self._config, self._module.loss_fn
                 # if no label counts, weigh by tokens
@@ -303,17 +300,15 @@ class FirstBatchCheck:
         everyone = exchange((cut, findings), self._groups.control)
         return everyone[self._layout.loss_stage if len(everyone) > 1 else 0]
 
-    def _window(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
-    ) -> Cut:
+    def _window(self, micro_batch: MicroBatchInFlight, of_rows: int | None, may_cut_tokens: bool) -> Cut:
         """Return the first tokens and rows; the loss check covers all others as well."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, max(self._token_multiple // self._shares, 1)
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
         if may_cut_tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
-            stages = self._layout.num_stages
-            plan = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
+            step = self._num_micro_batches, self._layout.num_stages
+            plan = window_plan(plan, granularity, unit, all_rows, *step, rows or all_rows)
         return Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
 
     def _check_parts(
@@ -352,25 +347,20 @@ class FirstBatchCheck:
                     )
                     outputs = check.check_layers(layers_of(module), inputs)
                     if is_last and outputs is not None and kind is LayerCheck:
-                        self._check_loss(check, outputs, micro_batch.labels, cut, at_start)
+                        labels = None if micro_batch.labels is None else cut.of(micro_batch.labels).to(self._device)
+                        self._check_loss(check, outputs, labels, at_start)
                 if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)
 
     def _check_loss(
-        self,
-        check: StageCheck,
-        outputs: Activations,
-        labels: SliceableTensors | None,
-        cut: Cut,
-        at_start: Mapping[str, float],
+        self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, at_start: Mapping[str, float]
     ) -> None:
         loss_fn, result = self._module.loss_fn, check.found
         if loss_fn is None:
             result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
         elif labels is not None:
-            of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
-            layer_id, everyone = self._module._local_stop, self._labels
-            loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
+            layer_id, everyone, report = self._module._local_stop, self._labels, self._module.get_additional_losses
+            loss = LossCheck(loss_fn, labels, outputs, check.slicing, self._config, report, at_start)
             # kinds of labels first: their message names the key to set
             probe = LabelProbe.of(loss)
             if probe is not None and not check.check_labels(probe, everyone, layer_id):

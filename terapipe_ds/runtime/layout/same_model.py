@@ -17,7 +17,7 @@ from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
+from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Coordinate

@@ -187,11 +187,7 @@ def default_store() -> Any:
 
 
 def meet(
-    name: str,
-    ranks: Sequence[int],
-    rank: int,
-    text: str,
-    late: Callable[[float, Callable[[], list[int]]], None],
+    name: str, ranks: Sequence[int], rank: int, text: str, late: Callable[[float, Callable[[], list[int]]], None]
 ) -> dict[int, str]:
     """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 

@@ -70,10 +70,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def stand_ins(
-    module: nn.Module,
-    sums: GradientSums | None = None,
-    with_gradients: bool = True,
-    dtype: torch.dtype | None = None,
+    module: nn.Module, sums: GradientSums | None = None, with_gradients: bool = True, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
     """Replace the `Parameter` objects of `module` by others; with `dtype`, by copies of all floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

@@ -94,11 +94,7 @@ class WeightGradients:
     """
 
     def __init__(
-        self,
-        is_watched: bool = False,
-        sums: GradientSums | None = None,
-        own_hooks: int = 0,
-        is_narrow: bool = False,
+        self, is_watched: bool = False, sums: GradientSums | None = None, own_hooks: int = 0, is_narrow: bool = False
     ) -> None:
         self.is_watched, self.sums, self._own_hooks, self._is_narrow = is_watched, sums, own_hooks, is_narrow
         self.running: list[_Product] | None = None

@@ -84,9 +84,7 @@ class LayerByLayer:
         return values
 
     def backward(
-        self,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        after: Callable[[], float] = lambda: 0.0,
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext, after: Callable[[], float] = lambda: 0.0
     ) -> list[tuple[float, float, float]]:
         """Return the seconds of forward and backward by layer, after the backward of the value made of the outputs.
 

@@ -157,7 +157,8 @@ def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> st
     if not layout.has_copies:
         return None
     # DeepSpeed's optimizers leave gradients that they do not step with
-    groups: Any = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
+    kinds = (getattr(optimizer, name, None) for name in ("bit16_groups", "bf16_groups", "fp16_groups"))
+    groups: Any = next(filter(None, kinds), None)
     groups = groups or [group["params"] for group in getattr(optimizer, "param_groups", ())]
     stepped = {id(weight) for group in groups for weight in group}
     shared = [weight for _, weights in weights_by_group(module) for weight in weights if id(weight) in stepped]

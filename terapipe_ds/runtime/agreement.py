@@ -1,10 +1,10 @@
 """Exchange values, results, errors and configs between ranks: the few functions that everything uses.
 
-`gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_any_rank` are collectives over
-`group`. None stands for all ranks. If their backend works on devices, the functions then share a group on the CPU,
-since DeepSpeed may not have chosen a device yet. An error of one rank becomes an error of all, so that no rank waits
-for one that has left. `require_equal_configs` compares configs at the start, `batch.batch_agreement` again with each
-batch.
+`gather`, `gather_results`, `everywhere`, `from_rank_0` and `refuse_everywhere` are collectives over `group`. None is
+for all ranks. If their backend works on devices, the functions then share a group on the CPU, since DeepSpeed may not
+have chosen a device yet. For `exchange`, `largest` and `barrier` None is this rank alone. An error of one rank becomes
+an error of all, so that no rank waits for one that has left. `require_equal_configs` compares configs at the start,
+`batch.batch_agreement` again with each batch.
 """
 
 from __future__ import annotations
@@ -74,6 +74,11 @@ def gather(value: T, group: Any = None) -> list[T]:
         group = _on_the_host(torch_dist.group.WORLD) if group is None else group
         torch_dist.all_gather_object(values, value, group=group)
     return values
+
+
+def exchange(value: T, group: Any) -> list[T]:
+    """Return `gather`, but None for the group stands for this rank alone."""
+    return [value] if group is None else gather(value, group)
 
 
 @functools.lru_cache(maxsize=1)  # to make a group connects each rank to all others
@@ -154,11 +159,18 @@ def share(number: int, index: int, count: int) -> int:
     return number * (count - 1) if index == 0 else -number
 
 
-def on_any_rank(flag: bool, group: Any) -> bool:
-    """Return whether `flag` is true on some rank of a group on the CPU."""
-    number = torch.tensor(int(flag), device="cpu")
-    torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=group)
-    return bool(number)
+def largest(value: float, group: Any) -> float:
+    """Return the largest value of the ranks of a group on the CPU; None stands for this rank alone."""
+    number = torch.tensor(value, dtype=torch.float64, device="cpu")
+    if group is not None:
+        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=group)
+    return float(number)
+
+
+def barrier(group: Any) -> None:
+    """Wait for all ranks of a group on the CPU; None stands for this rank alone."""
+    if group is not None:
+        torch_dist.barrier(group=group)
 
 
 def by_text(texts: dict[int, str]) -> str:
@@ -175,11 +187,7 @@ def default_store() -> Any:
 
 
 def meet(
-    name: str,
-    ranks: Sequence[int],
-    rank: int,
-    text: str,
-    late: Callable[[float, Callable[[], list[int]]], None],
+    name: str, ranks: Sequence[int], rank: int, text: str, late: Callable[[float, Callable[[], list[int]]], None]
 ) -> dict[int, str]:
     """Send a text to `ranks`, and return the texts of all of them once they have arrived.
 

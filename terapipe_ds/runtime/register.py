@@ -121,7 +121,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     from torch.utils.file_baton import FileBaton
 
     from terapipe_ds.compat.tied_groups import index_tied_modules
-    from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
+    from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size

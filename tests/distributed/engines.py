@@ -69,7 +69,7 @@ def batches(num_batches: int, num_micro_batches: int = 2, first_seed: int = 0, *
 
 def few_rounds() -> contextlib.AbstractContextManager[Any]:
     """Measure slices as little as possible, in tests that do not compare the measured values."""
-    return mock.patch.multiple(rounds, MIN_ROUNDS=1, MAX_ROUNDS=1, WEIGHT_ROUNDS=1, _SMALL_TOKENS=1)
+    return mock.patch.multiple(rounds, MIN_ROUNDS=1, MAX_ROUNDS=1, _SMALL_TOKENS=1)
 
 
 def with_few_rounds(job: Callable[..., Any], **options: Any) -> Any:

@@ -117,15 +117,29 @@ class TestFrozenWeights:
 # -- gradients from outside ----------------------------------------------------------------------------------
 
 
-def job_left_gradients() -> tuple[tuple[str, str], dict[str, float]]:
-    """Leave a gradient on one rank before a batch, and train without it after the error."""
-    data = engines.batches(2)
-    with engines.engine_of(engines.gpt_layers(), BOTH_WAYS) as engine:
+@contextmanager
+def left_gradients(dtype: str, options: dict[str, Any]) -> Iterator[tuple[Any, tuple[str, str]]]:
+    """Leave gradients of a backward on one rank before a batch; yield the engine and the error of the batch."""
+    with engines.engine_of(engines.gpt_layers(dtype), BOTH_WAYS, **options) as engine:
         if dist.get_rank() == 1:
-            next(engine.module.parameters()).grad = torch.ones_like(next(engine.module.parameters()))
-        error = engines.step_error(engine, data[0])
+            next(engine.module.parameters()).sum().backward()
+        error = engines.step_error(engine, engines.batches(1)[0])
         engine.zero_grad()
-        return error, engines.differences(engines.train(engine, data), engines.stock_run())
+        yield engine, error
+
+
+def job_left_gradients() -> tuple[tuple[str, str], dict[str, float]]:
+    """Train without the gradients after the error."""
+    with left_gradients("float64", {}) as (engine, error):
+        return error, engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
+
+
+def job_left_in_optimizer(precision: str) -> tuple[str, str]:
+    options = PRECISIONS[precision]
+    if precision == "bf16":  # otherwise the optimizer drops them
+        options = options | {"bf16": {"enabled": True, "immediate_grad_update": True}}
+    with left_gradients("float32", options) as (_, error):
+        return error
 
 
 def job_trained_in_part() -> list[float]:
@@ -143,6 +157,12 @@ def test_gradients_that_each_copy_would_add_are_refused_before_the_batch() -> No
     assert all("would count twice: call engine.zero_grad()" in error[1] for error, _ in ranks)
     assert not engines.violations([errors for _, errors in ranks])
     assert [len(losses) for losses in rank_pool(2).run(job_trained_in_part)] == [3, 3]
+
+
+@pytest.mark.parametrize("precision", ["zero1", "bf16", "fp16"])
+def test_a_gradient_that_an_optimizer_would_add_is_refused(precision: str) -> None:
+    errors = rank_pool(2).run(job_left_in_optimizer, precision=precision)
+    assert ["call engine.zero_grad()" in text for _, text in errors] == [True, True]
 
 
 # -- added weights -------------------------------------------------------------------------------------------

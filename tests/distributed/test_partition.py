@@ -8,8 +8,8 @@ from deepspeed.pipe import LayerSpec
 from torch import nn
 
 import terapipe_ds
+from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
 from terapipe_ds.runtime.layout.parted_module import PartedModule
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
 from tests.distributed.engines import (
     batches,
     build,

@@ -184,7 +184,7 @@ def _tried_with_a_fault(kind: str, ranks: list[int], patience_s: float = trials.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials, "PATIENCE_S", patience_s)
         patch.setattr(watchdog, "LINGER_S", 0.1)
-        for name in ("MIN_ROUNDS", "MAX_ROUNDS", "WEIGHT_ROUNDS"):
+        for name in ("MIN_ROUNDS", "MAX_ROUNDS"):
             patch.setattr(rounds, name, 1)
         if kind == "verified":
             terapipe = {"slices": 3, "verify": "first_batch", "stall_timeout_s": 60}

@@ -21,7 +21,7 @@ from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import describe
-from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, gather, on_any_rank, share
+from terapipe_ds.runtime.agreement import RaisedEverywhere, by_text, digest, exchange, largest, share
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 
 T = TypeVar("T")
@@ -184,8 +184,7 @@ def agree_on_batch(
             check(shapes)
         except Exception as error:
             report = replace(report, error=error)
-        failed = report.error is not None
-        if failed if place.world is None else on_any_rank(failed, place.world):
+        if largest(report.error is not None, place.world):
             raise RaisedEverywhere(_problem(report, place))
     return shapes
 
@@ -265,7 +264,7 @@ def _problem(report: StageReport, place: PlaceInJob) -> BaseException:
         is_at_end = isinstance(error, StopIteration)
         problem = str(error) if is_at_end else f"stage {place.stage_id} {what}: {describe(error)}"
         own = own._replace(problem=problem, is_at_end=is_at_end)
-    messages = [own] if place.world is None else gather(own, place.world)
+    messages = exchange(own, place.world)
     if error is not None and not own.is_at_end:
         return error
     failed = [message for message in messages if message.problem or message.is_at_end]

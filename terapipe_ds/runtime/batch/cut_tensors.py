@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -59,11 +58,6 @@ class SliceableTensors:
     sliced: tuple[bool, ...]  # whether each is cut along `dim`; each slice gets the others whole
     dim: int
     is_tuple: bool
-
-    @cached_property
-    def is_one(self) -> bool:
-        """Tell whether there is one tensor, and it is cut: most inputs and labels are like this."""
-        return self.sliced == (True,)
 
     @property
     def deciding(self) -> torch.Tensor:
@@ -128,8 +122,6 @@ class SliceableTensors:
 
     def span(self, start: int, stop: int) -> Tensors:
         """Return tokens [start, stop): views of the sliced tensors, and the other tensors whole."""
-        if self.is_one:
-            return (self.tensors[0].narrow(self.dim, start, stop - start),)
         both = zip(self.tensors, self.sliced, strict=True)
         return tuple([t.narrow(self.dim, start, stop - start) if cut else t for t, cut in both])
 

@@ -33,8 +33,6 @@ class HandedInputs:
 
     def leaves_or_copies(self, leaves: Tensors) -> Tensors:
         """Return the tensors that the layers get for the leaves of a slice."""
-        if not self._handed:
-            return tuple([leaf.clone() for leaf in leaves])
         return tuple(
             [leaf if i in self._handed and leaf.requires_grad else leaf.clone() for i, leaf in enumerate(leaves)]
         )

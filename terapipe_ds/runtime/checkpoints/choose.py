@@ -230,17 +230,14 @@ def load_everywhere(engine: PipelineEngine, world: Any, load: Callable[[], Any])
         gather_results(first.raise_first, world)
         is_told = False
 
-    def after_agreement(send: Callable[[], None]) -> Callable[[], None]:
-        def agree_then_send() -> None:
-            agree()
-            send()
-
-        return agree_then_send
+    def agree_then(send: Callable[[], None]) -> None:
+        agree()
+        send()
 
     with ExitStack() as stack:
         for owner, name in ((engine.module, "_synchronize_tied_weights"), (engine.optimizer, "update_lp_params")):
             if hasattr(owner, name):
-                stack.enter_context(replaced(owner, name, after_agreement(getattr(owner, name))))
+                stack.enter_context(replaced(owner, name, partial(agree_then, getattr(owner, name))))
         loaded = first.keeping(load)()
     if is_told:
         first.raise_first()

@@ -27,15 +27,7 @@ from torch.utils._pytree import tree_map_only
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.agreement import everywhere, gather, gather_results, refuse_everywhere
-from terapipe_ds.runtime.checkpoints.optimizer_forms import (
-    Content,
-    Groups,
-    Piece,
-    Shapes,
-    Shard,
-    StateForm,
-    form_of,
-)
+from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateForm, form_of
 from terapipe_ds.runtime.checkpoints.strict_pickles import read_states
 from terapipe_ds.runtime.layout.layer_names import (
     NOTHING_TRAINED,

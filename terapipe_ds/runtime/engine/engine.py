@@ -384,7 +384,7 @@ class TeraPipeEngine(ModelEndsEngine):
             has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
             problem = None if has_copies else problem_of_tied_gradients(*tied)
             problem = problem or (None if self._written is None else self._written.problem(has_copies))
-            problem = problem or outside.problem(Gradients(self.optimizer).is_there)
+            problem = problem or outside.problem(Gradients.of(self.optimizer).is_there)
             refuse_in_batch(problem, self._groups.world)
             refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 

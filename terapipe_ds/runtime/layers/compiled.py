@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from terapipe_ds.attention import running_layer
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather
@@ -131,21 +132,14 @@ def compile_layer(layer: nn.Module, name: str, backend: Backend | None = None) -
     def call(*args: Any, **kwargs: Any) -> Any:
         if _as_they_are:
             return layer._call_impl(*args, **kwargs)  # noqa: SLF001 (what torch's own Module.compile compiles)
-        own, case = vars(layer).get("forward"), (torch.is_grad_enabled(), layer.training)
+        case = torch.is_grad_enabled(), layer.training
         # numbers of a layer are constants of its graph in the end, and torch takes half the time if it knows
         wanted = settings if case in traced else {**settings, "specialize_float": True}
+        traced.add(case)
         tracing = of_compiler.patch(**wanted) if wanted else nullcontext()
         # hooks run around it as usual: torch's own call does the rest
-        vars(layer)["forward"] = compiled
-        try:
-            with running_layer(name), tracing:
-                return layer._call_impl(*args, **kwargs)  # noqa: SLF001
-        finally:
-            traced.add(case)
-            if own is None:
-                vars(layer).pop("forward", None)
-            else:
-                vars(layer)["forward"] = own
+        with running_layer(name), tracing, replaced(layer, "forward", compiled):
+            return layer._call_impl(*args, **kwargs)  # noqa: SLF001
 
     setattr(call, _MARK, True)
     layer._compiled_call_impl = call

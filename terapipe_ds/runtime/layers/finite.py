@@ -24,7 +24,7 @@ from terapipe_ds.attention import ActiveSlice, active_slice
 from terapipe_ds.attention.carry.states import CarriedEntry
 from terapipe_ds.attention.slice_store import SliceEntry, SliceStore
 from terapipe_ds.losses.head import ONLY_LOOKS
-from terapipe_ds.runtime.agreement import RaisedEverywhere, gather, on_any_rank
+from terapipe_ds.runtime.agreement import RaisedEverywhere, exchange, largest
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layout.layer_names import module_of
 from terapipe_ds.runtime.layout.parted_module import each_part, parameters_of_part
@@ -208,9 +208,8 @@ class FiniteCheck:
         places = [(look.order, f"stage {self._stage_id}, {look} {problem}") for look, problem in texts if problem]
         own = min(places, key=lambda place: place[0], default=None)  # the first result of one slice
         self._looks.clear()
-        firsts = [own]
-        if self._world is not None:
-            firsts = gather(own, self._world) if on_any_rank(own is not None, self._world) else []
+        # most steps need one number alone
+        firsts = exchange(own, self._world) if largest(own is not None, self._world) else []
         # the order puts causes first, also over ranks
         ranks = sorted((place[0], rank, place[1]) for rank, place in enumerate(firsts) if place is not None)
         if not ranks:

@@ -11,6 +11,7 @@ Without such sums, gradients stay in `.grad`: fp16, and ZeRO-1 that accumulates 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
-_Place = Any  # of a sum in its optimizer
+from terapipe_ds.runtime.layout.tied_and_copied import Gradients
 
 
 def hooks_without_need(optimizer: object) -> int | None:
@@ -68,10 +69,10 @@ def _accumulates_in(dtype: torch.dtype) -> bool:
 class GradientSums:
     """Add to the sums of one optimizer, by parameter."""
 
-    def __init__(self, parameters: Sequence[tuple[nn.Parameter, _Place]], has_hooks: bool) -> None:
-        self._parameters, self._has_hooks = parameters, has_hooks
-        self._places = {id(parameter): place for parameter, place in parameters}
-        self._lent: dict[int, _Place] = {}  # of stand-ins for parameters, while slices are measured
+    def __init__(self, gradients: Gradients, parameters: Iterable[nn.Parameter], has_hooks: bool) -> None:
+        self._gradients, self._has_hooks = gradients, has_hooks
+        self._parameters = {id(parameter): parameter for parameter in parameters}
+        self._lent: dict[int, nn.Parameter] = {}  # by the id of their stand-ins, while slices are measured
         self.taken_bytes = 0  # of gradients that `take` dropped; in training all of a backward wait for its end
 
     @staticmethod
@@ -88,12 +89,11 @@ class GradientSums:
 
     def has(self, weight: Tensor) -> bool:
         """Return whether there is a sum for the gradients of `weight`."""
-        return id(weight) in self._places or id(weight) in self._lent
+        return id(weight) in self._parameters or id(weight) in self._lent
 
     def so_far(self, parameter: Tensor) -> Tensor | None:
         """Return the sum of a parameter, None if it has no gradient in this step."""
-        place = self._places.get(id(parameter))
-        return None if place is None else self._present(place)
+        return self._gradients.present(parameter) if id(parameter) in self._parameters else None
 
     def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
         """Add `rows^T inputs` to the sum of `weight`: [tokens, out] and [tokens, in] to [out, in].
@@ -124,18 +124,16 @@ class GradientSums:
         total.add_(rows.sum(dim=0, dtype=total.dtype))
 
     def _total(self, parameter: Tensor) -> Tensor:
-        place = self._lent.get(id(parameter))
-        if place is None:
-            place = self._mark(parameter, self._places[id(parameter)])
-        return self._sum(place).view(parameter.shape)
+        """Return the sum of a parameter, which has a gradient in this step from now on."""
+        return self._gradients.made(self._lent.get(id(parameter), parameter)).view(parameter.shape)
 
     @torch.no_grad()
     def collect(self, clear_lp_grads: bool = False) -> None:
         """Add all gradients that are in `.grad`, and empty it. This replaces `BF16_Optimizer.update_hp_grads`."""
         totals, gradients = [], []
-        for parameter, place in self._parameters:
+        for parameter in self._parameters.values():
             if parameter.grad is not None:
-                totals.append(self._sum(self._mark(parameter, place)).view_as(parameter))
+                totals.append(self._total(parameter))
                 gradients.append(parameter.grad)
                 parameter.grad = None
         _add_all(totals, gradients)
@@ -146,46 +144,30 @@ class GradientSums:
 
         It is for measurements between steps, when all sums are zero.
         """
-        self._lent = {id(stand_in): self._places[key] for key, stand_in in stand_ins.items() if key in self._places}
+        own = self._parameters
+        self._lent = {id(stand_in): own[key] for key, stand_in in stand_ins.items() if key in own}
         try:
             yield
         finally:
-            for place in self._lent.values():
-                self._clear(place)
+            for parameter in self._lent.values():
+                self._gradients.clear(parameter)
             self._lent = {}
 
     def take(self, stand_in: Tensor) -> None:
         """Add the gradient that has come to a stand-in, and drop it: a hook for gradients that `add` does not get."""
-        place = self._lent.get(id(stand_in))
-        if place is not None and stand_in.grad is not None:
-            self._sum(place).view_as(stand_in).add_(stand_in.grad)
+        if id(stand_in) in self._lent and stand_in.grad is not None:
+            self._total(stand_in).add_(stand_in.grad)
             self.taken_bytes += stand_in.grad.nbytes
             stand_in.grad = None
 
     def begin(self) -> None:
         """Begin the sums of a training batch."""
 
-    def _sum(self, place: _Place) -> Tensor:
-        raise NotImplementedError
-
-    def _present(self, place: _Place) -> Tensor | None:
-        return self._sum(place)
-
-    def _clear(self, place: _Place) -> None:
-        self._sum(place).zero_()
-
-    def _mark(self, parameter: Any, place: _Place) -> _Place:
-        """Tell the optimizer that the parameter has a gradient in this step."""
-        return place
-
 
 class _SumsOfBf16(GradientSums):
-    """Add to flat buffers that always exist, at (group, number) of a parameter."""
-
     def __init__(self, optimizer: BF16_Optimizer) -> None:
-        groups = enumerate(optimizer.bf16_groups)
-        parameters = [(parameter, (i, j)) for i, group in groups for j, parameter in enumerate(group)]
-        super().__init__(parameters, optimizer.immediate_grad_update)
+        parameters = itertools.chain(*optimizer.bf16_groups)
+        super().__init__(Gradients.of(optimizer), parameters, optimizer.immediate_grad_update)
         self._optimizer = optimizer
         if not optimizer.immediate_grad_update:  # otherwise hooks add each gradient when it arrives
             optimizer.update_hp_grads = self.collect
@@ -197,55 +179,20 @@ class _SumsOfBf16(GradientSums):
         # a program may have run layers backwards since the last batch; DeepSpeed drops that too
         self._optimizer.clear_lp_grads(set_to_none=True)
 
-    def _sum(self, place: _Place) -> Tensor:
-        group, number = place
-        total: Tensor = self._optimizer.fp32_groups_gradients[group][number]
-        return total
 
-    def _present(self, place: _Place) -> Tensor | None:
-        group, number = place
-        return self._sum(place) if self._optimizer.fp32_groups_has_gradients[group][number] else None
-
-    def _mark(self, parameter: Any, place: _Place) -> _Place:
-        group, number = place
-        has_gradients = self._optimizer.fp32_groups_has_gradients[group]
-        # DeepSpeed leaves out parameters that had no gradient
-        if not has_gradients[number]:
-            has_gradients[number], parameter._hp_grad = True, self._sum(place)
-        return place
-
-
-class _SumsAtParameters(GradientSums):
+class _SumsOfZero1(GradientSums):
     """Add to `grad_accum` of a parameter, which exists from its first gradient in a step to the reduction."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, has_hooks: bool) -> None:
-        super().__init__([(parameter, parameter) for parameter in parameters], has_hooks)
-        self._dtype = dtype
-
-    def _sum(self, place: _Place) -> Tensor:
-        total = self._present(place)
-        if total is None:
-            total = place.grad_accum = torch.zeros_like(place, dtype=self._dtype)
-        return total
-
-    def _present(self, place: _Place) -> Tensor | None:
-        return getattr(place, "grad_accum", None)
-
-    def _clear(self, place: _Place) -> None:
-        place.grad_accum = None
-
-
-class _SumsOfZero1(_SumsAtParameters):
     def __init__(self, optimizer: DeepSpeedZeroOptimizer) -> None:
-        parameters = (parameter for group in optimizer.bit16_groups for parameter in group)
-        super().__init__(parameters, optimizer.gradient_accumulation_dtype, has_hooks=True)
+        super().__init__(Gradients.of(optimizer), itertools.chain(*optimizer.bit16_groups), has_hooks=True)
         optimizer.fill_grad_accum_attribute = self.collect
         # its hooks call this for each gradient, and would add that
         optimizer.process_gradients = lambda parameter, group: optimizer.setup_buckets()
 
 
-class OwnSums(_SumsAtParameters):
+class OwnSums(GradientSums):
     """Stand in for the fp32 sums of an optimizer, for measurements without one."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__((p for p in module.parameters() if p.requires_grad), torch.float32, has_hooks=False)
+        trained = (p for p in module.parameters() if p.requires_grad)
+        super().__init__(Gradients("grad_accum", torch.float32), trained, has_hooks=False)

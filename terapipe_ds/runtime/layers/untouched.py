@@ -19,8 +19,8 @@ from terapipe_ds.messages import logger
 from terapipe_ds.runtime.layers.activation_checkpointing import tracker_states_kept
 from terapipe_ds.runtime.layers.gradient_sums import GradientSums
 from terapipe_ds.runtime.layers.kept_state import KeptState
+from terapipe_ds.runtime.layout.layers_to_parts import random_states_kept
 from terapipe_ds.runtime.layout.parted_module import functions_of
-from terapipe_ds.runtime.layout.stock_partition import random_states_kept
 
 
 @contextmanager
@@ -70,10 +70,7 @@ def _same_state(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def stand_ins(
-    module: nn.Module,
-    sums: GradientSums | None = None,
-    with_gradients: bool = True,
-    dtype: torch.dtype | None = None,
+    module: nn.Module, sums: GradientSums | None = None, with_gradients: bool = True, dtype: torch.dtype | None = None
 ) -> Iterator[None]:
     """Replace the `Parameter` objects of `module` by others; with `dtype`, by copies of all floating numbers."""
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]

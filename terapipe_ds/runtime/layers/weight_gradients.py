@@ -94,11 +94,7 @@ class WeightGradients:
     """
 
     def __init__(
-        self,
-        is_watched: bool = False,
-        sums: GradientSums | None = None,
-        own_hooks: int = 0,
-        is_narrow: bool = False,
+        self, is_watched: bool = False, sums: GradientSums | None = None, own_hooks: int = 0, is_narrow: bool = False
     ) -> None:
         self.is_watched, self.sums, self._own_hooks, self._is_narrow = is_watched, sums, own_hooks, is_narrow
         self.running: list[_Product] | None = None
@@ -207,11 +203,15 @@ class WeightGradients:
         if bias is not None and self.sums is not None:
             self.sums.add_bias(bias, rows)
 
-    def add(self, weight: Tensor, rows: Tensor, inputs: Tensor) -> None:
+    def add(
+        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         """Add `rows^T inputs` to the gradient of `weight` in this step, [tokens, out] and [tokens, in] to [out, in].
 
         It goes to the optimizer's sum, or to `.grad` where there is none. For weights without hooks, without autograd.
+        `gather` makes all inputs from this rank's, as in `keep`.
         """
+        inputs = inputs if gather is None else gather(inputs)
         if self.sums is not None and self._has_sum(weight):
             self.sums.add(weight, rows, inputs)
             return
@@ -244,10 +244,6 @@ class WeightGradients:
     def factor_bytes(self, key: Key) -> int:
         """Return the bytes of the largest of the products that wait for the W of a slice, its two factors together."""
         return max((product.rows.nbytes + product.inputs.nbytes for product in self.waiting.get(key, ())), default=0)
-
-    def drop(self, key: Key) -> None:
-        """Forget the factors that the B of a slice has kept: for measurements."""
-        self.waiting.pop(key, None)
 
     def assert_done(self) -> None:
         """Raise InFlightError unless every W has run."""
@@ -288,12 +284,7 @@ class WeightGradients:
         if add == self.keep:
             return partial(self.keep, weight)
         goes_to_sum = self.sums is not None and add == self.sums.add and inputs.requires_grad
-        return partial(self._add_gathered, weight) if goes_to_sum else None
-
-    def _add_gathered(
-        self, weight: Tensor, rows: Tensor, inputs: Tensor, gather: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        self.add(weight, rows, inputs if gather is None else gather(inputs))
+        return partial(self.add, weight) if goes_to_sum else None
 
     def adder(self, inputs: Tensor, weight: Tensor, waits: bool = True) -> _Add | None:
         """Return the taker of the weight gradient's factors in the backward; None: autograd.
@@ -330,10 +321,6 @@ class WeightGradients:
         if key in self._split:
             return True
         return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
-
-    def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
-        """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""
-        return partial(_multiplied, layer, self, with_bias)
 
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.
@@ -414,12 +401,7 @@ def _is_plain(layer: nn.Embedding) -> bool:
 
 # `deepcopy` copies the layer that a partial holds, but none that a function closes over: a copy of the layer, such as a
 # moving average, has to use weights of its own
-
-
-def _multiplied(layer: Any, gradients: WeightGradients, with_bias: bool, input: Tensor) -> Tensor:
-    return gradients.linear(input, layer.weight, layer.bias if with_bias else None)
-
-
+#
 # a program may give the layer another class or other options, or the class another forward, when the engine is built
 
 

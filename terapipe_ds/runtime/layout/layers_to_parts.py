@@ -6,18 +6,25 @@ DeepSpeed's own partition methods, and moves layers with their values to the sta
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import io
 import itertools
+import random
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import TiedLayerSpec
+from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import gather, refuse_everywhere
@@ -25,10 +32,10 @@ from terapipe_ds.runtime.layout.layer_names import STOCK_BOUNDS, LayerName, laye
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.parted_module import HeldPart, PartedModule
 from terapipe_ds.runtime.layout.sequence_axis import group_of
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD, bounds_by, random_states_kept
 from terapipe_ds.runtime.layout.tied_and_copied import join_copies
 from terapipe_ds.runtime.log import show_log
 
+PARTITION_METHOD = "_terapipe_partition_method"  # attribute of a module: the method that cut it
 _LAY_OUT_FIRST = "Call terapipe_ds.lay_out(module, ds_config) right after the PipelineModule is built, and"
 
 
@@ -148,6 +155,31 @@ def _parameters_of(module: Any, parameters: Any, before: tuple[set[int], set[int
     if is_current:
         return listed
     return [parameter for parameter in module.parameters() if parameter.requires_grad or not is_trained]
+
+
+def bounds_by(module: Any, method: str, num_parts: int) -> list[int]:
+    """Return the first layer of every part, and the number of layers. DeepSpeed builds layers to count parameters."""
+    cut = copy.copy(module)  # the module keeps its own cut
+    cut.num_stages = num_parts
+    is_silent = replaced(deepspeed_logger, "disabled", True)
+    with is_silent, contextlib.redirect_stdout(io.StringIO()), random_states_kept():
+        cut._partition_layers(method=method)
+    return [int(bound) for bound in cut.parts]  # NumPy's integers are no seeds, with `seed_layers`
+
+
+@contextlib.contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Restore the random states of Python, NumPy, the host and the current device at the end."""
+    accelerator = get_accelerator()
+    on_device, host = accelerator.get_rng_state(), torch.get_rng_state()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(host)
+        accelerator.set_rng_state(on_device)
 
 
 def _method_of(module: Any, layout: Layout) -> str:

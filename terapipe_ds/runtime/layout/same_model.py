@@ -17,7 +17,7 @@ from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
 from terapipe_ds.runtime.agreement import by_text, digest, gather
-from terapipe_ds.runtime.layout.stock_partition import PARTITION_METHOD
+from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Coordinate
@@ -44,19 +44,15 @@ def require_equal_models(module: Any) -> None:
         f" (partition_method {method!r})" if method else ""
     )
     facts = {"the number of layers": f"{len(layers)} layers", **layers, "the first layers of the stages": partition}
-    facts["loss_fn"] = described(module.loss_fn)
     held, place = _held(module), module.topology().get_coord(torch_dist.get_rank())
     stage = getattr(place, "pipe", 0), getattr(place, "model", 0)
-    shared = _of_all_shares(held)
-    parts = (0, facts), (stage, held), (stage[:1], shared)  # each with the ranks that must have the same
+    of_loss, shared = {"loss_fn": described(module.loss_fn)}, _of_all_shares(held)
+    parts = ("model", facts), ("loss", of_loss), (stage, held), (stage[:1], shared)  # with who must have the same
     digests = {each for of_rank in gather([(who, digest(part)) for who, part in parts]) for each in of_rank}
     if len(digests) == len({who for who, _ in digests}):
         return
-    everyone = gather(facts)
-    other = [key for key in facts if len({of_rank.get(key) for of_rank in everyone}) > 1]  # the number before layers
-    shown = dict.fromkeys([other[0], *({"loss_fn"} & {*other})] if other else ())
-    lines = [f"{key}: {by_text({rank: facts[key] for rank, facts in enumerate(everyone)})}" for key in shown]
-    lines = lines or _differing(gather((stage, held))) or _differing(gather((stage[:1], shared)))
+    model, loss = (_differing(gather(part)) for part in parts[:2])
+    lines = [*model, *loss] or _differing(gather(parts[2])) or _differing(gather(parts[3]))
     if lines:
         problem = "\n  ".join(["the ranks have built different models:", *lines])
         raise TeraPipeConfigError(f"{problem}\n{_SAME}; each builds its own share.")
@@ -200,8 +196,8 @@ def _plain(name: str, value: Any, depth: int = 3) -> dict[str, str]:
     return {name: described(value)} if callable(value) and not isinstance(value, nn.Module) else {}
 
 
-def _differing(everyone: list[tuple[tuple[int, ...], dict[str, str]]]) -> list[str]:
-    """Return the first difference among the ranks of a stage, if there is one that ranks can tell."""
+def _differing(everyone: list[tuple[object, dict[str, str]]]) -> list[str]:
+    """Return the first difference among ranks that must have the same, if there is one that ranks can tell."""
     for stage in dict.fromkeys(stage for stage, _ in everyone):
         of_rank = {rank: held for rank, (at, held) in enumerate(everyone) if at == stage}
         for key in dict.fromkeys(key for held in of_rank.values() for key in held):

@@ -7,7 +7,8 @@ steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,12 +60,8 @@ def join_copies(module: Any, world: Any = None) -> None:
     here = {key: {name: list(each.shape) for name, each in named} for key, named in layers.items()}
     everyone = gather(here, world)
     different = [k for k, comm in module.tied_comms.items() if any(everyone[r][k] != here[k] for r in comm["ranks"])]
-    refuse_everywhere(
-        f"layer {different[0]}: its copies on two stages have different parameters: change it on both"
-        if different
-        else None,
-        world,
-    )
+    problem = "its copies on two stages have different parameters: change it on both"
+    refuse_everywhere(f"layer {different[0]}: {problem}" if different else None, world)
     for comm in module.tied_comms.values():
         for parameter in comm["module"].parameters():
             parameter.ds_pipe_replicated = module.global_rank != comm["ranks"][0]
@@ -160,11 +157,12 @@ def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> st
     if not layout.has_copies:
         return None
     # DeepSpeed's optimizers leave gradients that they do not step with
-    groups: Any = getattr(optimizer, "bit16_groups", None) or getattr(optimizer, "fp16_groups", None)
+    kinds = (getattr(optimizer, name, None) for name in ("bit16_groups", "bf16_groups", "fp16_groups"))
+    groups: Any = next(filter(None, kinds), None)
     groups = groups or [group["params"] for group in getattr(optimizer, "param_groups", ())]
     stepped = {id(weight) for group in groups for weight in group}
     shared = [weight for _, weights in weights_by_group(module) for weight in weights if id(weight) in stepped]
-    if not any(map(Gradients(optimizer).is_there, shared)):
+    if not any(map(Gradients.of(optimizer).is_there, shared)):
         return None
     return (
         "parameters at two places (chimera) have gradients before train_batch(), and these would count twice: call "
@@ -177,7 +175,7 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
 
     If a parameter is trained at one place only, all ranks that hold it raise RuntimeError.
     """
-    gradients = Gradients(optimizer)
+    gradients = Gradients.of(optimizer)
     for group, weights in weights_by_group(module):
         here = [[gradients.is_there(weight), gradients.is_trained(weight)] for weight in weights]
         there = torch.tensor([[*flags, not flags[1]] for flags in here], dtype=torch.int32, device=weights[0].device)
@@ -189,7 +187,8 @@ def complete_gradients(module: Any, optimizer: Any) -> None:
                     f"a parameter of shape {list(weight.shape)} at two places (chimera) is trained at one "
                     "and not at the other: freeze it, or leave it out of the optimizer, on both stages"
                 )
-            gradients.complete(weight, anywhere=bool(anywhere))
+            if anywhere:
+                gradients.made(weight)
 
 
 def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | None:
@@ -197,7 +196,7 @@ def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | 
 
     Stages sum the tied gradients that they have, so that these stages would wait for the others for ever.
     """
-    gradients, comms = Gradients(optimizer), module.tied_comms
+    gradients, comms = Gradients.of(optimizer), module.tied_comms
     weights = {
         (key, name): weight
         for key, comm, shared in _shared(module)
@@ -221,10 +220,10 @@ def problem_of_tied_gradients(module: Any, optimizer: Any, world: Any) -> str | 
 
 def sum_gradients(module: Any, optimizer: Any) -> None:
     """Sum the complete gradients of each parameter over its places, and of a tied parameter over its stages."""
-    gradients = Gradients(optimizer)
+    gradients = Gradients.of(optimizer)
     for group, weights in weights_by_group(module):
-        summands = [gradients.of(weight) for weight in weights]
-        all_reduce([gradient for gradient in summands if gradient is not None], group)
+        summands = [gradients.to_sum(weight) for weight in weights]
+        _in_place([each for each in summands if each is not None], partial(dist.all_reduce, group=group))
 
 
 def take_owners_weights(module: Any) -> None:
@@ -244,7 +243,7 @@ def take_owners_weights(module: Any) -> None:
             by_source.setdefault((id(comm["group"]), source), (comm["group"], []))[1].extend(weights)
     # few large messages, in one order on all ranks
     for (_, source), (group, weights) in by_source.items():
-        broadcast(weights, source, group)
+        _in_place(weights, partial(dist.broadcast, src=source, group=group))
 
 
 def restore_hooks(module: nn.Module) -> None:
@@ -266,31 +265,44 @@ def weights_by_group(module: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 class Gradients:
-    """Find the gradients of a batch to sum over stages: in `.grad`, `.grad_accum`, or buffers of `BF16_Optimizer`.
+    """Find the gradients of a step: in the attribute `name` of the parameters, `grad` or ZeRO's `grad_accum`.
 
-    The buffers exist, and are empty, before any backward, for the weights that the optimizer trains. ZeRO has
-    gradients in another dtype than the parameters in `.grad_accum`, where DeepSpeed's own sum does not look.
+    ZeRO has gradients in another dtype than the parameters there, where DeepSpeed's own sum of tied ones does not look.
     """
 
-    def __init__(self, optimizer: Any) -> None:
-        self._name, self._dtype = "grad", None
+    def __init__(self, name: str = "grad", dtype: torch.dtype | None = None) -> None:
+        self._name, self._dtype = name, dtype
+
+    @staticmethod
+    def of(optimizer: Any) -> Gradients:
+        if isinstance(optimizer, BF16_Optimizer):
+            return _InBuffers(optimizer)
         if getattr(optimizer, "use_grad_accum_attribute", False):
-            self._name, self._dtype = "grad_accum", optimizer.gradient_accumulation_dtype
-        self._optimizer = optimizer if isinstance(optimizer, BF16_Optimizer) else None
-        groups = [] if self._optimizer is None else self._optimizer.bf16_groups
-        self._places = {id(weight): (i, j) for i, group in enumerate(groups) for j, weight in enumerate(group)}
+            return Gradients("grad_accum", optimizer.gradient_accumulation_dtype)
+        return Gradients()
 
     def is_trained(self, weight: Any) -> bool:
         """Return whether `weight` will have gradients, as far as this rank knows."""
-        return bool(weight.requires_grad) and (self._optimizer is None or id(weight) in self._places)
+        return bool(weight.requires_grad)
 
     def is_there(self, weight: Any) -> bool:
-        if self._optimizer is None:
-            return weight.grad is not None or getattr(weight, "grad_accum", None) is not None
-        i, j = self._places.get(id(weight), (None, None))
-        return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
+        return weight.grad is not None or getattr(weight, "grad_accum", None) is not None
 
-    def of(self, weight: Any) -> Tensor | None:
+    def present(self, weight: Any) -> Tensor | None:
+        """Return the gradient; None if there is none in this step."""
+        return getattr(weight, self._name, None)
+
+    def made(self, weight: Any) -> Tensor:
+        """Return the gradient, zeros if there was none: from now on there is one in this step."""
+        if self.present(weight) is None:
+            setattr(weight, self._name, torch.zeros_like(weight, dtype=self._dtype))
+        total: Tensor = getattr(weight, self._name)
+        return total
+
+    def clear(self, weight: Any) -> None:
+        setattr(weight, self._name, None)
+
+    def to_sum(self, weight: Any) -> Tensor | None:
         """Return the gradient to sum; None if no stage has one.
 
         A sparse gradient becomes dense: a stage cannot know whether another stage's is sparse, absent (the other
@@ -299,34 +311,56 @@ class Gradients:
         """
         if weight.grad is not None and weight.grad.layout != torch.strided:
             weight.grad = weight.grad.to_dense()
-        if self._optimizer is None:
-            return getattr(weight, self._name, None)
+        return self.present(weight)
+
+
+class _InBuffers(Gradients):
+    """Find them in `BF16_Optimizer`, whose buffers exist, and are empty, before any backward, for what it trains."""
+
+    def __init__(self, optimizer: BF16_Optimizer) -> None:
+        super().__init__()
+        self._optimizer, groups = optimizer, enumerate(optimizer.bf16_groups)
+        self._places = {id(weight): (i, j) for i, group in groups for j, weight in enumerate(group)}
+
+    def _buffer(self, weight: Any) -> Tensor | None:
         i, j = self._places.get(id(weight), (None, None))
         return None if i is None else self._optimizer.fp32_groups_gradients[i][j]
 
-    def complete(self, weight: Any, anywhere: bool) -> None:
-        if self._optimizer is None:
-            if anywhere and getattr(weight, self._name, None) is None:
-                setattr(weight, self._name, torch.zeros_like(weight, dtype=self._dtype))
-        elif id(weight) in self._places:
-            i, j = self._places[id(weight)]
-            weight._hp_grad = self._optimizer.fp32_groups_gradients[i][j]
-            self._optimizer.fp32_groups_has_gradients[i][j] = anywhere
+    def _mark(self, weight: Any, has_gradient: bool) -> None:
+        i, j = self._places[id(weight)]
+        self._optimizer.fp32_groups_has_gradients[i][j] = has_gradient  # DeepSpeed leaves out what had no gradient
 
+    def is_trained(self, weight: Any) -> bool:
+        return bool(weight.requires_grad) and id(weight) in self._places
 
-def all_reduce(tensors: Iterable[Tensor], group: Any) -> None:
-    """Sum each tensor over `group`, in place. All ranks pass tensors of the same shapes and dtypes in one order."""
-    _in_place(tensors, lambda tensor: dist.all_reduce(tensor, group=group))
+    def is_there(self, weight: Any) -> bool:
+        i, j = self._places.get(id(weight), (None, None))
+        return i is not None and bool(self._optimizer.fp32_groups_has_gradients[i][j])
 
+    def present(self, weight: Any) -> Tensor | None:
+        return self._buffer(weight) if self.is_there(weight) else None
 
-def broadcast(tensors: Iterable[Tensor], source: int, group: Any) -> None:
-    """Give each tensor, in place, the value that it has on the global rank `source` of `group`."""
-    _in_place(tensors, lambda tensor: dist.broadcast(tensor, source, group=group))
+    def made(self, weight: Any) -> Tensor:
+        total = self._buffer(weight)
+        assert total is not None
+        if not self.is_there(weight):
+            self._mark(weight, True)
+            weight._hp_grad = total
+        return total
+
+    def clear(self, weight: Any) -> None:
+        self.made(weight).zero_()
+        self._mark(weight, False)
+
+    def to_sum(self, weight: Any) -> Tensor | None:
+        super().to_sum(weight)
+        return self._buffer(weight)
 
 
 @torch.no_grad()
-def _in_place(tensors: Iterable[Tensor], collective: Callable[[Tensor], object]) -> None:
-    for bucket in _take_tensors(list(tensors), BUCKET_BYTES):  # of one dtype and device
+def _in_place(tensors: list[Tensor], collective: Callable[[Tensor], object]) -> None:
+    """Sum tensors, or broadcast them, in place. All ranks pass the same shapes and dtypes in one order."""
+    for bucket in _take_tensors(tensors, BUCKET_BYTES):  # of one dtype and device
         if len(bucket) == 1 and bucket[0].is_contiguous():
             collective(bucket[0])
             continue

@@ -31,11 +31,6 @@ from terapipe_ds.schedule.action import SliceKey
 
 Signature = Hashable
 
-NCCL_DTYPES = frozenset({
-    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.uint8, torch.int8, torch.int32, torch.int64,
-})  # fmt: skip
-"""What NCCL and every other backend can send. Other dtypes travel as bytes: NCCL lacks bool, int16 and complex ones."""
-
 _TAGS_BY_HOST = 1 << 16  # added to a link's tag for messages in the control group, which also carries announcements
 
 NO_LIMIT = timedelta(days=365)
@@ -96,11 +91,11 @@ class Wire:
 
     def isend(self, tensor: torch.Tensor) -> Any:
         """Begin to send the result of `outgoing`; return the handle to wait for."""
-        return torch_dist.isend(tensor, self.peer, group=self.group, tag=self._message_tag)
+        return torch_dist.isend(_bytes(tensor), self.peer, group=self.group, tag=self._message_tag)
 
     def irecv(self, buffer: torch.Tensor) -> Any:
         """Begin to receive into a `buffer`; return the handle to wait for."""
-        return torch_dist.irecv(buffer, self.peer, group=self.group, tag=self._message_tag)
+        return torch_dist.irecv(_bytes(buffer), self.peer, group=self.group, tag=self._message_tag)
 
     def wait(self, work: Any) -> None:
         """Wait for a message: on the host, or in the current stream if messages are in streams."""
@@ -121,29 +116,30 @@ class Wire:
         return self.tag + _TAGS_BY_HOST if self.group is self.control else self.tag
 
     def outgoing(self, tensor: torch.Tensor, buffers: MessageBuffers | None = None) -> torch.Tensor:
-        """Return `tensor` in a form that the backend can send: contiguous, and as bytes if NCCL lacks the dtype."""
+        """Return `tensor` in a form that the backend can send: contiguous, and in the host's memory if it is staged."""
         tensor = tensor.detach()
         # a copy: the allocator must not wait for the message when the layer's output goes
         if self.streamed and buffers is not None:
             tensor = buffers.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
         tensor = tensor.resolve_conj().contiguous()  # torch shows no conjugate view as bytes
-        tensor = tensor if tensor.dtype in NCCL_DTYPES else tensor.reshape(-1).view(torch.uint8)
         return to_host(tensor) if self.staged else tensor
 
     def buffer(self, spec: TensorSpec, buffers: MessageBuffers | None = None) -> torch.Tensor:
         """Return memory for the backend to receive such a tensor in, from `buffers` if messages are in streams."""
-        whole = spec.dtype in NCCL_DTYPES
-        shape, dtype = (spec.shape, spec.dtype) if whole else ((spec.num_bytes,), torch.uint8)
         if self.staged:
-            return host_buffer(shape, dtype, self.device)
+            return host_buffer(spec.shape, spec.dtype, self.device)
         if self.streamed and buffers is not None:
-            return buffers.take(shape, dtype)
-        return torch.empty(shape, dtype=dtype, device=self.device)
+            return buffers.take(spec.shape, spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
 
-    def incoming(self, buffer: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    def incoming(self, buffer: torch.Tensor) -> torch.Tensor:
         """Return the tensor that arrived in `buffer`, on the device."""
-        buffer = buffer.to(self.device) if self.staged else buffer
-        return buffer if spec.dtype in NCCL_DTYPES else buffer.view(spec.dtype).view(spec.shape)
+        return buffer.to(self.device) if self.staged else buffer
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor in a dtype that every backend sends: NCCL lacks bool, int16 and complex ones."""
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 class _Channel:
@@ -190,7 +186,7 @@ class SendChannel(_Channel):
 
     def send(self, tensors: Sequence[torch.Tensor], consumed_at: int, spec: MessageSpec | None = None) -> None:
         """Send without blocking. `consumed_at` is the index in the peer's order of the unit that waits."""
-        # One buffer of fewer bytes if the wire has a format; gloo sends no bool, which travels as uint8
+        # One buffer of fewer bytes if the wire has a format
         packing = None if spec is None else self.wire.packing(spec)
         if packing is not None:
             tensors = [packing.pack(tensors)]
@@ -279,13 +275,9 @@ class ReceiveChannel(_Channel):
         # Here the main thread waits for the peer
         for work in posted.works:
             self.wire.wait(work)
-        incoming, buffers = (
-            self.wire.incoming,
-            zip(posted.buffers, (posted.packing or posted.spec).tensors, strict=True),
-        )
         if self.wire.streamed:
             self._start_posted()  # the next one, now that the wait for this one is over
-        came = tuple([incoming(buffer, spec) for buffer, spec in buffers])
+        came = tuple(map(self.wire.incoming, posted.buffers))
         return posted.spec, came if posted.packing is None else posted.packing.unpack(*came)
 
     def _learn(self, unit: SliceKey) -> None:

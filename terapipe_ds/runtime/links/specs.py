@@ -57,15 +57,6 @@ class MessageSpec:
     def of(cls, tensors: Sequence[torch.Tensor], is_tuple: bool) -> MessageSpec:
         return cls(tuple(TensorSpec.of(t) for t in tensors), is_tuple)
 
-    def fits(self, tensors: Sequence[torch.Tensor], is_tuple: bool) -> bool:
-        """Return whether this is the spec of `tensors`: comparing is faster than making their own spec."""
-        if is_tuple is not self.is_tuple or len(tensors) != len(self.tensors):
-            return False
-        for tensor, spec in zip(tensors, self.tensors, strict=True):
-            if tensor.shape != spec.shape or tensor.dtype != spec.dtype or tensor.requires_grad != spec.requires_grad:
-                return False
-        return True
-
     @cached_property
     def gradient(self) -> MessageSpec:
         """Return the spec of the message back: one gradient for each tensor that requires one."""

@@ -252,12 +252,10 @@ class StageLinks:
         unit = action.unit
         # The peer has received the message when something arrives that it sends after this action
         needed_at = self._places[action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit]
-        signature = self._signature(unit)
-        announced = channel.announced.get(signature)
         # Both ends know the form of a signature from its first message on; another form is an error here
-        if announced is None or not announced.fits(tensors, is_tuple):
-            channel.announce(signature, MessageSpec.of(tensors, is_tuple))
-        channel.send(tensors, needed_at, channel.announced[signature])
+        spec = MessageSpec.of(tensors, is_tuple)
+        channel.announce(self._signature(unit), spec)
+        channel.send(tensors, needed_at, spec)
         self._keep_budget(channel)
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:

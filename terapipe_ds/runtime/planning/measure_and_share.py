@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,7 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.messages import bytes_of_gb, logger
 from terapipe_ds.planner import describe
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
-from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
-from terapipe_ds.runtime.batch.source import DrawnMicroBatch
+from terapipe_ds.runtime.agreement import largest
 from terapipe_ds.runtime.layers.activation_checkpointing import recompute_layers
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.log import Diagnostic
@@ -20,8 +19,7 @@ from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.planning.choose_plan import WORTH_CHANGING, best_with_recompute, best_without_moving
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.runtime.profiling.memory_peak import bytes_outside_allocator
-from terapipe_ds.runtime.profiling.profiles import Profiles
-from terapipe_ds.runtime.profiling.rounds import Peers
+from terapipe_ds.runtime.profiling.profiles import DrawnBatch, Profiles
 from terapipe_ds.schedule import build
 from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
@@ -50,7 +48,7 @@ class AutoPlanner:
     def longest(self, lengths: Iterable[int]) -> int:
         """Return the longest of the lengths of all pipelines; 0 if none has any. A collective."""
         # the stages of a pipeline know the same lengths
-        return int(Peers(self._groups.everyone).largest(max(lengths, default=0)))
+        return int(largest(max(lengths, default=0), self._groups.everyone))
 
     def rounded(self, length: int) -> int:
         """Return a multiple of the granularity: lengths with the same one may share a plan.
@@ -85,13 +83,7 @@ class AutoPlanner:
             > WORTH_CHANGING * choice.predicted.predicted_s
         ]
 
-    def choose(
-        self,
-        length: int,
-        drawn: Sequence[DrawnMicroBatch],
-        shapes: Sequence[MicroBatchShape],
-        before: Choice | None = None,
-    ) -> Choice:
+    def choose(self, length: int, drawn: DrawnBatch, before: Choice | None = None) -> Choice:
         """Measure costs that are not known yet, and plan sequences of `length` tokens. A collective.
 
         The log names the plan and the alternatives. One line does for a length below an earlier one, since batches
@@ -101,7 +93,7 @@ class AutoPlanner:
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
         ask(lambda: self._config.check_granularity(length))
-        profile = self.profiles.get(length, drawn, shapes)
+        profile = self.profiles.get(length, drawn)
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))
         kind = self._engine.micro_batches, self._engine.module.training

@@ -21,6 +21,7 @@ from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.planning.choice import Choice, ChoiceKey
 from terapipe_ds.runtime.planning.measure_and_share import AutoPlanner
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
+from terapipe_ds.runtime.profiling.profiles import DrawnBatch
 from terapipe_ds.schedule import SEARCH, Schedule, ScheduleError, build, build_forwards, fits, load, validate
 from terapipe_ds.version import __version__
 
@@ -150,7 +151,7 @@ class Plans:
     ) -> tuple[Choice, list[SlicePlan]]:
         """Return the choice for the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
-            self._plan_missing(self._planner, drawn, shapes)
+            self._plan_missing(self._planner, list(zip(drawn, shapes, strict=True)))
         plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
         # one schedule runs the whole batch: the schedule of its longest sequences
         how = self._choice(max(shape.length for shape in shapes))
@@ -164,9 +165,7 @@ class Plans:
             recompute_layers(self._engine.module, frozenset().union(*chosen))
         return how, plans
 
-    def _plan_missing(
-        self, planner: AutoPlanner, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> None:
+    def _plan_missing(self, planner: AutoPlanner, drawn: DrawnBatch) -> None:
         """Plan each length that has no choice yet, the longest first. A collective over all ranks.
 
         All ranks measure slices, rank 0 searches, and every rank gets its choice. Lengths around one multiple
@@ -176,12 +175,12 @@ class Plans:
         before = {key: self._planned.pop(key) for key in planner.misjudged(self._planned)}
         for key in [key for key in self._choices if (planner.rounded(key[0]), *key[1:]) in before]:
             del self._choices[key]
-        lengths = {shape.length for shape in shapes}
+        lengths = {shape.length for _, shape in drawn}
         while length := planner.longest(one for one in lengths if self._known(one) is None):
             key = self._key(planner.rounded(length))
             planned = self._planned.get(key)
             if planned is None or (planner.is_exact and planned.sequence_length < length):
-                planned = self._planned[key] = planner.choose(length, drawn, shapes, before.get(key))
+                planned = self._planned[key] = planner.choose(length, drawn, before.get(key))
             self._choices[self._key(length)] = planned.of_length(length).joined(self._shortest)
 
     # -- checkpoints -------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.profile import CostSample, LinkSample
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import DEEPSPEED_OPTIMIZERS, bytes_of_step
+from terapipe_ds.runtime.agreement import barrier, largest
 from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
@@ -43,7 +44,7 @@ from terapipe_ds.runtime.links.specs import MessageSpec
 from terapipe_ds.runtime.profiling.key import kinds_of_part
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured, measure_layers
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
-from terapipe_ds.runtime.profiling.rounds import Peers, grid, time_part
+from terapipe_ds.runtime.profiling.rounds import grid, time_part
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.schedule.schedule import RECEIVE_AHEAD
@@ -90,14 +91,13 @@ def measure_parts(
 
     A part at several places is measured at its home.
     """
-    engine, layout, peers = stage.engine, stage.layout, Peers(stage.groups.world)
+    engine, layout = stage.engine, stage.layout
     # copies of a part cost the same, so its home alone is measured
     places = [p for p in layout.places(engine.stage_id) if layout.homes(p.part_id)[0] == (engine.stage_id, p.chunk_id)]
     with torch.inference_mode(False):  # a batch that was drawn for an evaluation may not be recorded otherwise
         timers = {place: _timer(stage, place, micro_batch, shape, sequence_length) for place in places}
-    granularity = stage.config.granularity_for(sequence_length)
     # every part runs the same lengths in the same order, because peers meet inside the layers
-    points = grid(sequence_length, granularity, shortest_slice_on(engine.module))
+    points = grid(sequence_length, stage.config.granularity_for(sequence_length), shortest_slice_on(engine.module))
     lengths = sorted({tokens for tokens, _ in points})
     try:
         with (
@@ -107,12 +107,12 @@ def measure_parts(
             specs = _exchange_specs(stage, timers, lengths)
             measured: list[PartMeasured] = []
             for place, timer in timers.items():
-                of_part = stage, place, timer, specs[place.part_id], granularity, peers
+                of_part = stage, place, timer, specs[place.part_id]
                 measured.append(_measure_part(*of_part, lambda share: progress((len(measured) + share) / len(timers))))
     finally:
         engine.slice_store.reset()
     # links come last: nothing else runs beside them, as on a quiet network
-    _measure_links({part.part_id: part for part in measured}, specs, layout, wires, engine.stage_id, peers)
+    _measure_links(stage, wires, {part.part_id: part for part in measured}, specs)
     return measured
 
 
@@ -175,20 +175,15 @@ def _exchange_specs(stage: StageToPlan, timers: Mapping[Place, SliceTimer], leng
 
 
 def _measure_part(
-    stage: StageToPlan,
-    place: Place,
-    timer: SliceTimer,
-    specs: Specs,
-    granularity: int,
-    peers: Peers,
-    progress: Callable[[float], None],
+    stage: StageToPlan, place: Place, timer: SliceTimer, specs: Specs, progress: Callable[[float], None]
 ) -> PartMeasured:
     """Return the costs of a part, whose links are still to be tried."""
-    engine, config = stage.engine, stage.config
+    engine, config, world = stage.engine, stage.config, stage.groups.world
     activate(engine.module, place.chunk_id)
-    samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, peers=peers, progress=progress)
+    granularity = config.granularity_for(timer.sequence_length)
+    samples = time_part(timer, granularity, engine.num_stages, engine.micro_batches, group=world, progress=progress)
     # no rank counts bytes alone: its peers would run fewer slices
-    everyone_counts = peers.largest(not MemoryPeak.is_available()) == 0
+    everyone_counts = largest(not MemoryPeak.is_available(), world) == 0
     wire_format = config.links.forward if place.part_id >= config.links.exact_until_part else None
     memory = _part_memory(engine, timer, specs, wire_format) if everyone_counts else None
     layers = None
@@ -205,14 +200,10 @@ def _measure_part(
 
 
 def _measure_links(
-    measured: Mapping[int, PartMeasured],
-    specs: Mapping[int, Specs],
-    layout: Layout,
-    wires: Wires,
-    stage_id: int,
-    peers: Peers,
+    stage: StageToPlan, wires: Wires, measured: Mapping[int, PartMeasured], specs: Mapping[int, Specs]
 ) -> None:
     """Try each link with the smallest, a middle and the largest slice, one link of a stage at a time."""
+    layout, stage_id = stage.layout, stage.engine.stage_id
     lengths = sorted(specs[next(iter(measured))])
     chosen = sorted({lengths[0], lengths[len(lengths) // 2], lengths[-1]})
     for part in measured.values():
@@ -222,7 +213,7 @@ def _measure_links(
     between_stages = (way for way in ways if way[1][0] != way[1][2])
     # a stage that tries two links at once would share its time between them
     for links in rounds_of(between_stages, ends=lambda way: (way[1][0], way[1][2])):
-        peers.barrier()
+        barrier(stage.groups.world)
         for part_id, ends in links:
             source, _, target, _ = ends
             if stage_id not in (source, target):

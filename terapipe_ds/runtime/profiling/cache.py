@@ -9,7 +9,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
@@ -91,11 +91,13 @@ def _memory(layers: Sequence[LayerProfile]) -> dict[str, float | None] | None:
     known = [layer.memory for layer in layers if layer.memory is not None]
     if len(known) < len(layers):
         return None
-    values = {name: [numbers[name] for numbers in known] for name in known[0]}
-    return {
-        name: None if None in each else statistics.median(number for number in each if number is not None)
-        for name, each in values.items()
-    }
+    return {name: _of_all((numbers[name] for numbers in known), statistics.median) for name in known[0]}
+
+
+def _of_all(values: Iterable[float | None], how: Callable[[Iterable[float]], float]) -> float | None:
+    """Return what `how` makes of the values; None if one of them is not known."""
+    known = [*values]
+    return None if None in known else how(cast(list[float], known))
 
 
 def with_own_time(profile: Profile, own_s: Mapping[int, tuple[float, float]]) -> Profile:
@@ -134,13 +136,11 @@ def _merged(replicas: Iterable[Sequence[Sequence[_Sample]]]) -> list[_Sample]:
 
 
 def _one(same: Sequence[_Sample], how: Callable[[Iterable[float]], float]) -> _Sample:
-    of_slices = ("forward_s", "backward_s", "forward_spread", "backward_spread")
-    names = ("send_s",) if isinstance(same[0], LinkSample) else of_slices
-    numbers: dict[str, Any] = {name: how(getattr(sample, name) for sample in same) for name in names}
+    names = [field.name for field in dataclasses.fields(same[0]) if field.name.endswith(("_s", "_spread"))]
     # if one rank did not split a backward, no rank can plan to split it
-    weights = [weight_s for sample in same if (weight_s := getattr(sample, "weight_s", None)) is not None]
-    if len(weights) == len(same):
-        numbers["weight_s"] = min(how(weights), numbers["backward_s"])
+    numbers: dict[str, Any] = {name: _of_all((getattr(each, name) for each in same), how) for name in names}
+    if numbers.get("weight_s") is not None:
+        numbers["weight_s"] = min(numbers["weight_s"], numbers["backward_s"])
     return dataclasses.replace(same[0], **numbers)
 
 

@@ -86,15 +86,12 @@ def measure_layers(
 def _run(
     timer: SliceTimer, points: Sequence[CostSample], trials: Trials
 ) -> tuple[list[list[list[float]]], TrialFailure | None]:
-    """Return the seconds of F, B and W (0 if it is not split off) of the layers at each of the points."""
+    """Return the seconds of F, B and W of the layers at each of the points."""
     what, seconds = f"timing the layers of part {timer.part_id} one by one", []
     try:
-        # no prefix changes W
-        lengths = sorted({point.tokens for point in points}) if timer.can_split else ()
-        weights = {tokens: timer.layer_weights(tokens) for tokens in lengths}
         for point in points:
-            both = timer.layer_seconds(point.tokens, point.prefix)
-            seconds.append([*map(list, zip(*both, strict=True)), weights.get(point.tokens, [0.0] * len(both))])
+            by_layer = timer.layer_seconds(point.tokens, point.prefix)
+            seconds.append([*map(list, zip(*by_layer, strict=True))])
     except Exception as error:  # of the model's own code, so of any kind
         timer.store.reset()
         return [], trials.failure(error, what, _WITHOUT)

@@ -33,6 +33,7 @@ from terapipe_ds.runtime.profiling.key import describe_part, device_name, profil
 from terapipe_ds.runtime.profiling.rounds import noise_warning
 
 T = TypeVar("T")
+DrawnBatch = Sequence[tuple[DrawnMicroBatch, MicroBatchShape]]
 
 
 class Profiles:
@@ -44,12 +45,12 @@ class Profiles:
         self._known: dict[int, Profile] = {}
         self._measured_last: tuple[int, Path | None] | None = None  # without the engine's own time: size, file
 
-    def get(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Profile:
+    def get(self, length: int, drawn: DrawnBatch) -> Profile:
         """Return the costs of sequences of up to `length` tokens. A collective."""
         size = self._engine.train_micro_batch_size_per_gpu()
         profile = self._known.get(size)
         if profile is None or profile.key.sequence_length < length:
-            profile = self._known[size] = self._profile_for(length, drawn, shapes)
+            profile = self._known[size] = self._profile_for(length, drawn)
         return profile
 
     @property
@@ -85,8 +86,8 @@ class Profiles:
         except Exception as error:
             raise RaisedEverywhere(error) from None
 
-    def _profile_for(self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]) -> Profile:
-        key = key_of(self._stage, length, max(shape.rows for shape in shapes))
+    def _profile_for(self, length: int, drawn: DrawnBatch) -> Profile:
+        key = key_of(self._stage, length, max(shape.rows for _, shape in drawn))
         planner = self._config.planner
         if planner.profile != "measure":
             granularity = self._config.searched_granularity(length)
@@ -95,7 +96,7 @@ class Profiles:
         cached = self.from_rank_0(lambda: _cached(path, key))
         if cached is not None:
             return cached
-        costs = self._measure(length, drawn, shapes)
+        costs = self._measure(length, drawn)
         self._measured_last = self._engine.train_micro_batch_size_per_gpu(), path
 
         def combined() -> Profile:
@@ -105,9 +106,7 @@ class Profiles:
 
         return self.from_rank_0(combined)
 
-    def _measure(
-        self, length: int, drawn: Sequence[DrawnMicroBatch], shapes: Sequence[MicroBatchShape]
-    ) -> list[PartMeasured]:
+    def _measure(self, length: int, drawn: DrawnBatch) -> list[PartMeasured]:
         is_first_rank = self._engine.global_rank == 0
         if is_first_rank:
             logger.info("measuring slices of sequences of %d tokens, to plan them", length)
@@ -118,7 +117,7 @@ class Profiles:
                 self._note(f"measuring slices ({share:.0%} done)")
                 bar.update(round(100 * share) - bar.n)
 
-            longest = max(zip(drawn, shapes, strict=True), key=lambda pair: pair[1].length)
+            longest = max(drawn, key=lambda pair: pair[1].length)
             own = measure_parts(self._stage, self._wires, *longest, length, progress)
         everyone = [costs for rank in gather(own, self._groups.world) for costs in rank]
         # a clock other than the wall's is for machines that are busy with the other stages

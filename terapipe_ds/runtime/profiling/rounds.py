@@ -11,50 +11,27 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 
 from terapipe_ds.costs.profile import CostSample
+from terapipe_ds.runtime.agreement import barrier, largest
 from terapipe_ds.runtime.layout.sequence_axis import shortest_slice_on
 from terapipe_ds.runtime.profiling.slice_timer import SliceTimer
 
 Point = tuple[int, int]  # (tokens, prefix)
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 8
-WEIGHT_ROUNDS = 3  # W alone: a product of matrices, which varies little
 LIMIT_STEPS = 10  # the rounds take at most this many unsliced steps, as far as the least number of rounds allows
 WIDE_SPREAD = 0.15  # an interquartile range over the median beyond which the numbers deserve a warning
 _DISTURBED = 0.02  # of its time: a run that lost this much more than the least disturbed one does not count
 _SMALL_TOKENS = 128  # slices of fewer tokens run several times a round: they are cheap, and timers are coarse
 _PREFIX_SIZES = 4  # how many slice lengths are measured with a prefix as well
-
-
-class Peers:
-    """Represent the ranks that measure at the same time: the ranks of `group`, on the CPU, or this rank alone."""
-
-    def __init__(self, group: Any = None) -> None:
-        self._group = group
-
-    def barrier(self) -> None:
-        """Wait for every rank."""
-        if self._group is not None:
-            torch_dist.barrier(group=self._group)
-
-    def largest(self, value: float) -> float:
-        """Return the largest value that any rank has."""
-        if self._group is None:
-            return value
-        number = torch.tensor([value], dtype=torch.float64, device="cpu")
-        torch_dist.all_reduce(number, op=torch_dist.ReduceOp.MAX, group=self._group)
-        return float(number)
-
-
-ALONE = Peers()
 
 
 def time_part(
@@ -63,19 +40,18 @@ def time_part(
     num_stages: int,  # of a training step, whose unsliced time limits the measuring
     num_micro_batches: int,
     *,
-    peers: Peers = ALONE,
+    group: Any = None,  # of the ranks that measure at the same time, on the CPU; None: this rank alone
     progress: Callable[[float], Any] = lambda share: None,  # called with the finished share, between 0 and 1
 ) -> tuple[CostSample, ...]:
-    """Return the seconds of one part; a collective over `peers`."""
+    """Return the seconds of one part; a collective over `group`."""
     length = timer.sequence_length
     points = grid(length, granularity_tokens, shortest_slice_on(timer.module))
     # a job must not wait longer for its plan than for a few of its steps
     limit_steps = LIMIT_STEPS * (num_micro_batches + num_stages - 1)
     processor_s = time.process_time if get_accelerator().is_synchronized_device() else None
     with timer.leaving_weights():
-        rounds = measure(timer, points, length, limit_steps, peers, processor_s, progress)
-    lengths = sorted({tokens for tokens, _ in points})
-    alone = weights(timer, lengths, peers) if timer.can_split else None
+        rounds = measure(timer, points, length, limit_steps, group, processor_s, progress)
+    alone = rounds.weight_s() if timer.can_split else None
     return rounds.samples(shares(alone, timer.joined_tokens) if alone and timer.joins_unsplit else alone)
 
 
@@ -132,32 +108,39 @@ class Rounds:
     """Collect the times of one rank's runs, by point."""
 
     processor_s: Callable[[], float] | None = None  # of this process so far; None: a device computes beside the host
-    forwards: dict[Point, list[Taken]] = field(default_factory=dict)
-    backwards: dict[Point, list[Taken]] = field(default_factory=dict)
+    forwards: defaultdict[Point, list[Taken]] = field(default_factory=partial(defaultdict, list))
+    backwards: defaultdict[Point, list[Taken]] = field(default_factory=partial(defaultdict, list))
+    weights: defaultdict[int, list[Taken]] = field(default_factory=partial(defaultdict, list))  # W, by tokens
     count: int = 0
 
-    def run(self, timer: SliceTimer, group: Sequence[Point], peers: Peers) -> None:
-        """Run the forwards of a group, and its backwards in reverse."""
+    def run(self, timer: SliceTimer, points: Sequence[Point], group: Any) -> None:
+        """Run the forwards of points that are live together, and their backwards in reverse."""
         live = []
-        for point in group:
-            peers.barrier()
+        for point in points:
+            barrier(group)
             begin_s = self._processor_s()
             seconds, kept = timer.forward(*point)
-            self._note(self.forwards, point, seconds, begin_s)
+            self.forwards[point].append(Taken(seconds, self._lost_s(seconds, begin_s)))
             live.append((point, kept))
         # backwards in reverse, as in training
         while live:
             point, kept = live.pop()
-            peers.barrier()
+            barrier(group)
             begin_s = self._processor_s()
-            self._note(self.backwards, point, timer.backward(kept), begin_s)
+            backward_s, weight_s = timer.backward(kept)
+            lost_s = self._lost_s(backward_s + weight_s, begin_s)
+            self.backwards[point].append(Taken(backward_s, lost_s))
+            self.weights[point[0]].append(Taken(weight_s, lost_s))
 
     def _processor_s(self) -> float:
         return 0.0 if self.processor_s is None else self.processor_s()
 
-    def _note(self, runs: dict[Point, list[Taken]], point: Point, seconds: float, begin_s: float) -> None:
-        lost_s = 0.0 if self.processor_s is None else max(0.0, seconds - (self.processor_s() - begin_s))
-        runs.setdefault(point, []).append(Taken(seconds, lost_s))
+    def _lost_s(self, seconds: float, begin_s: float) -> float:
+        return 0.0 if self.processor_s is None else max(0.0, seconds - (self.processor_s() - begin_s))
+
+    def weight_s(self) -> dict[int, float]:
+        """Return tokens -> seconds of W, which no prefix changes."""
+        return {tokens: statistics.median(undisturbed(runs)) for tokens, runs in self.weights.items()}
 
     def samples(self, weight_s: Mapping[int, float] | None = None) -> tuple[CostSample, ...]:
         """Return medians of the runs without disturbance, and spreads of all.
@@ -180,40 +163,31 @@ def measure(
     points: Sequence[Point],
     sequence_length: int,
     limit_steps: int,
-    peers: Peers = ALONE,
+    group: Any = None,
     processor_s: Callable[[], float] | None = None,
     progress: Callable[[float], Any] = lambda share: None,
 ) -> Rounds:
-    """Run all `points` in rounds that take at most `limit_steps` unsliced steps; a collective over `peers`."""
+    """Run all `points` in rounds that take at most `limit_steps` unsliced steps; a collective over `group`."""
     begin_s = time.perf_counter()
     groups = groups_of(points, sequence_length)
     warm, whole = Rounds(), (sequence_length, 0)
     # all ranks run as many rounds as the slowest can afford
     for _ in range(2):  # once to warm up, and once to measure a step
-        warm.run(timer, [whole], peers)
-    limit_s = limit_steps * peers.largest(warm.forwards[whole][-1].seconds + warm.backwards[whole][-1].seconds)
+        warm.run(timer, [whole], group)
+    runs = warm.forwards[whole], warm.backwards[whole], warm.weights[sequence_length]
+    limit_s = limit_steps * largest(sum(taken[-1].seconds for taken in runs), group)
     rounds, planned = Rounds(processor_s), MAX_ROUNDS
     while rounds.count < planned:
         round_s = time.perf_counter()
-        for index, group in enumerate(groups):
-            rounds.run(timer, group, peers)
+        for index, together in enumerate(groups):
+            rounds.run(timer, together, group)
             progress((rounds.count + (index + 1) / len(groups)) / planned)
         rounds.count += 1
         now_s = time.perf_counter()
-        if peers.largest(now_s - begin_s) + peers.largest(now_s - round_s) > limit_s:
+        if largest(now_s - begin_s, group) + largest(now_s - round_s, group) > limit_s:
             planned = max(MIN_ROUNDS, rounds.count)
     progress(1.0)
     return rounds
-
-
-def weights(timer: SliceTimer, lengths: Sequence[int], peers: Peers = ALONE) -> dict[int, float]:
-    """Return tokens -> seconds of W, which no prefix changes; largest slices first, a collective over `peers`."""
-    found: dict[int, list[float]] = {tokens: [] for tokens in sorted(lengths, reverse=True)}
-    for _ in range(1 + WEIGHT_ROUNDS):  # once to warm up
-        for tokens, seconds in found.items():
-            peers.barrier()
-            seconds.append(timer.weight(tokens))
-    return {tokens: statistics.median(seconds[1:]) for tokens, seconds in found.items()}
 
 
 def shares(alone: Mapping[int, float], joined_tokens: float) -> dict[int, float]:

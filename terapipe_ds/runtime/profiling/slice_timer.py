@@ -84,13 +84,11 @@ class LayerByLayer:
         return values
 
     def backward(
-        self,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        after: Callable[[], Any] = lambda: None,
-    ) -> list[tuple[float, float]]:
+        self, around: Callable[[], AbstractContextManager[Any]] = nullcontext, after: Callable[[], float] = lambda: 0.0
+    ) -> list[tuple[float, float, float]]:
         """Return the seconds of forward and backward by layer, after the backward of the value made of the outputs.
 
-        Each backward runs in `around()`, and before the next one `after()` is called.
+        Each backward runs in `around()`. Before the next one `after()` is called, whose seconds come with them.
         """
         seconds = []
         for forward_s in reversed(self._forward_s):
@@ -101,8 +99,8 @@ class LayerByLayer:
                 begin_s = self._now_s()
                 if pairs:
                     torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-                seconds.append((forward_s, self._now_s() - begin_s))
-            after()
+                backward_s = self._now_s() - begin_s
+            seconds.append((forward_s, backward_s, after()))
         return seconds[::-1]
 
 
@@ -181,8 +179,8 @@ class SliceTimer:
 
     @contextmanager
     def leaving_weights(self) -> Iterator[None]:
-        """Let backwards leave weight gradients to W, which `weight` times; without `can_split` they compute these."""
-        self.weights.open_batch([(self.part_id, 0, 0)] if self.can_split else ())
+        """Let backwards leave weight gradients to W, which is timed apart; without `can_split` they compute these."""
+        self.weights.open_batch([self._key] if self.can_split else ())
         try:
             yield
         finally:
@@ -194,20 +192,20 @@ class SliceTimer:
         live = self._forward(self._active(tokens, prefix))
         return self.now_s() - begin_s, live
 
-    def backward(self, live: LiveSlice) -> float:
+    def backward(self, live: LiveSlice) -> tuple[float, float]:
+        """Return the seconds of B, and of the W that it has left."""
         begin_s = self.now_s()
-        self.issue_backward(live)
+        self.issue_backward(live, keeps_weights=True)
+        return self.now_s() - begin_s, self._weight()
+
+    def _weight(self) -> float:
+        """Return the seconds of W of the slice whose B was the last."""
+        begin_s = self.now_s()
+        self.weights.compute(self._key, nullcontext)
         return self.now_s() - begin_s
 
-    def weight(self, tokens: int) -> float:
-        """Return the seconds of W of a slice of `tokens` tokens, after its F and B."""
-        with self._split_backward(tokens) as key:
-            begin_s = self.now_s()
-            self.weights.compute(key, nullcontext)
-            return self.now_s() - begin_s
-
-    def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float]]:
-        """Return the seconds of F and B of every layer of the slice of `tokens` tokens after `prefix` tokens.
+    def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float, float]]:
+        """Return the seconds of F, of B with W, and of W alone of every layer, for a slice after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
         checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.
@@ -216,40 +214,27 @@ class SliceTimer:
         kernels = _KeptSeconds(self.now_s)
         # each layer has a graph of its own, so that its backward can be timed alone
         layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
-        live = self._forward(active.replace(kept=kernels.attend) if active.keeps_attention else active, layers)
-        begin_s = self.now_s()
-        self.issue_backward(live)
-        loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
-        with push_slice(active):
-            seconds = layers.backward()
+        with self.leaving_weights():
+            live = self._forward(active.replace(kept=kernels.attend) if active.keeps_attention else active, layers)
+            begin_s = self.now_s()
+            self.issue_backward(live)
+            loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
+            with push_slice(active):
+                seconds = layers.backward(lambda: self.weights.deferred(self._key), self._weight)
         # DeepSpeed runs a checkpointed layer again inside its backward
         both = zip(seconds, kernels.by_layer, strict=True)
-        found = [(f, b + f - kept_s if self.checkpoints else b) for (f, b), kept_s in both]
-        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1])] if found else []
-
-    def layer_weights(self, tokens: int) -> list[float]:
-        """Return the seconds of W of every layer of a slice of `tokens` tokens, each after its own B."""
-        layers, seconds = LayerByLayer(self.module.forward_funcs), []
-
-        def compute(key: Key) -> None:
-            begin_s = self.now_s()
-            self.weights.compute(key, nullcontext)
-            seconds.append(self.now_s() - begin_s)
-
-        with self._split_backward(tokens, layers) as key:
-            self.weights.compute(key, nullcontext)  # only for the loss: the layers have graphs of their own
-            with push_slice(self._active(tokens, 0)):
-                layers.backward(lambda: self.weights.deferred(key), lambda: compute(key))
-        return seconds[::-1]
+        found = [(f, b + w + (f - kept_s if self.checkpoints else 0.0), w) for (f, b, w), kept_s in both]
+        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1], found[-1][2])] if found else []
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def weight_bytes(self, tokens: int) -> tuple[int, int]:
         """Return the bytes that a slice keeps from its B to its W, and the bytes of its largest product's factors."""
-        with self._split_backward(tokens) as key:
-            kept = self.weights.kept_bytes(key), self.weights.factor_bytes(key)
-            self.weights.compute(key, nullcontext)
-            return kept
+        with self.leaving_weights():
+            self.issue_backward(self._forward(self._active(tokens, 0)), keeps_weights=True)
+            kept = self.weights.kept_bytes(self._key), self.weights.factor_bytes(self._key)
+            self._weight()
+        return kept
 
     def slice_bytes(self, tokens: int, prefix: int) -> SliceBytes:
         """Return the bytes of the slice of `tokens` tokens after `prefix` tokens; needs `MemoryPeak.is_available`.
@@ -302,9 +287,8 @@ class SliceTimer:
     # -- runs --------------------------------------------------------------------------------------------------------
 
     def issue_backward(self, live: LiveSlice, keeps_weights: bool = False) -> None:
-        """Run the engine's B, without its bookkeeping and without a clock; with `keeps_weights` a W follows."""
-        key = live.active.part_id, live.active.micro_batch_id, live.active.slice_id
-        with push_slice(live.active), self.weights.deferred(key):
+        """Run the engine's B and W, without its bookkeeping and a clock; `keeps_weights` leaves W to the caller."""
+        with push_slice(live.active), self.weights.deferred(self._key):
             if live.loss is not None:
                 live.loss.backward()
             else:
@@ -313,7 +297,7 @@ class SliceTimer:
                     torch.autograd.backward(tensors, list(self._gradients[self._tokens(live.active)]))
         live.outputs = live.loss = None
         if not keeps_weights:
-            self.weights.drop(key)
+            self.weights.compute(self._key, nullcontext)
 
     def output_spec(self, tokens: int) -> MessageSpec:
         """Return the spec of this part's message for a slice of `tokens` tokens. Run the slice once, which warms it."""
@@ -324,12 +308,9 @@ class SliceTimer:
         self.issue_backward(live)
         return spec
 
-    @contextmanager
-    def _split_backward(self, tokens: int, layers: LayerByLayer | None = None) -> Iterator[Key]:
-        """Run F, and a B that leaves weight gradients to W, as with a schedule that splits backwards."""
-        with self.leaving_weights():
-            self.issue_backward(self._forward(self._active(tokens, 0), layers), keeps_weights=True)
-            yield self.part_id, 0, 0
+    @property
+    def _key(self) -> Key:
+        return self.part_id, 0, 0  # of every slice that runs here
 
     def _active(self, tokens: int, prefix: int) -> ActiveSlice:
         span, length = (prefix, prefix + tokens), self.sequence_length

@@ -109,8 +109,7 @@ class DocumentCheck(LayerCheck):
         for of_chosen in itertools.product(*(layouts[i] for i in chosen)) if chosen else ():
             other = dict(zip(chosen, of_chosen, strict=True))
             yield replace(
-                self.inputs,
-                tensors=tuple(self._other(t, other[i]) if i in other else t for i, t in enumerate(tensors)),
+                self.inputs, tensors=tuple(self._other(t, other[i]) if i in other else t for i, t in enumerate(tensors))
             )
 
     def _layouts_of(self, tensor: Tensor) -> list[TokenDim]:

@@ -13,7 +13,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -23,7 +22,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.agreement import RaisedEverywhere, gather
+from terapipe_ds.runtime.agreement import RaisedEverywhere, exchange
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import LossKindError, SliceLossError, slice_counts, weights_of
@@ -45,7 +44,6 @@ from terapipe_ds.runtime.verify.named_layer import all_own, layers_of
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck, VerifyError, inputs_of
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorRanks
 
-_T = TypeVar("_T")
 _UNWEIGHTED = (
     "the labels are a tuple of tensors, and it is unknown how much each slice counts in the loss of its sequence: with "
     "a mask or weights beside them, not every label counts alike. Give loss_fn a method slice_weight(labels) that "
@@ -80,7 +78,8 @@ class FirstBatchCheck:
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
         self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
-        self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
+        self._num_micro_batches = 0  # of the first batch
+        self._labels: list[SliceableTensors] = []  # of all of these
         self._probe: LabelProbe | None = None  # tries labels that first appear later
         self.renew()
 
@@ -159,7 +158,7 @@ class FirstBatchCheck:
             return
         packed = next((one for one in micro_batches if one.shape.starts is not None), None)
         may_cut = None if packed is None or packed.inputs is None else cuttable(packed.inputs)
-        everyone = _gather((packed is not None, all_own(self._module), may_cut), self._groups.world)
+        everyone = exchange((packed is not None, all_own(self._module), may_cut), self._groups.world)
         num_packed = sum(is_packed for is_packed, *_ in everyone)
         self._are_documents_apart = True
         if self._config.verify is None and all(are_own for _, are_own, _ in everyone):
@@ -168,7 +167,7 @@ class FirstBatchCheck:
         # a second time for layers that cannot run on a few tokens
         for may_cut in (everyone[first][2], (None, False)):
             found = Findings() if packed is None else self._findings_of_documents(packed, may_cut or (None, False))
-            result = Findings.of_all(_gather(found, self._groups.world), num_packed // self._layout.num_stages)
+            result = Findings.of_all(exchange(found, self._groups.world), num_packed // self._layout.num_stages)
             if not any(finding.is_of_the_cut for finding in result.findings):
                 break
         if result.findings:
@@ -238,12 +237,10 @@ class FirstBatchCheck:
         is_unweighted = labels is not None and len(labels.tensors) > 1 and not is_weighted
         is_more = any(_parts(self._unit, one.plan) or self._is_long(one) for one in sliced)
         given = [bool(sliced), not all_own(self._module), is_more, is_unweighted]
-        flags = torch.tensor(given, dtype=torch.int64, device="cpu")
-        if self._groups.world is not None:
-            torch_dist.all_reduce(flags, op=torch_dist.ReduceOp.MAX, group=self._groups.world)
-        if flags[3]:
+        on_any_rank = [any(of_ranks) for of_ranks in zip(*exchange(given, self._groups.world), strict=True)]
+        if on_any_rank[3]:
             raise RaisedEverywhere(TeraPipeConfigError(_UNWEIGHTED))
-        return bool(flags[0]), bool(flags[1]), bool(flags[2])
+        return on_any_rank[0], on_any_rank[1], on_any_rank[2]
 
     def _is_long(self, one: MicroBatchInFlight) -> bool:
         return 0 < _GROWTH * self._longest <= one.plan.sequence_length
@@ -257,16 +254,16 @@ class FirstBatchCheck:
     ) -> Findings:
         """Return the findings of all ranks on a cut; on all tokens with `ends`, or if anything cannot run on a cut."""
         # layers may support the slices of one plan but not of another
-        one_of_each = one_per_plan(sliced)
+        one_of_each, self._num_micro_batches = one_per_plan(sliced), len(micro_batches)
         self._labels = [one.labels for one in micro_batches if one.labels is not None and one.labels.tensors]
         for is_whole in (True,) if ends else (False, True):
-            found = [self._check_plan(each, len(micro_batches), with_layers, is_whole) for each in one_of_each]
+            found = [self._check_plan(each, with_layers, is_whole) for each in one_of_each]
             copies, group = self._groups.num_replicas * self._tensor_ranks.size * self._shares, self._groups.world
             if self._is_done:  # each pipeline has lengths of its own
                 copies, group = 1, self._groups.control
             found = found or [Findings(with_layers)]
             # plan by plan: other replicas may have fewer plans
-            ranks_of_plans = itertools.zip_longest(*_gather(found, group))
+            ranks_of_plans = itertools.zip_longest(*exchange(found, group))
             by_plan = ([one for one in ranks if one is not None] for ranks in ranks_of_plans)
             result = Findings.of_plans([Findings.of_all(ranks, copies) for ranks in by_plan])
             # try layers that cannot run on a few tokens on all tokens
@@ -275,28 +272,24 @@ class FirstBatchCheck:
         get_accelerator().empty_cache()  # training begins with the memory that it would have without the check
         return result
 
-    def _check_plan(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, with_layers: bool, is_whole: bool
-    ) -> Findings:
+    def _check_plan(self, micro_batch: MicroBatchInFlight, with_layers: bool, is_whole: bool) -> Findings:
         """Return this rank's findings on a cut of the micro-batch."""
         result = Findings(with_layers)
-        result.cut, result.findings = self._choose_cut(micro_batch, num_micro_batches, is_whole)
+        result.cut, result.findings = self._choose_cut(micro_batch, is_whole)
         if not result.findings:
             self._check_parts(micro_batch, result, result.cut)
         return result
 
-    def _choose_cut(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, is_whole: bool
-    ) -> tuple[Cut, list[Finding]]:
+    def _choose_cut(self, micro_batch: MicroBatchInFlight, is_whole: bool) -> tuple[Cut, list[Finding]]:
         """Choose the cut of a micro-batch on the stage of the loss, which has the labels."""
         # the first stage has the inputs: whether rows and tokens may be cut depends on both
         tensors = [cuttable(each) for each in (micro_batch.inputs, micro_batch.labels) if each is not None]
-        rows, tokens = zip(*itertools.chain(*_gather(tensors, self._groups.control)), strict=True)
+        rows, tokens = zip(*itertools.chain(*exchange(tensors, self._groups.control)), strict=True)
         cut, findings = Cut(micro_batch.plan, micro_batch.plan.sequence_length), []
         if self._engine.stage_id == self._layout.loss_stage:
             may_cut = rows[0] if len(set(rows)) == 1 else None, all(tokens)
             try:
-                cut = cut if is_whole else self._window(micro_batch, num_micro_batches, *may_cut)
+                cut = cut if is_whole else self._window(micro_batch, *may_cut)
                 assert micro_batch.labels is not None
                 of_cut = cut.of(micro_batch.labels), cut.plan, self._config, self._module.loss_fn
                 # if no label counts, weigh by tokens
@@ -304,20 +297,18 @@ class FirstBatchCheck:
             except Exception as error:
                 kind, where = type(error).__name__, (self._module._local_stop, "slice_weight of loss_fn")
                 findings = [Finding(*where, f"raised {kind}: {error}", kind)]
-        everyone = _gather((cut, findings), self._groups.control)
+        everyone = exchange((cut, findings), self._groups.control)
         return everyone[self._layout.loss_stage if len(everyone) > 1 else 0]
 
-    def _window(
-        self, micro_batch: MicroBatchInFlight, num_micro_batches: int, of_rows: int | None, may_cut_tokens: bool
-    ) -> Cut:
+    def _window(self, micro_batch: MicroBatchInFlight, of_rows: int | None, may_cut_tokens: bool) -> Cut:
         """Return the first tokens and rows; the loss check covers all others as well."""
         plan, labels, unit = micro_batch.plan, micro_batch.labels, max(self._token_multiple // self._shares, 1)
         assert labels is not None
         rows = MOST_ROWS if of_rows is not None and of_rows > MOST_ROWS else None
         if may_cut_tokens:
             granularity, all_rows = self._config.granularity_for(plan.sequence_length), num_rows(labels)
-            stages = self._layout.num_stages
-            plan = window_plan(plan, granularity, unit, all_rows, num_micro_batches, stages, rows or all_rows)
+            step = self._num_micro_batches, self._layout.num_stages
+            plan = window_plan(plan, granularity, unit, all_rows, *step, rows or all_rows)
         return Cut(plan, labels.length, rows=rows, of_rows=of_rows or 1)
 
     def _check_parts(
@@ -356,25 +347,20 @@ class FirstBatchCheck:
                     )
                     outputs = check.check_layers(layers_of(module), inputs)
                     if is_last and outputs is not None and kind is LayerCheck:
-                        self._check_loss(check, outputs, micro_batch.labels, cut, at_start)
+                        labels = None if micro_batch.labels is None else cut.of(micro_batch.labels).to(self._device)
+                        self._check_loss(check, outputs, labels, at_start)
                 if part_id + 1 < layout.num_parts:
                     inputs = self._hand_on(part_id, outputs)
 
     def _check_loss(
-        self,
-        check: StageCheck,
-        outputs: Activations,
-        labels: SliceableTensors | None,
-        cut: Cut,
-        at_start: Mapping[str, float],
+        self, check: StageCheck, outputs: Activations, labels: SliceableTensors | None, at_start: Mapping[str, float]
     ) -> None:
         loss_fn, result = self._module.loss_fn, check.found
         if loss_fn is None:
             result.notes += [] if result.with_layers else ["the loss was not compared: the model computes it itself"]
         elif labels is not None:
-            of_cut, report = cut.of(labels).to(self._device), self._module.get_additional_losses
-            layer_id, everyone = self._module._local_stop, self._labels
-            loss = LossCheck(loss_fn, of_cut, outputs, check.slicing, self._config, report, at_start)
+            layer_id, everyone, report = self._module._local_stop, self._labels, self._module.get_additional_losses
+            loss = LossCheck(loss_fn, labels, outputs, check.slicing, self._config, report, at_start)
             # kinds of labels first: their message names the key to set
             probe = LabelProbe.of(loss)
             if probe is not None and not check.check_labels(probe, everyone, layer_id):
@@ -396,11 +382,6 @@ class FirstBatchCheck:
             return None
         torch_dist.recv_object_list(message, src=ranks[owner], group=group)
         return None if message[0] is None else message[0].to(self._device)
-
-
-def _gather(value: _T, group: Any) -> list[_T]:
-    """Return the value of each rank of a group; None stands for this rank alone."""
-    return [value] if group is None else gather(value, group)
 
 
 def one_per_plan(micro_batches: Sequence[MicroBatchInFlight]) -> list[MicroBatchInFlight]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from terapipe_ds.attention import SliceStore
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.batch.loss_weights import slice_counts, weights_of
@@ -83,18 +84,15 @@ class LabelProbe:
         before, self._seen = self._seen, np.union1d(self._seen, values[order])
         holder = nn.Module()
         setattr(holder, "loss_fn", self._check.loss_fn)  # noqa: B010  # a module is registered, a function is kept
-        on_host, self._check = self._check, replace(self._check, outputs=self._check.outputs.to(self._device))
-        try:
-            with untouched(holder, with_gradients=False):
-                calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
-                problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
-                if problem is not None:
-                    self._seen = before  # a caller who goes on gets the error again
-                    if is_later and self._is_nan_anyway():
-                        return None  # training names the slice
-                return problem
-        finally:
-            self._check = on_host
+        on_device = replace(self._check, outputs=self._check.outputs.to(self._device))
+        with replaced(self, "_check", on_device), untouched(holder, with_gradients=False):
+            calls = (places[start : start + self._tokens] for start in range(0, len(places), self._tokens))
+            problem = next(filter(None, (self._try(self._at(labels, each), is_later) for each in calls)), None)
+            if problem is not None:
+                self._seen = before  # a caller who goes on gets the error again
+                if is_later and self._is_nan_anyway():
+                    return None  # training names the slice
+            return problem
 
     def _is_nan_anyway(self) -> bool:
         """Return whether `loss_fn` gives no finite losses even for a label that agreed before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.attention.kept import KeptCalls
+from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpoint_with_gradients,
@@ -21,7 +23,7 @@ from terapipe_ds.runtime.layers.activation_checkpointing import (
 from terapipe_ds.runtime.layers.finite import layer_title
 from terapipe_ds.runtime.layers.sliceable import HOOKS_OF_MODULES, hooks_of_all_modules
 from terapipe_ds.runtime.layout.layer_names import module_of
-from terapipe_ds.runtime.layout.parted_module import each_part
+from terapipe_ds.runtime.layout.parted_module import functions_of
 
 
 @dataclass(frozen=True)
@@ -72,20 +74,14 @@ class _WholePart(nn.Module):
         self.part = part
 
     def forward(self, values: Any) -> Any:
-        # DeepSpeed's hooks belong to its engine, which does not run here
-        hooks = [(own, dict(own)) for own in (self.part._forward_pre_hooks, self.part._forward_hooks)]
-        calls = self.part.micro_offset  # counted by DeepSpeed
-        for own, before in hooks:
-            for key in [key for key, hook in before.items() if _root(hook) in _WATCHERS]:
-                del own[key]
-        try:
-            with checkpointing_with_gradients(self.part):
-                return self.part(values)
-        finally:
-            self.part.micro_offset = calls
-            for own, before in hooks:
-                own.clear()
-                own.update(before)
+        with ExitStack() as stack:
+            # DeepSpeed's hooks belong to its engine, which does not run here
+            for name in ("_forward_pre_hooks", "_forward_hooks"):
+                hooks = {key: hook for key, hook in vars(self.part)[name].items() if _root(hook) not in _WATCHERS}
+                stack.enter_context(replaced(self.part, name, hooks))
+            stack.enter_context(replaced(self.part, "micro_offset", self.part.micro_offset))  # counted by DeepSpeed
+            stack.enter_context(checkpointing_with_gradients(self.part))
+            return self.part(values)
 
     def __str__(self) -> str:
         first, last, kind = self.part._local_start, self.part._local_stop - 1, type(self.part).__name__
@@ -123,10 +119,9 @@ _WATCHERS = (_PACKAGE, "deepspeed")  # their hooks only measure
 
 def all_own(module: Any) -> bool:
     """Return whether all layers of this stage and `loss_fn` are the package's own, which are tested with slices."""
-    functions = [function for _ in each_part(module) for function in module.forward_funcs]
     if _has_own_forward(module) or any(map(_is_foreign, hooks_of_all_modules())):
         return False
-    return all(map(_is_own, functions)) and (module.loss_fn is None or _is_own(module.loss_fn))
+    return all(map(_is_own, functions_of(module))) and (module.loss_fn is None or _is_own(module.loss_fn))
 
 
 def _has_own_forward(module: Any) -> bool:

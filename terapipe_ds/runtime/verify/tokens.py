@@ -17,7 +17,7 @@ from torch import Tensor
 from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.attention.document_edges import Documents, Starts
 from terapipe_ds.plan import SlicePlan
-from terapipe_ds.runtime.agreement import gather
+from terapipe_ds.runtime.agreement import exchange
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.failures.trials import Trials
 
@@ -45,7 +45,7 @@ class TensorRanks:
         return torch.cat(everyone)
 
     def exchange(self, value: _T) -> list[_T]:
-        return [value] if self.group is None else gather(value, self.group)
+        return exchange(value, self.group)
 
     def first(self, value: _T | None) -> _T | None:
         """Return the value of the first rank that has one."""

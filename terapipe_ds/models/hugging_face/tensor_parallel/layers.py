@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -24,9 +23,6 @@ from terapipe_ds.models.rank_gradients import SummedGradient, is_split, of_all_s
 class Products(Protocol):
     """Declare the object that an engine passes to `defer_weight_gradients`."""
 
-    def product_of(self, layer: nn.Module, with_bias: bool) -> Callable[[Tensor], Tensor]:
-        """Return the function that multiplies by the weight of `layer`, and takes care of its gradient."""
-
     def linear(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None, is_transposed: bool = False) -> Tensor:
         """Return the product, with care of the weight's gradient."""
 
@@ -35,6 +31,7 @@ class _Share(autotp.TensorParallel_Layer):
     """Hold a share of a weight, by rank and along `dim`."""
 
     dim = 0
+    products: Products | None = None
 
     def move(self, tensor: Tensor) -> Tensor:
         """Copy a share out of the whole weight; it stays where it is, for DeepSpeed has not chosen a device yet."""
@@ -50,14 +47,15 @@ class _Share(autotp.TensorParallel_Layer):
                 parameter.data = self._all_gather_shards(parameter.detach(), self._partition_sizes, self.dim)
 
     def defer_weight_gradients(self, products: Products) -> None:
-        self.multiply = products.product_of(self, self.dim == 0)
+        self.products = products
+
+    def multiply(self, inputs: Tensor) -> Tensor:
+        linear = F.linear if self.products is None else self.products.linear
+        return linear(inputs, self.weight, self.bias if self.dim == 0 else None)
 
 
 class ColumnLinear(_Share, autotp.LinearLayer):
     """Compute a share of the outputs from all inputs, or all outputs with `gather_output`."""
-
-    def multiply(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight, self.bias)
 
     def forward(self, inputs: Tensor) -> Tensor:
         out: Tensor = self.multiply(SummedGradient.apply(inputs, self.mp_group))
@@ -71,9 +69,6 @@ class RowLinear(_Share, autotp.LinearAllreduce):
 
     dim = 1
     splits_input = False
-
-    def multiply(self, inputs: Tensor) -> Tensor:
-        return F.linear(inputs, self.weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if self.splits_input:

@@ -151,7 +151,7 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
     gradients = WeightGradients(is_watched=True, sums=(sums := OwnSums(ours)))
     ours[0].forward = partial(weight_gradients._looked_up, ours[0], gradients)
     for layer in ours[1:]:
-        layer.forward = gradients.product_of(layer, with_bias=True)
+        layer.forward = partial(weight_gradients._linear_of, layer, gradients)
     with one_slice(gradients) as computed:
         ours(ids).square().sum().backward()
     assert computed == [4]
@@ -405,7 +405,7 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
     model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
     sums = OwnSums(model)
     for layer in (model[0], model[2]):
-        layer.forward = WeightGradients(True, sums).product_of(layer, with_bias=True)
+        layer.forward = partial(weight_gradients._linear_of, layer, WeightGradients(True, sums))
     for which in (1, 0):
         own = inputs.clone().requires_grad_(first_has_gradient)
         with unit(3, 0, which):
@@ -441,7 +441,7 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
     gradients = WeightGradients(way == "sums", sums if way == "sums" else None)
     gradients.open_batch(units if way == "split" else ())
     for layer in (model.linear, model.last):
-        layer.forward = gradients.product_of(layer, with_bias=True)
+        layer.forward = partial(weight_gradients._linear_of, layer, gradients)
     for which in units:
         own, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
         with unit(*which), gradients.deferred(which) if way == "split" else nullcontext():
@@ -478,9 +478,10 @@ def test_a_layer_may_ask_for_gradients_of_its_parameters(way: str, asked: str, s
     plain = Fast(4, 4).double()
     model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
     sums = OwnSums(model) if way == "sums" else None
-    product = WeightGradients(sums is not None, sums).product_of(model, with_bias=True)
+    gradients = WeightGradients(sums is not None, sums)
     for which in (1, 0):
         with unit(3, 0, which):
+            product = partial(gradients.linear, weight=model.weight, bias=model.bias)
             model.use(inputs.clone().requires_grad_(), product).square().sum().backward()
         plain.use(inputs.clone().requires_grad_(), plain).square().sum().backward()
     total, left = None if sums is None else sums.so_far(model.weight), model.weight.grad

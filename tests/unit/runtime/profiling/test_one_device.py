@@ -17,7 +17,7 @@ from terapipe_ds.cli import main
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.profile import Profile, ProfileKey
 from terapipe_ds.models.gpt import DecoderLayer, GPTConfig, gpt_layers, gpt_loss
-from terapipe_ds.runtime.layers.gradient_sums import OwnSums
+from terapipe_ds.runtime.layout.tied_and_copied import Gradients
 from terapipe_ds.runtime.profiling.key import describe_part
 from terapipe_ds.runtime.profiling.one_device import OfflineJob, partition, profile_model, single_process
 from tests.distributed.harness import rank_pool
@@ -134,14 +134,14 @@ def _sums_of_a_profile() -> tuple[set[str], float | None]:
     """Profile one part in bf16; return the dtypes of the sums, and the seconds of W of the smallest slice."""
     config = GPTConfig(**{**MODEL, "num_layers": 1, "dtype": "bfloat16"})
     tokens = torch.zeros((2, 16), dtype=torch.long)
-    dtypes, real = set[str](), OwnSums._sum
+    dtypes, real = set[str](), Gradients.made
 
-    def noted(sums: OwnSums, place: Any) -> Tensor:
-        total = real(sums, place)
+    def noted(gradients: Gradients, weight: Any) -> Tensor:
+        total = real(gradients, weight)
         dtypes.add(str(total.dtype))
         return total
 
-    with mock.patch.object(OwnSums, "_sum", noted):
+    with mock.patch.object(Gradients, "made", noted):
         job = OfflineJob(gpt_layers(config), gpt_loss, tokens, tokens, num_stages=1, granularity_tokens=8)
         profile = profile_model(job, lambda *_: None, lambda _: None)
     return dtypes, profile.parts[0].samples[0].weight_s

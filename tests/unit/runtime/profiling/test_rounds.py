@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.runtime.profiling import rounds
-from terapipe_ds.runtime.profiling.rounds import Peers, Taken, grid, groups_of, measure, noise_warning, undisturbed
+from terapipe_ds.runtime.profiling.rounds import Taken, grid, groups_of, measure, noise_warning, undisturbed
 
 
 @given(length=st.integers(1, 5000), granularity=st.integers(1, 300), shortest=st.integers(1, 4))
@@ -43,12 +43,12 @@ class FakeStage:
         self.most_live = max(self.most_live, self.live)
         return seconds, (tokens, prefix)
 
-    def backward(self, live: Any) -> float:
+    def backward(self, live: Any) -> tuple[float, float]:
         seconds = 2 * (live[0] + live[1] / 4) * self.slowness
         self.clock[0] += seconds
         self.order.append(f"B{live[0]}.{live[1]}")
         self.live -= live[0]
-        return seconds
+        return seconds, 0.0
 
 
 def measured(
@@ -85,23 +85,16 @@ def test_it_takes_at_most_20_unsliced_steps(clock: list[float], stages: int, mic
     assert rounds.MIN_ROUNDS <= result.count <= rounds.MAX_ROUNDS
 
 
-def test_all_ranks_measure_as_often_as_the_slowest_can_afford(clock: list[float]) -> None:
-    class Slowest(Peers):
-        """Peers that are a hundred times as slow, but for what a whole sequence takes."""
-
-        barriers = 0
-
-        def barrier(self) -> None:
-            self.barriers += 1
-
-        def largest(self, value: float) -> float:
-            return value if value == 3 * 1024 else 100 * value
-
-    alone = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4)
-    peers = Slowest()
-    together = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4, peers=peers)
+def test_all_ranks_measure_as_often_as_the_slowest_can_afford(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, barriers = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4), []
+    # the others are a hundred times as slow, but for what a whole sequence takes
+    monkeypatch.setattr(rounds, "largest", lambda value, group: value if value == 3 * 1024 else 100 * value)
+    monkeypatch.setattr(rounds, "barrier", barriers.append)
+    together = measured(FakeStage(clock), grid(1024, 64), 1024, stages=4, group="all")
     assert together.count == rounds.MIN_ROUNDS < alone.count
-    assert peers.barriers == 2 * (2 + together.count * sum(map(len, groups_of(grid(1024, 64), 1024))))
+    assert barriers == ["all"] * 2 * (2 + together.count * sum(map(len, groups_of(grid(1024, 64), 1024))))
 
 
 def test_runs_in_which_another_program_had_the_processor_do_not_count() -> None:
@@ -119,8 +112,8 @@ def test_a_disturbed_round_is_not_in_the_costs_but_in_the_spread(clock: list[flo
             seconds, kept = super().forward(tokens, prefix)
             return self._lengthened(seconds), kept
 
-        def backward(self, live: Any) -> float:
-            return self._lengthened(super().backward(live))
+        def backward(self, live: Any) -> tuple[float, float]:
+            return self._lengthened(super().backward(live)[0]), 0.0
 
         def _lengthened(self, seconds: float) -> float:
             self.processor_s += seconds

@@ -306,6 +306,8 @@ def test_whole_rows_of_documents() -> None:
             plain(q, k, v)
     with guard_plain_attention(True), GuardCapturedNames(), push_slice(whole):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), captured(q, k, v, mask))
+    with guard_plain_attention(True), push_slice(whole.replace(documents=Documents(((0,),), 0, 7))):
+        assert torch.equal(Calls()(lambda: plain(q, k, v)), captured(q, k, v, is_causal=True))
 
 
 def test_dropout_acts() -> None:

@@ -46,18 +46,21 @@ class Forward(NamedTuple):
     is_tuple: bool
 
 
-class _SeesFp32(UncompiledMode):
-    """Detect whether a forward converts fp64 to fp32."""
+class _SeesNarrow(UncompiledMode):
+    """Collect the dtypes to which a forward rounds numbers of a wider one."""
 
-    narrows = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_tensor(result) and result.dtype == torch.float32:
-            operands = (*args, *(kwargs or {}).values())
-            self.narrows |= any(torch.is_tensor(each) and each.dtype == torch.float64 for each in operands)
+        if torch.is_tensor(result) and result.is_floating_point():
+            operands = [each for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)]
+            if any(each.is_floating_point() and each.itemsize > result.itemsize for each in operands):
+                self.dtypes.add(result.dtype)
         return result
 
 
@@ -97,7 +100,7 @@ class LayerCheck:
     is_running: bool = False  # the layer itself, or its backward
     _may_add: bool = False  # functions of the user are in its graph
     _scale: float = 1.0  # of the output gradients
-    _has_fp32_inside: bool = False  # on whole sequences it computes in fp32 from fp64
+    _inside: frozenset[torch.dtype] = frozenset()  # to which it rounds on whole sequences
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
@@ -144,14 +147,14 @@ class LayerCheck:
 
     def in_wider_dtype(self, run: Callable[[Self], Difference | None]) -> tuple[Self | None, Difference | None]:
         """Return this check in a wider dtype with the difference there; None if it cannot run, as always in fp64."""
-        dtype = wider(self._dtypes(()))
+        dtype = wider(self._own_dtypes(()))
         if dtype is None:
             return None, None
         self._begin_anew()
         inputs = self.inputs.changed(
             lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
         )
-        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[])
+        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[], _inside=frozenset())
         difference = caught = None
         try:
             with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
@@ -271,7 +274,7 @@ class LayerCheck:
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
-            states, sees = self._kept.generator_states(), _SeesFp32()
+            states, sees = self._kept.generator_states(), _SeesNarrow()
             replaced = (self.draws or slicing.plan.num_slices == 1) and not self.repeats
             constant = self._constant if replaced else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
@@ -285,7 +288,7 @@ class LayerCheck:
                 raise OtherOutput(str(error)) from None
             runs.append(Forward(leaves, tensors, not torch.is_tensor(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
-            self._has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
+            self._inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
 
@@ -364,9 +367,12 @@ class LayerCheck:
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes that a layer computes with."""
+        return self._own_dtypes(outputs) | self._inside
+
+    def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
+        """Return the dtypes of what a layer gets and has, and of its `outputs`."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
-        dtypes |= {torch.float32} if self._has_fp32_inside else set()
         device = self.inputs.tensors[0].device.type
         with self.autocast():
             if torch.is_autocast_enabled(device):

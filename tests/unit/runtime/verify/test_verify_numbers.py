@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.verify import compare, layer
+from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
 from tests.small_models.parts import Calls
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
@@ -108,6 +109,24 @@ def test_rounding_is_measured_with_the_numbers_beside_hidden_states_as_they_are(
     hidden = (torch.randn(each, generator=generator).bfloat16() for each in ((2, LENGTH, WIDTH), CANCELS[0][1]))
     tensors = *(each.requires_grad_() for each in hidden), BESIDE[name]
     assert verify([WithBeside("").bfloat16()], tensors).findings == []
+
+
+class InHalf(faulty.Base):
+    """Attend in bf16 within a layer of another dtype, as kernels ask for it; a `share` of the mean is a fault."""
+
+    share = 0.0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(*(each.bfloat16() for each in (q, k, v))).to(q.dtype)
+        return out + self.share * out.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_half_precision_within_a_layer_is_rounding_and_a_fault_beside_it_is_none(dtype: torch.dtype) -> None:
+    assert verify([faulty.Base(0).to(dtype), InHalf(1).to(dtype)]).findings == []
+    with mock.patch.object(InHalf, "share", 0.3):
+        [finding] = verify([faulty.Base(0).to(dtype), InHalf(1).to(dtype)]).findings
+    assert finding.layer == "layer 1 (InHalf)"
 
 
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------

@@ -83,6 +83,14 @@ class TwiceSliced(Sliced):
 
 
 @attention()
+class GatedByAttention(Sliced):
+    """Multiply queries by attention that gets no gradient."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k, v, self.index).detach() * q
+
+
+@attention()
 class ParallelBlock(Sliced, mlp=Mlp):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + self.mlp(F.layer_norm(x, (WIDTH,)))

@@ -386,6 +386,7 @@ class FirstBatchCheck:
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages."""
         stage_id, ranks, group = self._engine.stage_id, self._groups.ranks, self._groups.control
+        outputs = None if outputs is None else outputs.for_another_part()
         owner, follower = self._layout.owner(part_id), self._layout.owner(part_id + 1)
         if owner == follower or stage_id not in (owner, follower):
             return outputs

@@ -43,7 +43,7 @@ class Forward(NamedTuple):
 
     leaves: Tensors
     outputs: Tensors
-    is_tuple: bool
+    form: type  # as of `Activations`
 
 
 class _SeesNarrow(UncompiledMode):
@@ -280,13 +280,13 @@ class LayerCheck:
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 self.is_running = True
-                outputs = self.layer(copies, inputs.is_tuple)
+                outputs = self.layer(inputs.formed(copies))
                 self.is_running = False
             try:
                 tensors = as_tuple(outputs, OUTPUTS)
             except BatchError as error:
                 raise OtherOutput(str(error)) from None
-            runs.append(Forward(leaves, tensors, not torch.is_tensor(outputs)))
+            runs.append(Forward(leaves, tensors, Tensor if torch.is_tensor(outputs) else type(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self._inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
@@ -395,7 +395,7 @@ class LayerCheck:
             layout, difference = compare.compare_output(tensor, of_slices, tolerance, self.slicing, self.unable)
             layouts.append(layout)
             differences.append(difference)
-        return Activations(tensors, whole.is_tuple, tuple(layouts)), next(filter(None, differences), None)
+        return Activations(tensors, whole.form, tuple(layouts)), next(filter(None, differences), None)
 
     def _compare_gradients(self, of_slices: dict[str, Tensor]) -> Difference | None:
         assert self.outputs is not None and self.gradients is not None

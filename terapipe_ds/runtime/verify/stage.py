@@ -417,4 +417,4 @@ def _is_of_others(module: object) -> bool:
 def inputs_of(batch: SliceableTensors) -> Activations:
     """Return the first layer's inputs from a micro-batch."""
     layouts = tuple(TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced)
-    return Activations(batch.tensors, batch.is_tuple, layouts)
+    return Activations(batch.tensors, tuple if batch.is_tuple else Tensor, layouts)

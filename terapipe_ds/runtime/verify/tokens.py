@@ -92,11 +92,22 @@ TensorLayout = TokenDim | Same | PerSlice
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold the inputs or outputs of a layer on the whole sequence, detached, and how slices are cut from them."""
+    """Hold the inputs or outputs of a layer on the whole sequence, detached, and how slices are cut from them.
+
+    `form` is the class of what held them: a tuple, a named one, a list; or Tensor for a tensor alone.
+    """
 
     tensors: Tensors
-    is_tuple: bool
+    form: type
     layouts: tuple[TensorLayout, ...]
+
+    def formed(self, tensors: Tensors) -> Any:
+        """Return tensors as the next layer gets them."""
+        return tensors[0] if self.form is Tensor else getattr(self.form, "_make", self.form)(tensors)
+
+    def for_another_part(self) -> Activations:
+        """Return the activations as another part gets them: a message carries a tensor or a plain tuple."""
+        return replace(self, form=Tensor if self.form is Tensor else tuple)
 
     def cut(self, slicing: Slicing, slice_id: int) -> Tensors:
         """Return a slice's share of each tensor, copies that require gradients if the tensors do."""
@@ -118,7 +129,7 @@ class Activations:
             PerSlice(tuple(map(change, layout.values))) if isinstance(layout, PerSlice) else layout
             for layout in self.layouts
         )
-        return Activations(tuple(map(change, self.tensors)), self.is_tuple, layouts)
+        return Activations(tuple(map(change, self.tensors)), self.form, layouts)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,8 @@ def check(layers: list[Any], inputs: tuple[Tensor, ...], starts: Starts = STARTS
     stage = StageCheck(module, slicing, Findings(), kind=DocumentCheck)
     named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
     with untouched(module, with_gradients=False):
-        stage.check_layers(named, Activations(inputs, len(inputs) > 1, (TokenDim(1),) * len(inputs)))
+        form = tuple if len(inputs) > 1 else Tensor
+        stage.check_layers(named, Activations(inputs, form, (TokenDim(1),) * len(inputs)))
     return stage.found
 
 

@@ -66,7 +66,7 @@ def verify(
     )
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
-        outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
+        outputs = check.check_layers(named, Activations(tensors, tuple if len(tensors) > 1 else Tensor, layouts))
         if loss_fn is not None and outputs is not None:
             loss = LossCheck(loss_fn, tokens, outputs, slicing, config, report)
             check.check_loss(loss, len(layers), [SliceableTensors.of_labels(each, 1) for each in everyone])
@@ -344,7 +344,7 @@ def problem_of_report(
 ) -> str | None:
     labels, config = SliceableTensors.of_labels(data()[1], 1), TeraPipeConfig(enabled=True, loss_reduction="mean")
     slicing = Slicing(PLAN, weights_of(labels, PLAN, config, None))
-    outputs = Activations((numbers(),), False, (TokenDim(1),))
+    outputs = Activations((numbers(),), Tensor, (TokenDim(1),))
     return LossCheck(loss_fn, labels, outputs, slicing, config, get, at_start).run()
 
 

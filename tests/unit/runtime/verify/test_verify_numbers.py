@@ -172,6 +172,8 @@ KINDS: dict[str, list[nn.Module]] = {
         Calls(lambda both: both),
         Calls(lambda both: both[0]["hidden"] * both[2]),
     ],
+    "list": [Calls(lambda x: [x, x.tanh()]), Calls(lambda both: torch.cat(both.copy(), -1))],
+    "named tuple": [Calls(lambda x: x.sort(-1)), Calls(lambda both: both.values * both.indices)],
     "none of the tokens": [Calls(lambda x: (x.tanh(), x[:, :0])), Calls(lambda both: both[0] * 2 + both[1].sum())],
     "no features": [Calls(lambda x: (x, x[..., :0])), Calls(lambda both: torch.cat(both, -1).tanh())],
     "quantized": [

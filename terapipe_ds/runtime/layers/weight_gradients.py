@@ -119,12 +119,16 @@ class WeightGradients:
     def __reduce__(self) -> tuple[type[WeightGradients], tuple[()]]:
         return WeightGradients, ()  # a layer in a file has no engine
 
-    def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
+    def open_batch(
+        self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = (), recomputed: bool = True
+    ) -> None:
         """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
 
         The slices of each of the `groups` have one product per weight, once the B or W of all of them have run.
+        Forwards that are `recomputed` in B leave factors to W, too; in a group they do not.
         """
         self._split, self.running, self.waiting = frozenset(split), None, {}
+        self._is_recomputed = recomputed
         self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
     def joins_unsplit(self, checkpoints: bool) -> bool:
@@ -328,7 +332,7 @@ class WeightGradients:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
         key = active.part_id, active.micro_batch_id, active.slice_id
         if key in self._split:
-            return True
+            return self._is_recomputed or self.running is None
         return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
 
     def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:

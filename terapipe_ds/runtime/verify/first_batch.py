@@ -78,7 +78,8 @@ class FirstBatchCheck:
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
-        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
+        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients
+        self._splits = False  # to W, and not to the B of another slice
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
         self._probe: LabelProbe | None = None  # tries labels that first appear later
@@ -121,6 +122,7 @@ class FirstBatchCheck:
         weights = self._engine.weight_gradients
         checkpoints = self._module.activation_checkpoint_interval > 0
         self._weights = weights if batch.split or weights.joins_unsplit(checkpoints) else None
+        self._splits = bool(batch.split)
         begin_s = time.monotonic()
         # the check inspects each operation of a layer, runs it in fp64, and needs gradients in an evaluation as well
         with layers_as_they_are(), torch.inference_mode(False), torch.enable_grad():
@@ -352,8 +354,9 @@ class FirstBatchCheck:
                     is_last, intercept = part_id + 1 == layout.num_parts, self._config.attention == "intercept"
                     of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None
                     check = StageCheck(
-                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights, kind
-                    )
+                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights,
+                        self._splits, kind,
+                    )  # fmt: skip
                     outputs = check.check_layers(layers_of(module), inputs)
                     if is_last and outputs is not None and kind is LayerCheck:
                         self._check_loss(check, outputs, micro_batch.labels, cut, at_start)

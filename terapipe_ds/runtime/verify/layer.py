@@ -85,7 +85,8 @@ class LayerCheck:
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     with_gradients: bool = True  # False compares only the outputs
-    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
+    splits: bool = True  # to W
     is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
@@ -269,7 +270,7 @@ class LayerCheck:
         runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
             keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
-            self.weights.open_batch(keys if len(keys) > 1 else ())
+            self.weights.open_batch(keys if len(keys) > 1 else (), recomputed=self.splits)
         for slice_id in range(slicing.plan.num_slices):
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call

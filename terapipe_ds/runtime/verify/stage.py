@@ -146,7 +146,8 @@ class StageCheck:
     note: Callable[[str], None] = lambda text: None  # called with the checked layer
     intercept: bool = True  # plain causal attention goes to sliced_attention
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
-    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
+    splits: bool = True  # to W
     kind: type[LayerCheck] = LayerCheck
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
     _part: tuple[NamedLayer, Activations] | None = None  # all layers as one, and their inputs, if they are compared
@@ -193,7 +194,8 @@ class StageCheck:
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
         # detect plain attention by its call, whatever it adds to the output
-        check = self.kind(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
+        context = inputs, self.slicing, self.module, self.autocast
+        check = self.kind(layer, *context, weights=self.weights, splits=self.splits)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():
@@ -354,6 +356,11 @@ class StageCheck:
             text = "there is not enough memory beside what training needs"
         elif "backward through the graph a second time" in failure.text:
             text += ": it keeps tensors with their graph from one slice to the next: use sliced_attention"
+        elif self.weights is not None and "not have been used in the graph" in failure.text:
+            text += (
+                ": slices leave the gradients of nn.Linear to one product, so torch.autograd.grad does not reach its "
+                "weight: derive a class of your own from nn.Linear for this layer, which autograd treats as usual"
+            )
         return None, failure._replace(text=text)
 
 

@@ -383,9 +383,9 @@ add(
         SLICED,
         Mlp,
         Mlp,
-        using(lambda it, x: Both(x @ it.outer, x), outer=(WIDTH, VOCAB_SIZE, 2)),
+        using(lambda it, x: {"both": Both(x @ it.outer, x), "none": None}, outer=(WIDTH, VOCAB_SIZE, 2)),
     ],
-    loss_fn=lambda both, labels: cross_entropy(both.x, labels),
+    loss_fn=lambda held, labels: cross_entropy(held["both"].x, labels),
 )
 add("DictOnTheWay", [Embedding, Mapped, using(lambda it, both: both[0]["hidden"].tanh()), SLICED, Mlp, Head])
 

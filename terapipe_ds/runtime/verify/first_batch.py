@@ -355,7 +355,7 @@ class FirstBatchCheck:
                     of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None
                     check = StageCheck(
                         module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights,
-                        self._splits, kind,
+                        self._splits, kind, is_last,
                     )  # fmt: skip
                     outputs = check.check_layers(layers_of(module), inputs)
                     if is_last and outputs is not None and kind is LayerCheck:

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import UncompiledMode, push_slice
-from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users, same
 from terapipe_ds.runtime.layers.untouched import stand_ins
@@ -26,7 +26,7 @@ from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
-from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim, held_as
 
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks
@@ -35,7 +35,6 @@ _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
     "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
 )
-OUTPUTS = "the outputs of a layer"
 
 
 class Forward(NamedTuple):
@@ -43,7 +42,7 @@ class Forward(NamedTuple):
 
     leaves: Tensors
     outputs: Tensors
-    form: type  # as of `Activations`
+    formed: Callable[[Sequence[Tensor]], Any]  # as of `Activations`
 
 
 class _SeesNarrow(UncompiledMode):
@@ -69,7 +68,7 @@ class UncutOutput(ValueError):
 
 
 class OtherOutput(ValueError):
-    """Say the same of a layer that returns something else than tensors: a dict, or None beside the tensors."""
+    """Say the same of a layer that returns something else than tensors and None: a number, an object."""
 
 
 @dataclass
@@ -283,11 +282,10 @@ class LayerCheck:
                 self.is_running = True
                 outputs = self.layer(inputs.formed(copies))
                 self.is_running = False
-            try:
-                tensors = as_tuple(outputs, OUTPUTS)
-            except BatchError as error:
-                raise OtherOutput(str(error)) from None
-            runs.append(Forward(leaves, tensors, Tensor if torch.is_tensor(outputs) else type(outputs)))
+            held = [each for each in tree_leaves(outputs) if each is not None]
+            if not held or not all(map(torch.is_tensor, held)):
+                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, which slices may have otherwise")
+            runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self._inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
@@ -396,7 +394,7 @@ class LayerCheck:
             layout, difference = compare.compare_output(tensor, of_slices, tolerance, self.slicing, self.unable)
             layouts.append(layout)
             differences.append(difference)
-        return Activations(tensors, whole.form, tuple(layouts)), next(filter(None, differences), None)
+        return Activations(tensors, whole.formed, tuple(layouts)), next(filter(None, differences), None)
 
     def _compare_gradients(self, of_slices: dict[str, Tensor]) -> Difference | None:
         assert self.outputs is not None and self.gradients is not None
@@ -426,6 +424,10 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     is_other = compare.compare("", sliced, whole, tolerance) is not None
     is_kept = bool(((old == whole) | (old != old) & (whole != whole)).all())  # a constant that is not a number as well
     return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
+
+
+def _kinds(values: Iterable[Any]) -> str:
+    return ", ".join(sorted({type(each).__name__ for each in values if not torch.is_tensor(each)}))
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:

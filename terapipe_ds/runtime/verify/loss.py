@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.loss_weights import slice_counts, weighted_loss, 
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim, alone
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _CANNOT = (
@@ -63,7 +63,7 @@ class LossOfHiddenCheck(LayerCheck):
     """Check a layer whose only output is its loss, which has a value when its backward has run."""
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:
-        return Activations(tuple(t.detach() for t in whole.outputs), Tensor, (PerSlice(()),)), None
+        return Activations(tuple(t.detach() for t in whole.outputs), alone, (PerSlice(()),)), None
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         # as large as the mean's divisor: half precision keeps the gradients of single tokens

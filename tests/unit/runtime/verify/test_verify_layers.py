@@ -26,7 +26,7 @@ from terapipe_ds.runtime.verify.layer import LayerCheck, _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
-from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim, alone
 from tests.small_models import faulty
 from tests.small_models.faulty import LAYERS, WIDTH
 
@@ -47,7 +47,7 @@ def verify(
     layers: Sequence[Any], tensors: tuple[Tensor, ...] | None = None, loss_fn: Any = None, labels: Tensor | None = None,
     reduction: str = "mean_valid", checkpoint: Callable[..., Any] | None = None,
     autocast: Callable[[], Any] = nullcontext, with_layers: bool = True, report: Callable[[], Any] = lambda: None,
-    splits: bool | None = None, intercept: bool = True, everyone: Sequence[Tensor] = (),
+    splits: bool | None = None, intercept: bool = True, everyone: Sequence[Tensor] = (), is_last: bool = True,
 ) -> Findings:  # fmt: skip
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -63,11 +63,11 @@ def verify(
     weights = accumulate_in_products(module, None) if splits is not None else None
     check = StageCheck(
         module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights,
-        splits=bool(splits),
+        splits=bool(splits), is_last=is_last,
     )  # fmt: skip
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
-        outputs = check.check_layers(named, Activations(tensors, tuple if len(tensors) > 1 else Tensor, layouts))
+        outputs = check.check_layers(named, Activations(tensors, tuple if len(tensors) > 1 else alone, layouts))
         if loss_fn is not None and outputs is not None:
             loss = LossCheck(loss_fn, tokens, outputs, slicing, config, report)
             check.check_loss(loss, len(layers), [SliceableTensors.of_labels(each, 1) for each in everyone])
@@ -376,7 +376,7 @@ def problem_of_report(
 ) -> str | None:
     labels, config = SliceableTensors.of_labels(data()[1], 1), TeraPipeConfig(enabled=True, loss_reduction="mean")
     slicing = Slicing(PLAN, weights_of(labels, PLAN, config, None))
-    outputs = Activations((numbers(),), Tensor, (TokenDim(1),))
+    outputs = Activations((numbers(),), alone, (TokenDim(1),))
     return LossCheck(loss_fn, labels, outputs, slicing, config, get, at_start).run()
 
 

@@ -172,6 +172,7 @@ KINDS: dict[str, list[nn.Module]] = {
         Calls(lambda both: both),
         Calls(lambda both: both[0]["hidden"] * both[2]),
     ],
+    "dict": [Calls(lambda x: {"a": (x, None), "b": [x.tanh()]}), Calls(lambda each: each["a"][0] * each["b"][0])],
     "list": [Calls(lambda x: [x, x.tanh()]), Calls(lambda both: torch.cat(both.copy(), -1))],
     "named tuple": [Calls(lambda x: x.sort(-1)), Calls(lambda both: both.values * both.indices)],
     "none of the tokens": [Calls(lambda x: (x.tanh(), x[:, :0])), Calls(lambda both: both[0] * 2 + both[1].sum())],
@@ -193,10 +194,14 @@ def test_kinds_of_numbers(kind: str) -> None:
     assert finding.layer == f"layer {len(layers)} (Calls)"
 
 
-def test_a_part_may_not_end_with_anything_but_tensors() -> None:
-    [finding] = verify([Calls(lambda x: x.tanh()), Calls(lambda x: (x, None))]).findings
+@pytest.mark.parametrize("what", ["int", "a dict, None or nested tuples"])
+def test_a_part_may_not_end_with_anything_but_tensors(what: str) -> None:
+    """The loss may take a dict as well, but no number, which slices may have otherwise."""
+    layers = [Calls(lambda x: x.tanh()), Calls(lambda x: {"x": x, "other": 3 if what == "int" else None})]
+    [finding] = verify(layers, is_last=what == "int").findings
     assert finding.layer == "layer 1 (Calls)"
-    assert "got tuple of (Tensor, NoneType)" in finding.problem and "and the part ends here" in finding.problem
+    assert f"it returns {what}" in finding.problem and "and the part ends here" in finding.problem
+    assert what == "int" or verify(layers).findings == []
 
 
 def test_only_the_imaginary_part_is_wrong() -> None:

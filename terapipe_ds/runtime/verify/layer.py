@@ -28,6 +28,7 @@ from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, draw
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim, held_as
 
+_HALF = {torch.float16, torch.bfloat16}
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _MAY_ADD = ("MoEAuxLossAutoScaler", "CheckpointFunction")  # Megatron's, and the one that hides the functions within
@@ -100,7 +101,8 @@ class LayerCheck:
     is_running: bool = False  # the layer itself, or its backward
     _may_add: bool = False  # functions of the user are in its graph
     _scale: float = 1.0  # of the output gradients
-    _inside: frozenset[torch.dtype] = frozenset()  # to which it rounds on whole sequences
+    inside: frozenset[torch.dtype] = frozenset()  # to which it rounds on whole sequences
+    _is_half_inside: bool = False  # also in a wider dtype
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
@@ -135,8 +137,12 @@ class LayerCheck:
         difference.
         """
         reference, in_wider = self.in_wider_dtype(lambda check: check.compare_all())
-        if reference is None or not all(self.slicing.ranks.exchange(in_wider is None)):
+        if reference is None:
             return difference
+        if not all(self.slicing.ranks.exchange(in_wider is None)):
+            # the wider run rounds as well: to half precision, for a kernel
+            self._is_half_inside = any(self.slicing.ranks.exchange(bool(reference.inside & _HALF)))
+            return self._compare_again(1.0) if self._is_half_inside else difference
         # the wider dtype shows no difference: measure how much of this difference is rounding
         given = self.inputs
         for number, scale in enumerate(_SCALES):
@@ -147,14 +153,14 @@ class LayerCheck:
 
     def in_wider_dtype(self, run: Callable[[Self], Difference | None]) -> tuple[Self | None, Difference | None]:
         """Return this check in a wider dtype with the difference there; None if it cannot run, as always in fp64."""
-        dtype = wider(self._own_dtypes(()))
+        dtype = wider(self._own_dtypes(())) or (torch.float64 if self.inside else None)
         if dtype is None:
             return None, None
         self._begin_anew()
         inputs = self.inputs.changed(
             lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
         )
-        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[], _inside=frozenset())
+        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[], inside=frozenset())
         difference = caught = None
         try:
             with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
@@ -287,7 +293,7 @@ class LayerCheck:
                 raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, which slices may have otherwise")
             runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
-            self._inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
+            self.inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
 
@@ -365,8 +371,8 @@ class LayerCheck:
         return gradients | {name: ranks.gather(gradients[name][None]).sum(0) for name in even}
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
-        """Return the dtypes that a layer computes with."""
-        return self._own_dtypes(outputs) | self._inside
+        """Return the dtypes that a layer computes with, those of half precision only if no wider run is without."""
+        return self._own_dtypes(outputs) | (self.inside if self._is_half_inside else self.inside - _HALF)
 
     def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes of what a layer gets and has, and of its `outputs`."""
@@ -447,7 +453,7 @@ def _has_functions(outputs: Sequence[Tensor]) -> bool:
 def wider(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """Return the dtype in which a layer that computes with `dtypes` rounds much less; None for fp64."""
     dtypes = set(dtypes)
-    if dtypes & {torch.float16, torch.bfloat16}:
+    if dtypes & _HALF:
         return torch.float32
     return torch.float64 if torch.float32 in dtypes else None
 

@@ -129,6 +129,20 @@ def test_half_precision_within_a_layer_is_rounding_and_a_fault_beside_it_is_none
     assert finding.layer == "layer 1 (InHalf)"
 
 
+def test_half_precision_that_hardly_counts_hides_no_faint_fault() -> None:
+    class UnderAutocast(faulty.Base):
+        share = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = super().forward(x)
+            return x + 0.01 * y + self.share * x.mean(1, keepdim=True)
+
+    assert verify([UnderAutocast(0)]).findings == []
+    with mock.patch.object(UnderAutocast, "share", 0.02):
+        assert len(verify([UnderAutocast(0)]).findings) == 1
+
+
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------
 
 

@@ -174,8 +174,9 @@ class SliceEntry:
             return f"{why}, without gaps"
         return (
             f"comes a second time, [0, {self.filled}) is filled. Either two attention layers of this part share the "
-            f"name {self.layer!r} (give each its own), or a forward inside a backward runs in mode {self.mode!r} (use "
-            "'recompute'), or the micro-batch before was not released"
+            f"name {self.layer!r} (give each its own), or a module with plain attention runs twice in a slice, as a "
+            "tied layer does (let it call sliced_attention, with a name for each run), or a forward inside a backward "
+            f"runs in mode {self.mode!r} (use 'recompute'), or the micro-batch before was not released"
         )
 
     def begin_backward(self, start: int, stop: int) -> None:

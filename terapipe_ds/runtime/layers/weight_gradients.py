@@ -120,15 +120,15 @@ class WeightGradients:
         return WeightGradients, ()  # a layer in a file has no engine
 
     def open_batch(
-        self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = (), recomputed: bool = True
+        self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = (), is_trial: bool = False
     ) -> None:
         """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
 
         The slices of each of the `groups` have one product per weight, once the B or W of all of them have run.
-        Forwards that are `recomputed` in B leave factors to W, too; in a group they do not.
+        In a trial the slices `split` stand for a group, and no optimizer watches the weights.
         """
         self._split, self.running, self.waiting = frozenset(split), None, {}
-        self._is_recomputed = recomputed
+        self._is_trial = is_trial
         self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
     def joins_unsplit(self, checkpoints: bool) -> bool:
@@ -226,7 +226,7 @@ class WeightGradients:
     def _is_hooked(self, weight: Tensor) -> bool:
         """Return whether code other than the optimizer's own must learn of each gradient of the weight."""
         has_sum = self._has_sum(weight)
-        if weight._backward_hooks or (self.is_watched and not has_sum):
+        if weight._backward_hooks or (self.is_watched and not has_sum and not self._is_trial):
             return True
         hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
         if not hooks:
@@ -331,9 +331,10 @@ class WeightGradients:
     def _is_kept(self, active: ActiveSlice, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
         key = active.part_id, active.micro_batch_id, active.slice_id
-        if key in self._split:
-            return self._is_recomputed or self.running is None
-        return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
+        if key in self._split and not self._is_trial:
+            return True
+        is_joined = key in self._split or (key in self._groups and self._groups[key].is_joined)
+        return is_joined and not hooked and self.running is None
 
     def product_of(self, layer: Any, with_bias: bool) -> Callable[[Tensor], Tensor]:
         """Return the function that multiplies by `layer.weight`, for a layer with work around its product."""

@@ -275,7 +275,7 @@ class LayerCheck:
         runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
             keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
-            self.weights.open_batch(keys if len(keys) > 1 else (), recomputed=self.splits)
+            self.weights.open_batch(keys if len(keys) > 1 else (), is_trial=not self.splits)
         for slice_id in range(slicing.plan.num_slices):
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call

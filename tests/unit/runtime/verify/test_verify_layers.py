@@ -61,6 +61,8 @@ def verify(
     last = SimpleNamespace(loss_fn=loss_fn, forward_funcs=layers)
     of_hidden = LossOfHidden.of(last, WeightGradients())
     weights = accumulate_in_products(module, None) if splits is not None else None
+    if weights is not None:
+        weights.is_watched = True  # as by DeepSpeed's optimizers
     check = StageCheck(
         module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights,
         splits=bool(splits), is_last=is_last,
@@ -207,6 +209,7 @@ class Reversible(faulty.Base):
 def test_a_layer_that_asks_for_the_gradients_of_its_linear_layers() -> None:
     """If slices join their products, forwards in the backward do not; with a W, autograd does not reach weights."""
     assert verify([Reversible().double()], splits=False).findings == []
+    assert verify([faulty.Base().double()], checkpoint=_checkpoint, splits=False).findings == []
     [finding] = verify([Reversible().double()], splits=True).findings
     assert "derive a class of your own from nn.Linear" in finding.problem
 

@@ -203,7 +203,9 @@ def _guarded_multi_head(multi_head: Callable[..., Any], intercept: bool) -> Call
 def _sees_all(active: ActiveSlice | None, is_causal: bool) -> bool:
     """Return whether plain attention sees what it should: not in a slice, nor in rows of documents if it only knows
     that it is causal."""
-    return active is None or _allowed > 0 or (active.is_whole and not (is_causal and active.documents is not None))
+    if active is None or _allowed > 0:
+        return True
+    return active.is_whole and not (is_causal and active.reach(None).is_limited)
 
 
 def _check(arguments: Mapping[str, Any], token_dim: int, advice: str = "") -> None:

@@ -48,8 +48,8 @@ class SliceEntry:
 
     Evaluation goes from filling to closed. Modes "recompute" and "weight" come back to slices below `filled` and move
     nothing; "probe" moves both frontiers to wherever it runs. `grads` hold what the slices after the frontier have
-    added to the tokens from `touched` on; tokens before have no gradients yet. `recorded` says that a node waits for
-    its backward, `kv_needs_grad` that it needs `grads`.
+    added to the tokens from `touched` on; tokens before have no gradients yet. `kv_needs_grad` says that a node needs
+    `grads`.
     """
 
     def __init__(self, active: ActiveSlice, layer: Hashable, like: TensorPair, reach: Reach, store: SliceStore) -> None:
@@ -65,7 +65,6 @@ class SliceEntry:
         self.frontier = self.touched = active.sequence_length
         self._own_stop: int | None = None  # the end of the slice whose backward runs, if its own share may stay apart
         self._own: TensorPair | None = None  # this share
-        self.recorded = False  # an autograd node waits for its backward
         self.kv_needs_grad = False
         self.closed = False
 
@@ -79,8 +78,7 @@ class SliceEntry:
         return self.kept.at(start, stop)
 
     def record(self, kv_needs_grad: bool) -> None:
-        """Note that an autograd node was recorded for a slice: its backward has to come before `release`."""
-        self.recorded = True
+        """Note that an autograd node was recorded for a slice, and whether it needs `grads`."""
         self.kv_needs_grad = self.kv_needs_grad or kv_needs_grad
 
     def add_grads(
@@ -176,8 +174,9 @@ class SliceEntry:
             return f"{why}, without gaps"
         return (
             f"comes a second time, [0, {self.filled}) is filled. Either two attention layers of this part share the "
-            f"name {self.layer!r} (give each its own), or a forward inside a backward runs in mode {self.mode!r} (use "
-            "'recompute'), or the micro-batch before was not released"
+            f"name {self.layer!r} (give each its own), or a module with plain attention runs twice in a slice, as a "
+            "tied layer does (let it call sliced_attention, with a name for each run), or a forward inside a backward "
+            f"runs in mode {self.mode!r} (use 'recompute'), or the micro-batch before was not released"
         )
 
     def begin_backward(self, start: int, stop: int) -> None:
@@ -236,13 +235,9 @@ class SliceEntry:
         """Raise SliceStoreError if some of the micro-batch's slices or their backwards have not run."""
         if self.mode != "train":
             return
+        # without any backward no gradient is lost: the loss does not use the output
         if 0 < self.frontier < self.sequence_length:
             what = f"with the gradients of [0, {self.frontier}) still waiting; run the backward of every slice first"
-        elif self.frontier and self.recorded:
-            what = (
-                "before any backward although its output needs gradients; run the backward of every slice first, or "
-                "freeze the layer if the loss does not use it"
-            )
         elif self.filled < self.sequence_length:
             what = f"after the forward of [0, {self.filled}) of {self.sequence_length} tokens; run all slices first"
         else:

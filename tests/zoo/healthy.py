@@ -1,6 +1,6 @@
 """Define models that can be trained in slices: no check may refuse them."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from tests.small_models.parts import (
     Mlp,
     Residual,
     Weighted,
+    cross_entropy,
     scores_of,
     seeded,
     sliced_attention,
@@ -80,6 +81,14 @@ class SinksAndCaps(Sliced, sinks=(HEADS, 90)):
 class TwiceSliced(Sliced):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sliced_attention(q, k, v, (self.index, 1)) - sliced_attention(k, q, v, (self.index, 2))
+
+
+@attention()
+class GatedByAttention(Sliced):
+    """Multiply queries by attention that gets no gradient."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sliced_attention(q, k, v, self.index).detach() * q
 
 
 @attention()
@@ -329,6 +338,11 @@ whole_blocks(data=lambda seed: micro_batch(seed, length=24), terapipe={"granular
 # -- other things than tensors between layers of one stage, and layers that are not in Python ---
 
 
+class Both(NamedTuple):
+    x: Tensor
+    y: Tensor
+
+
 class Mapped(Mlp):
     """Return a dict and nothing else, which the next layer takes."""
 
@@ -358,6 +372,20 @@ def gelu_by_hand(x: Tensor) -> Tensor:
 compiled_gelu = torch.compile(gelu_by_hand, backend="eager", fullgraph=True)
 beside()(
     Compiled=using(lambda it, x: x + it.inner(compiled_gelu(x)), inner=lambda: nn.Linear(WIDTH, WIDTH)),
+)
+add(
+    "NamedTupleAndLists",
+    [
+        Embedding,
+        lambda x: Both(x, x.tanh()),
+        lambda both: [both.x, both.y],
+        lambda both: sum(both.copy()),
+        SLICED,
+        Mlp,
+        Mlp,
+        using(lambda it, x: {"both": Both(x @ it.outer, x), "none": None}, outer=(WIDTH, VOCAB_SIZE, 2)),
+    ],
+    loss_fn=lambda held, labels: cross_entropy(held["both"].x, labels),
 )
 add("DictOnTheWay", [Embedding, Mapped, using(lambda it, both: both[0]["hidden"].tanh()), SLICED, Mlp, Head])
 

@@ -99,8 +99,13 @@ class _ExactZero(torch.autograd.Function):
 
 def exact_zero(outputs: Any) -> torch.Tensor:
     """Return a scalar zero that depends on `outputs`: the backward of a slice without valid labels still runs."""
-    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
-    return _ExactZero.apply(*[t for t in tensors if t.is_floating_point()])
+    return _ExactZero.apply(*floating_tensors(outputs))
+
+
+def floating_tensors(outputs: Any) -> list[torch.Tensor]:
+    """Return the floating tensors among the outputs of the last layer, which `loss_fn` may take in any form."""
+    leaves = (outputs,) if torch.is_tensor(outputs) else tree_leaves(outputs)
+    return [each for each in leaves if torch.is_tensor(each) and each.is_floating_point()]
 
 
 def weighted_loss(

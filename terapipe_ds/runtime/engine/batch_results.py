@@ -22,6 +22,7 @@ from terapipe_ds.runtime.batch.in_flight import BatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import (
     LossKindError,
     exact_zero,
+    floating_tensors,
     require_graph,
     require_scalars,
     share_of,
@@ -189,9 +190,7 @@ class BatchResults:
 
 def _sum_of(outputs: Any) -> torch.Tensor:
     """Return one number that is finite if all floating numbers of `outputs` are."""
-    tensors = (outputs,) if torch.is_tensor(outputs) else tuple(outputs)
-    sums = [each.detach().sum(dtype=torch.float32) for each in tensors if each.is_floating_point()]
-    return functools.reduce(torch.add, sums)
+    return functools.reduce(torch.add, [each.detach().sum(dtype=torch.float32) for each in floating_tensors(outputs)])
 
 
 def accumulated(total: Any, loss: Any) -> Any:

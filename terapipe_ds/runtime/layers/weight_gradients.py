@@ -115,12 +115,16 @@ class WeightGradients:
     def __reduce__(self) -> tuple[type[WeightGradients], tuple[()]]:
         return WeightGradients, ()  # a layer in a file has no engine
 
-    def open_batch(self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = ()) -> None:
+    def open_batch(
+        self, split: Iterable[Key] = (), groups: Iterable[Collection[Key]] = (), is_trial: bool = False
+    ) -> None:
         """Begin a batch in which the slices `split` have a W of their own; keep nothing of another batch.
 
         The slices of each of the `groups` have one product per weight, once the B or W of all of them have run.
+        In a trial the slices `split` stand for a group, and no optimizer watches the weights.
         """
         self._split, self.running, self.waiting = frozenset(split), None, {}
+        self._is_trial = is_trial
         self._groups = {key: group for group in map(_Group, groups) for key in group.missing}
 
     def joins_unsplit(self, checkpoints: bool) -> bool:
@@ -222,7 +226,7 @@ class WeightGradients:
     def _is_hooked(self, weight: Tensor) -> bool:
         """Return whether code other than the optimizer's own must learn of each gradient of the weight."""
         has_sum = self._has_sum(weight)
-        if weight._backward_hooks or (self.is_watched and not has_sum):
+        if weight._backward_hooks or (self.is_watched and not has_sum and not self._is_trial):
             return True
         hooks = getattr(weight, "_post_accumulate_grad_hooks", None)
         if not hooks:
@@ -318,9 +322,10 @@ class WeightGradients:
     def _is_kept(self, active: ActiveSlice, hooked: bool) -> bool:
         """Return whether factors wait: for W, or in the first forward of a slice whose products join others'."""
         key = active.part_id, active.micro_batch_id, active.slice_id
-        if key in self._split:
+        if key in self._split and not self._is_trial:
             return True
-        return key in self._groups and self._groups[key].is_joined and not hooked and self.running is None
+        is_joined = key in self._split or (key in self._groups and self._groups[key].is_joined)
+        return is_joined and not hooked and self.running is None
 
     def adder_of_rows(self, table: Tensor) -> Callable[[int, Tensor], None] | None:
         """Return what adds the gradient of some rows of `table`, from the first one on; None: autograd does.

@@ -76,7 +76,8 @@ class FirstBatchCheck:
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
-        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients to W
+        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients
+        self._splits = False  # to W, and not to the B of another slice
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._num_micro_batches = 0  # of the first batch
         self._labels: list[SliceableTensors] = []  # of all of these
@@ -120,6 +121,7 @@ class FirstBatchCheck:
         weights = self._engine.weight_gradients
         checkpoints = self._module.activation_checkpoint_interval > 0
         self._weights = weights if batch.split or weights.joins_unsplit(checkpoints) else None
+        self._splits = bool(batch.split)
         begin_s = time.monotonic()
         # the check inspects each operation of a layer, runs it in fp64, and needs gradients in an evaluation as well
         with layers_as_they_are(), torch.inference_mode(False), torch.enable_grad():
@@ -343,8 +345,9 @@ class FirstBatchCheck:
                     is_last, intercept = part_id + 1 == layout.num_parts, self._config.attention == "intercept"
                     of_hidden = LossOfHidden.of(module, engine.weight_gradients) if is_last else None
                     check = StageCheck(
-                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights, kind
-                    )
+                        module, slicing, result, autocast, self._note, intercept, of_hidden, self._weights,
+                        self._splits, kind, is_last,
+                    )  # fmt: skip
                     outputs = check.check_layers(layers_of(module), inputs)
                     if is_last and outputs is not None and kind is LayerCheck:
                         labels = None if micro_batch.labels is None else cut.of(micro_batch.labels).to(self._device)
@@ -372,6 +375,7 @@ class FirstBatchCheck:
     def _hand_on(self, part_id: int, outputs: Activations | None) -> Activations | None:
         """Give the next part's stage these outputs, through the host; None on all other stages."""
         stage_id, ranks, group = self._engine.stage_id, self._groups.ranks, self._groups.control
+        outputs = None if outputs is None else outputs.for_another_part()
         owner, follower = self._layout.owner(part_id), self._layout.owner(part_id + 1)
         if owner == follower or stage_id not in (owner, follower):
             return outputs

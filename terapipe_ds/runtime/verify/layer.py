@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from terapipe_ds.attention import UncompiledMode, push_slice
-from terapipe_ds.dict_batch import BatchError
 from terapipe_ds.messages import logger
-from terapipe_ds.runtime.batch.cut_tensors import Tensors, as_tuple
+from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users, same
 from terapipe_ds.runtime.layers.untouched import stand_ins
@@ -26,8 +26,9 @@ from terapipe_ds.runtime.verify import compare
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance
 from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, drawn_per_call, random_states
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
-from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim, held_as
 
+_HALF = {torch.float16, torch.bfloat16}
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _MAY_ADD = ("MoEAuxLossAutoScaler", "CheckpointFunction")  # Megatron's, and the one that hides the functions within
@@ -35,7 +36,6 @@ _DRAWN_PER_CALL = (
     "it draws random numbers once per call and not per token (a dropped layer, stochastic depth, a mask for all "
     "tokens), so that each slice draws its own: draw per token, or set terapipe.slices to 1"
 )
-OUTPUTS = "the outputs of a layer"
 
 
 class Forward(NamedTuple):
@@ -43,21 +43,24 @@ class Forward(NamedTuple):
 
     leaves: Tensors
     outputs: Tensors
-    is_tuple: bool
+    formed: Callable[[Sequence[Tensor]], Any]  # as of `Activations`
 
 
-class _SeesFp32(UncompiledMode):
-    """Detect whether a forward converts fp64 to fp32."""
+class _SeesNarrow(UncompiledMode):
+    """Collect the dtypes to which a forward rounds numbers of a wider one."""
 
-    narrows = False
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_tensor(result) and result.dtype == torch.float32:
-            operands = (*args, *(kwargs or {}).values())
-            self.narrows |= any(torch.is_tensor(each) and each.dtype == torch.float64 for each in operands)
+        if torch.is_tensor(result) and result.is_floating_point():
+            operands = [each for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)]
+            if any(each.is_floating_point() and each.itemsize > result.itemsize for each in operands):
+                self.dtypes.add(result.dtype)
         return result
 
 
@@ -66,7 +69,7 @@ class UncutOutput(ValueError):
 
 
 class OtherOutput(ValueError):
-    """Say the same of a layer that returns something else than tensors: a dict, or None beside the tensors."""
+    """Say the same of a layer that returns something else than tensors and None: a number, an object."""
 
 
 @dataclass
@@ -82,7 +85,8 @@ class LayerCheck:
     stage: nn.Module
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     with_gradients: bool = True  # False compares only the outputs
-    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
+    splits: bool = True  # to W
     is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
@@ -97,7 +101,8 @@ class LayerCheck:
     is_running: bool = False  # the layer itself, or its backward
     _may_add: bool = False  # functions of the user are in its graph
     _scale: float = 1.0  # of the output gradients
-    _has_fp32_inside: bool = False  # on whole sequences it computes in fp32 from fp64
+    inside: frozenset[torch.dtype] = frozenset()  # to which it rounds on whole sequences
+    _is_half_inside: bool = False  # also in a wider dtype
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
@@ -132,8 +137,12 @@ class LayerCheck:
         difference.
         """
         reference, in_wider = self.in_wider_dtype(lambda check: check.compare_all())
-        if reference is None or not all(self.slicing.ranks.exchange(in_wider is None)):
+        if reference is None:
             return difference
+        if not all(self.slicing.ranks.exchange(in_wider is None)):
+            # the wider run rounds as well: to half precision, for a kernel
+            self._is_half_inside = any(self.slicing.ranks.exchange(bool(reference.inside & _HALF)))
+            return self._compare_again(1.0) if self._is_half_inside else difference
         # the wider dtype shows no difference: measure how much of this difference is rounding
         given = self.inputs
         for number, scale in enumerate(_SCALES):
@@ -144,14 +153,14 @@ class LayerCheck:
 
     def in_wider_dtype(self, run: Callable[[Self], Difference | None]) -> tuple[Self | None, Difference | None]:
         """Return this check in a wider dtype with the difference there; None if it cannot run, as always in fp64."""
-        dtype = wider(self._dtypes(()))
+        dtype = wider(self._own_dtypes(())) or (torch.float64 if self.inside else None)
         if dtype is None:
             return None, None
         self._begin_anew()
         inputs = self.inputs.changed(
             lambda t: t.detach().to(dtype).requires_grad_(t.requires_grad) if t.is_floating_point() else t
         )
-        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[])
+        other = replace(self, inputs=inputs, autocast=nullcontext, faults=[], inside=frozenset())
         difference = caught = None
         try:
             with stand_ins(self.layer.module or nn.Module(), with_gradients=False, dtype=dtype):
@@ -266,26 +275,25 @@ class LayerCheck:
         runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
             keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
-            self.weights.open_batch(keys if len(keys) > 1 else ())
+            self.weights.open_batch(keys if len(keys) > 1 else (), is_trial=not self.splits)
         for slice_id in range(slicing.plan.num_slices):
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
-            states, sees = self._kept.generator_states(), _SeesFp32()
+            states, sees = self._kept.generator_states(), _SeesNarrow()
             replaced = (self.draws or slicing.plan.num_slices == 1) and not self.repeats
             constant = self._constant if replaced else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
                 copies = tuple(leaf.clone() for leaf in leaves)  # a layer may work in place
                 self.is_running = True
-                outputs = self.layer(copies, inputs.is_tuple)
+                outputs = self.layer(inputs.formed(copies))
                 self.is_running = False
-            try:
-                tensors = as_tuple(outputs, OUTPUTS)
-            except BatchError as error:
-                raise OtherOutput(str(error)) from None
-            runs.append(Forward(leaves, tensors, not torch.is_tensor(outputs)))
+            held = [each for each in tree_leaves(outputs) if each is not None]
+            if not held or not all(map(torch.is_tensor, held)):
+                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, which slices may have otherwise")
+            runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
-            self._has_fp32_inside |= sees.narrows and slicing.plan.num_slices == 1
+            self.inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
 
@@ -363,10 +371,13 @@ class LayerCheck:
         return gradients | {name: ranks.gather(gradients[name][None]).sum(0) for name in even}
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
-        """Return the dtypes that a layer computes with."""
+        """Return the dtypes that a layer computes with, those of half precision only if no wider run is without."""
+        return self._own_dtypes(outputs) | (self.inside if self._is_half_inside else self.inside - _HALF)
+
+    def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
+        """Return the dtypes of what a layer gets and has, and of its `outputs`."""
         parameters = () if self.layer.module is None else self.layer.module.parameters()
         dtypes = {tensor.dtype for tensor in (*self.inputs.tensors, *outputs, *parameters)}
-        dtypes |= {torch.float32} if self._has_fp32_inside else set()
         device = self.inputs.tensors[0].device.type
         with self.autocast():
             if torch.is_autocast_enabled(device):
@@ -389,7 +400,7 @@ class LayerCheck:
             layout, difference = compare.compare_output(tensor, of_slices, tolerance, self.slicing, self.unable)
             layouts.append(layout)
             differences.append(difference)
-        return Activations(tensors, whole.is_tuple, tuple(layouts)), next(filter(None, differences), None)
+        return Activations(tensors, whole.formed, tuple(layouts)), next(filter(None, differences), None)
 
     def _compare_gradients(self, of_slices: dict[str, Tensor]) -> Difference | None:
         assert self.outputs is not None and self.gradients is not None
@@ -421,6 +432,10 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
 
 
+def _kinds(values: Iterable[Any]) -> str:
+    return ", ".join(sorted({type(each).__name__ for each in values if not torch.is_tensor(each)}))
+
+
 def _has_functions(outputs: Sequence[Tensor]) -> bool:
     """Return whether the graph has an `autograd.Function` of the user, or another that may add a loss."""
     nodes, seen = [tensor.grad_fn for tensor in outputs], set()
@@ -438,7 +453,7 @@ def _has_functions(outputs: Sequence[Tensor]) -> bool:
 def wider(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """Return the dtype in which a layer that computes with `dtypes` rounds much less; None for fp64."""
     dtypes = set(dtypes)
-    if dtypes & {torch.float16, torch.bfloat16}:
+    if dtypes & _HALF:
         return torch.float32
     return torch.float64 if torch.float32 in dtypes else None
 

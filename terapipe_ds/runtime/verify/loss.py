@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.loss_weights import slice_counts, weighted_loss, 
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
 from terapipe_ds.runtime.verify.layer import Forward, LayerCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
-from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim, alone
 
 REDUCTIONS = ("mean_valid", "mean", "sum")
 _CANNOT = (
@@ -63,7 +63,7 @@ class LossOfHiddenCheck(LayerCheck):
     """Check a layer whose only output is its loss, which has a value when its backward has run."""
 
     def _compare_outputs(self, whole: Forward, parts: list[Tensors]) -> tuple[Activations, None]:
-        return Activations(tuple(t.detach() for t in whole.outputs), False, (PerSlice(()),)), None
+        return Activations(tuple(t.detach() for t in whole.outputs), alone, (PerSlice(()),)), None
 
     def _random_gradient(self, index: int, output: Tensor) -> Tensor:
         # as large as the mean's divisor: half precision keeps the gradients of single tokens
@@ -89,7 +89,7 @@ class LossAfterLayers(LayerCheck):
         with torch.enable_grad():
             size = max(self.loss.losses(self.slicing.whole()).size, float(values.abs().sum()))
         difference = _compare_values(values.sum()[None], expected, size, self._dtypes(()))
-        return Activations((), False, ()), difference if bool(torch.isfinite(expected).all()) else None
+        return Activations((), tuple, ()), difference if bool(torch.isfinite(expected).all()) else None
 
 
 def _compare_values(total: Tensor, expected: Tensor, size: float, dtypes: set[torch.dtype]) -> Difference | None:
@@ -226,7 +226,7 @@ class LossCheck:
             copies, active = tuple(leaf.clone() for leaf in leaves), slicing.active(slice_id)
             with push_slice(active), guard_plain_attention(), GuardCapturedNames():
                 labels = self.labels.part(active.start, active.stop)
-                loss = weighted_loss(copies if self.outputs.is_tuple else copies[0], labels, weight, self.loss_fn)
+                loss = weighted_loss(self.outputs.formed(copies), labels, weight, self.loss_fn)
             reported.append(_reported(self.get_additional_losses) if weight else {})
             runs.append((leaves, loss))
         # backwards in reverse; a product of gradient and output tells the size of a term of the loss

@@ -8,13 +8,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.compat.replaced import replaced
-from terapipe_ds.runtime.batch.cut_tensors import Tensors
 from terapipe_ds.runtime.layers.activation_checkpointing import (
     checkpoint_with_gradients,
     checkpointing_with_gradients,
@@ -39,10 +37,11 @@ class NamedLayer:
         """Return the module that holds its parameters; None for a plain function."""
         return module_of(self.function)
 
-    def __call__(self, inputs: Tensors, is_tuple: bool) -> Any:
+    def __call__(self, inputs: Any) -> Any:
         if self.checkpoint is None:
-            return self.function(inputs if is_tuple else inputs[0])
-        return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *inputs)
+            return self.function(inputs)
+        several = inputs if isinstance(inputs, tuple) else (inputs,)
+        return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *several)
 
     def __str__(self) -> str:
         if isinstance(self.function, _Chain):
@@ -62,7 +61,7 @@ class _Chain(nn.Module):
 
     def forward(self, values: Any) -> Any:
         for layer in self.layers:
-            values = layer((values,) if torch.is_tensor(values) else values, not torch.is_tensor(values))
+            values = layer(values)
         return values
 
 
@@ -93,6 +92,11 @@ def chained(layers: Sequence[NamedLayer]) -> NamedLayer:
     return layers[0] if len(layers) == 1 else NamedLayer(layers[0].layer_id, _Chain(layers))
 
 
+def _run(function: Callable[..., Any], *inputs: Any) -> Any:
+    """Run a range of layers that is not checkpointed among others: it gets a named tuple as a plain one, too."""
+    return function(*inputs)
+
+
 def layers_of(module: Any) -> list[NamedLayer]:
     """Return the layers of a stage, each with the checkpointing that `PipelineModule.forward` runs it under.
 
@@ -105,8 +109,10 @@ def layers_of(module: Any) -> list[NamedLayer]:
     for index, function in enumerate(module.forward_funcs):
         is_checkpointed = interval > 0 and module.is_checkpointable_results[index // interval]
         kept = None if kept_calls(module) is None else KeptCalls()  # training counts its own
-        checkpoint = checkpoint_with_gradients(module.activation_checkpoint_func, kept=kept)
-        layers.append(NamedLayer(index + module._local_start, function, checkpoint if is_checkpointed else None))
+        around: Callable[..., Any] | None = _run if interval > 0 and index % interval == 0 else None
+        if is_checkpointed:
+            around = checkpoint_with_gradients(module.activation_checkpoint_func, kept=kept)
+        layers.append(NamedLayer(index + module._local_start, function, around))
     return layers
 
 

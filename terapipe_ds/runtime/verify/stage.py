@@ -28,7 +28,7 @@ from terapipe_ds.runtime.verify.labels import LabelProbe, compare_everywhere
 from terapipe_ds.runtime.verify.layer import LayerCheck, OtherOutput, UncutOutput
 from terapipe_ds.runtime.verify.loss import LossAfterLayers, LossCheck, LossOfHiddenCheck, joined
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
-from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim, alone
 
 _T = TypeVar("_T")
 _NO_MEMORY = torch.OutOfMemoryError.__name__
@@ -146,8 +146,10 @@ class StageCheck:
     note: Callable[[str], None] = lambda text: None  # called with the checked layer
     intercept: bool = True  # plain causal attention goes to sliced_attention
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
-    weights: WeightGradients | None = None  # if training leaves weight gradients of slices to W
+    weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
+    splits: bool = True  # to W
     kind: type[LayerCheck] = LayerCheck
+    is_last: bool = True  # its outputs go to the loss, not to another part
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs
     _part: tuple[NamedLayer, Activations] | None = None  # all layers as one, and their inputs, if they are compared
     # the failure of a layer whose output cannot be cut, so that it is compared together with the next layer
@@ -180,20 +182,31 @@ class StageCheck:
                     together.clear()
         if self._uncut is not None and together:
             self._end_uncut(chained(together), self._uncut)
-        return None if self._uncut is not None else outputs
+        return self._handed_on(layers[-1], outputs) if self._uncut is None else None
+
+    def _handed_on(self, last: NamedLayer, outputs: Activations | None) -> Activations | None:
+        """Return the outputs of the part, if another part can get them."""
+        if outputs is None or self.is_last or outputs.fits_a_message:
+            return outputs
+        self._end(last, "it returns a dict, None or nested tuples")
+        return None
 
     def _end_uncut(self, last: NamedLayer, failure: TrialFailure) -> None:
         """Report the last layer of a part, which has no layer after it to be compared with."""
         if failure.kind == OtherOutput.__name__:  # other parts, and the check of the loss, need tensors
-            text = f"{failure.text}, and the part ends here: return tensors, or set terapipe.partition"
-            self._find(last.layer_id, str(last), text, failure.kind)
+            self._end(last, failure.text)
         else:
             self.found.notes.append(f"{last}: not compared: the part ends with tensors that are not cut")
+
+    def _end(self, last: NamedLayer, text: str) -> None:
+        text = f"{text}, and the part ends here: return tensors, or set terapipe.partition"
+        self._find(last.layer_id, str(last), text, OtherOutput.__name__)
 
     def _check_layer(self, layer: NamedLayer, inputs: Activations) -> Activations | None:
         self.note(f"verifying {layer}")
         # detect plain attention by its call, whatever it adds to the output
-        check = self.kind(layer, inputs, self.slicing, self.module, self.autocast, weights=self.weights)
+        context = inputs, self.slicing, self.module, self.autocast
+        check = self.kind(layer, *context, weights=self.weights, splits=self.splits)
 
         def run() -> Difference | None:
             with guard_plain_attention(self.intercept), GuardCapturedNames():
@@ -354,6 +367,11 @@ class StageCheck:
             text = "there is not enough memory beside what training needs"
         elif "backward through the graph a second time" in failure.text:
             text += ": it keeps tensors with their graph from one slice to the next: use sliced_attention"
+        elif self.weights is not None and "not have been used in the graph" in failure.text:
+            text += (
+                ": slices leave the gradients of nn.Linear to one product, so torch.autograd.grad does not reach its "
+                "weight: derive a class of your own from nn.Linear for this layer, which autograd treats as usual"
+            )
         return None, failure._replace(text=text)
 
 
@@ -417,4 +435,4 @@ def _is_of_others(module: object) -> bool:
 def inputs_of(batch: SliceableTensors) -> Activations:
     """Return the first layer's inputs from a micro-batch."""
     layouts = tuple(TokenDim(batch.dim) if is_cut else Same() for is_cut in batch.sliced)
-    return Activations(batch.tensors, batch.is_tuple, layouts)
+    return Activations(batch.tensors, tuple if batch.is_tuple else alone, layouts)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as torch_dist
 from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from terapipe_ds.attention import ActiveSlice, SliceStore
 from terapipe_ds.attention.document_edges import Documents, Starts
@@ -90,13 +91,42 @@ class PerSlice:
 TensorLayout = TokenDim | Same | PerSlice
 
 
+def alone(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+def held_as(value: Any) -> Callable[[Sequence[Tensor]], Any]:
+    """Return the function that puts other tensors in the places of those in `value`, and leaves None as it is."""
+    leaves, spec = tree_flatten(value)
+    are_tensors = [leaf is not None for leaf in leaves]
+
+    def form(tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if is_tensor else None for is_tensor in are_tensors], spec)
+
+    return form
+
+
 @dataclass(frozen=True)
 class Activations:
-    """Hold the inputs or outputs of a layer on the whole sequence, detached, and how slices are cut from them."""
+    """Hold the inputs or outputs of a layer on the whole sequence, detached, and how slices are cut from them.
+
+    `formed` returns such tensors as the next layer gets them.
+    """
 
     tensors: Tensors
-    is_tuple: bool
+    formed: Callable[[Sequence[Tensor]], Any]
     layouts: tuple[TensorLayout, ...]
+
+    @property
+    def fits_a_message(self) -> bool:
+        """Return whether another part can get them: a tensor, or a flat tuple or list."""
+        held = self.formed(self.tensors)
+        return torch.is_tensor(held) or (isinstance(held, (tuple, list)) and all(map(torch.is_tensor, held)))
+
+    def for_another_part(self) -> Activations:
+        """Return the activations as another part gets them: a message carries a tensor or a plain tuple."""
+        return replace(self, formed=alone if torch.is_tensor(self.formed(self.tensors)) else tuple)
 
     def cut(self, slicing: Slicing, slice_id: int) -> Tensors:
         """Return a slice's share of each tensor, copies that require gradients if the tensors do."""
@@ -118,7 +148,7 @@ class Activations:
             PerSlice(tuple(map(change, layout.values))) if isinstance(layout, PerSlice) else layout
             for layout in self.layouts
         )
-        return Activations(tuple(map(change, self.tensors)), self.is_tuple, layouts)
+        return Activations(tuple(map(change, self.tensors)), self.formed, layouts)
 
 
 @dataclass(frozen=True)

@@ -248,7 +248,7 @@ def test_one_name_for_two_calls_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_module_that_runs_twice_is_refused() -> None:
     module = Plain()
-    with pytest.raises(SliceStoreError, match="Plain, call 0"):
+    with pytest.raises(SliceStoreError, match="Plain, call 0.*runs twice in a slice, as a tied layer"):
         run(random_inputs(), lambda q, k, v: module(q, k, module(q, k, v)))
 
 
@@ -306,6 +306,8 @@ def test_whole_rows_of_documents() -> None:
             plain(q, k, v)
     with guard_plain_attention(True), GuardCapturedNames(), push_slice(whole):
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, mask), captured(q, k, v, mask))
+    with guard_plain_attention(True), push_slice(whole.replace(documents=Documents(((0,),), 0, 7))):
+        assert torch.equal(Calls()(lambda: plain(q, k, v)), captured(q, k, v, is_causal=True))
 
 
 def test_dropout_acts() -> None:

@@ -38,7 +38,7 @@ def test_a_layer_name_used_twice_in_one_part() -> None:
         )
 
 
-NOT_DRAINED = {(): "before any backward", (2,): r"of \[0, 19\) still waiting", (2, 1): r"of \[0, 9\) still waiting"}
+NOT_DRAINED = {(2,): r"of \[0, 19\) still waiting", (2, 1): r"of \[0, 9\) still waiting"}
 
 
 @pytest.mark.parametrize("order", [(0,), (1,), (2, 0), (2, 2), (2, 1, 1), (2, 1, 0, 0), *NOT_DRAINED])
@@ -53,6 +53,15 @@ def test_a_backward_out_of_order_and_a_release_before_the_last(order: tuple[int,
         backward(i)
     with pytest.raises(SliceStoreError, match=NOT_DRAINED.get(order, "out of order.*reverse slice order")):
         micro_batch.store.release(0, 0) if order in NOT_DRAINED else backward(order[-1])
+
+
+def test_an_output_that_gets_no_gradient() -> None:
+    """The loss may not use it, or a layer detaches it: nothing is lost."""
+    micro_batch = three_slices()
+    micro_batch.forward_all()
+    micro_batch.store.release(0, 0)
+    micro_batch.store.assert_drained()
+    assert micro_batch.store.pool.live_bytes == 0
 
 
 def test_a_forward_in_a_backward_needs_its_mode() -> None:

@@ -158,7 +158,7 @@ class TestWeightedLoss:
 @pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 def test_every_output_that_can_gets_a_gradient_of_zeros(dtype: torch.dtype, wide: torch.dtype) -> None:
     logits, scale = torch.ones(2, 3, dtype=dtype, requires_grad=True), torch.ones(1, requires_grad=True)
-    zero = exact_zero((logits * 2, torch.ones(2, dtype=torch.bool), scale * 3))
+    zero = exact_zero({"logits": logits * 2, "others": (torch.ones(2, dtype=torch.bool), None, scale * 3)})
     zero.backward()
     assert zero.dtype == wide, "as wide as a loss"
     assert torch.equal(logits.grad, torch.zeros(2, 3, dtype=dtype))  # type: ignore[arg-type]

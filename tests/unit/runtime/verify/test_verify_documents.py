@@ -18,7 +18,7 @@ from terapipe_ds.runtime.layers.untouched import untouched
 from terapipe_ds.runtime.verify.documents import DocumentCheck, window_of_documents
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Findings, StageCheck
-from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TokenDim, alone
 from tests.small_models.mixers import MIXERS, Attends
 from tests.small_models.parts import HEADS, VOCAB_SIZE, WIDTH, Attention, Embedding, Mlp, causal, seeded
 
@@ -113,7 +113,8 @@ def check(layers: list[Any], inputs: tuple[Tensor, ...], starts: Starts = STARTS
     stage = StageCheck(module, slicing, Findings(), kind=DocumentCheck)
     named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
     with untouched(module, with_gradients=False):
-        stage.check_layers(named, Activations(inputs, len(inputs) > 1, (TokenDim(1),) * len(inputs)))
+        form = tuple if len(inputs) > 1 else alone
+        stage.check_layers(named, Activations(inputs, form, (TokenDim(1),) * len(inputs)))
     return stage.found
 
 

@@ -26,7 +26,7 @@ from terapipe_ds.runtime.verify.layer import LayerCheck, _is_updated_per_call
 from terapipe_ds.runtime.verify.loss import LossCheck
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.stage import Finding, Findings, StageCheck
-from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim
+from terapipe_ds.runtime.verify.tokens import Activations, Same, Slicing, TokenDim, alone
 from tests.small_models import faulty
 from tests.small_models.faulty import LAYERS, WIDTH
 
@@ -47,7 +47,7 @@ def verify(
     layers: Sequence[Any], tensors: tuple[Tensor, ...] | None = None, loss_fn: Any = None, labels: Tensor | None = None,
     reduction: str = "mean_valid", checkpoint: Callable[..., Any] | None = None,
     autocast: Callable[[], Any] = nullcontext, with_layers: bool = True, report: Callable[[], Any] = lambda: None,
-    splits: bool = False, intercept: bool = True, everyone: Sequence[Tensor] = (),
+    splits: bool | None = None, intercept: bool = True, everyone: Sequence[Tensor] = (), is_last: bool = True,
 ) -> Findings:  # fmt: skip
     module = nn.ModuleList([layer for layer in layers if isinstance(layer, nn.Module)])
     if tensors is None:
@@ -60,13 +60,16 @@ def verify(
     slicing = Slicing(PLAN, weights_of(tokens, PLAN, config, loss_fn))
     last = SimpleNamespace(loss_fn=loss_fn, forward_funcs=layers)
     of_hidden = LossOfHidden.of(last, WeightGradients())
-    weights = accumulate_in_products(module, None) if splits else None
+    weights = accumulate_in_products(module, None) if splits is not None else None
+    if weights is not None:
+        weights.is_watched = True  # as by DeepSpeed's optimizers
     check = StageCheck(
-        module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights
-    )
+        module, slicing, Findings(with_layers), autocast, intercept=intercept, of_hidden=of_hidden, weights=weights,
+        splits=bool(splits), is_last=is_last,
+    )  # fmt: skip
     with untouched(module, with_gradients=False):
         named = [NamedLayer(i, layer, checkpoint) for i, layer in enumerate(layers)]
-        outputs = check.check_layers(named, Activations(tensors, len(tensors) > 1, layouts))
+        outputs = check.check_layers(named, Activations(tensors, tuple if len(tensors) > 1 else alone, layouts))
         if loss_fn is not None and outputs is not None:
             loss = LossCheck(loss_fn, tokens, outputs, slicing, config, report)
             check.check_loss(loss, len(layers), [SliceableTensors.of_labels(each, 1) for each in everyone])
@@ -177,6 +180,38 @@ def test_weight_gradients_that_a_layer_leaves_to_w_are_compared(checkpointed: bo
     assert "or a layer with defer_weight_gradients() leaves something else to W" in str(found[0])
     # without splits nothing is left to W
     assert not verify([LeavesToW(1.5)]).findings
+
+
+class RunsAgain(torch.autograd.Function):
+    """Run a module again in the backward, and ask for its gradients by name, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module, *parameters: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module, ctx.parameters = module, parameters
+        return module(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        of_x, *others = torch.autograd.grad(y, (x, *ctx.parameters), grad)
+        return of_x, None, *others
+
+
+class Reversible(faulty.Base):
+    def update(self, x: Tensor) -> Tensor:
+        added: Tensor = RunsAgain.apply(x, self.out, *self.out.parameters())
+        return added
+
+
+def test_a_layer_that_asks_for_the_gradients_of_its_linear_layers() -> None:
+    """If slices join their products, forwards in the backward do not; with a W, autograd does not reach weights."""
+    assert verify([Reversible().double()], splits=False).findings == []
+    assert verify([faulty.Base().double()], checkpoint=_checkpoint, splits=False).findings == []
+    [finding] = verify([Reversible().double()], splits=True).findings
+    assert "derive a class of your own from nn.Linear" in finding.problem
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -344,7 +379,7 @@ def problem_of_report(
 ) -> str | None:
     labels, config = SliceableTensors.of_labels(data()[1], 1), TeraPipeConfig(enabled=True, loss_reduction="mean")
     slicing = Slicing(PLAN, weights_of(labels, PLAN, config, None))
-    outputs = Activations((numbers(),), False, (TokenDim(1),))
+    outputs = Activations((numbers(),), alone, (TokenDim(1),))
     return LossCheck(loss_fn, labels, outputs, slicing, config, get, at_start).run()
 
 

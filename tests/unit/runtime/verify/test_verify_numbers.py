@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.verify import compare, layer
+from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
 from tests.small_models.parts import Calls
 from tests.unit.runtime.verify.test_verify_layers import LENGTH, VOCAB, Findings, data, verify
@@ -110,6 +111,38 @@ def test_rounding_is_measured_with_the_numbers_beside_hidden_states_as_they_are(
     assert verify([WithBeside("").bfloat16()], tensors).findings == []
 
 
+class InHalf(faulty.Base):
+    """Attend in bf16 within a layer of another dtype, as kernels ask for it; a `share` of the mean is a fault."""
+
+    share = 0.0
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = super().attend(*(each.bfloat16() for each in (q, k, v))).to(q.dtype)
+        return out + self.share * out.mean(2, keepdim=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_half_precision_within_a_layer_is_rounding_and_a_fault_beside_it_is_none(dtype: torch.dtype) -> None:
+    assert verify([faulty.Base(0).to(dtype), InHalf(1).to(dtype)]).findings == []
+    with mock.patch.object(InHalf, "share", 0.3):
+        [finding] = verify([faulty.Base(0).to(dtype), InHalf(1).to(dtype)]).findings
+    assert finding.layer == "layer 1 (InHalf)"
+
+
+def test_half_precision_that_hardly_counts_hides_no_faint_fault() -> None:
+    class UnderAutocast(faulty.Base):
+        share = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                y = super().forward(x)
+            return x + 0.01 * y + self.share * x.mean(1, keepdim=True)
+
+    assert verify([UnderAutocast(0)]).findings == []
+    with mock.patch.object(UnderAutocast, "share", 0.02):
+        assert len(verify([UnderAutocast(0)]).findings) == 1
+
+
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------
 
 
@@ -153,6 +186,9 @@ KINDS: dict[str, list[nn.Module]] = {
         Calls(lambda both: both),
         Calls(lambda both: both[0]["hidden"] * both[2]),
     ],
+    "dict": [Calls(lambda x: {"a": (x, None), "b": [x.tanh()]}), Calls(lambda each: each["a"][0] * each["b"][0])],
+    "list": [Calls(lambda x: [x, x.tanh()]), Calls(lambda both: torch.cat(both.copy(), -1))],
+    "named tuple": [Calls(lambda x: x.sort(-1)), Calls(lambda both: both.values * both.indices)],
     "none of the tokens": [Calls(lambda x: (x.tanh(), x[:, :0])), Calls(lambda both: both[0] * 2 + both[1].sum())],
     "no features": [Calls(lambda x: (x, x[..., :0])), Calls(lambda both: torch.cat(both, -1).tanh())],
     "quantized": [
@@ -172,10 +208,14 @@ def test_kinds_of_numbers(kind: str) -> None:
     assert finding.layer == f"layer {len(layers)} (Calls)"
 
 
-def test_a_part_may_not_end_with_anything_but_tensors() -> None:
-    [finding] = verify([Calls(lambda x: x.tanh()), Calls(lambda x: (x, None))]).findings
+@pytest.mark.parametrize("what", ["int", "a dict, None or nested tuples"])
+def test_a_part_may_not_end_with_anything_but_tensors(what: str) -> None:
+    """The loss may take a dict as well, but no number, which slices may have otherwise."""
+    layers = [Calls(lambda x: x.tanh()), Calls(lambda x: {"x": x, "other": 3 if what == "int" else None})]
+    [finding] = verify(layers, is_last=what == "int").findings
     assert finding.layer == "layer 1 (Calls)"
-    assert "got tuple of (Tensor, NoneType)" in finding.problem and "and the part ends here" in finding.problem
+    assert f"it returns {what}" in finding.problem and "and the part ends here" in finding.problem
+    assert what == "int" or verify(layers).findings == []
 
 
 def test_only_the_imaginary_part_is_wrong() -> None:

@@ -183,9 +183,12 @@ class Watchdog:
         """Publish an exception that ends the program outside the engine's calls, such as the user's own, and close."""
         try:
             error = getattr(sys, "last_value", None)
-            is_told = self._stop.is_set() or self._pid != os.getpid() or self._others.failure is not None
+            is_told = self._stop.is_set() or self._pid != os.getpid() or self._words.are_said
             if isinstance(error, BaseException) and not is_told and _ends_program_of_this_rank(error):
-                self._fail(error)
+                # in a collective of the program's own it may have lost the rank that failed
+                aborted = self._caused_by_others(error)
+                if aborted is not None or self._others.failure is None:
+                    self._fail(aborted or error)
         finally:  # even after Ctrl-C
             self.close()
 

@@ -364,6 +364,16 @@ class TestStalls:
             job.wait_for_end()
         assert 'rank 0 (stage 0) failed at work outside the engine: KeyError: "the user\'s own"' in job.said()
 
+    def test_a_rank_that_loses_the_failed_one_outside_the_engine_says_why_that_one_failed(self, job: Job) -> None:
+        failing, losing = job.rank(0), job.rank(1)
+        job.patch(sys, "last_value", _uncaught(KeyError("the user's own")), raising=False)
+        failing._at_exit()
+        job.said()
+        job.patch(sys, "last_value", _uncaught(RuntimeError(GLOO_ERROR)))
+        losing._at_exit()
+        said = job.said()
+        assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at work outside the engine: KeyError:" in said, said
+
     def test_an_error_on_all_ranks_is_not_published_again_at_the_end(self, job: Job) -> None:
         watchdog, error = job.rank(0), ValueError("on all")
         with pytest.raises(RaisedEverywhere), watchdog.batch():

@@ -173,6 +173,14 @@ def barrier(group: Any) -> None:
         torch_dist.barrier(group=group)
 
 
+def on_some_rank(flags: Sequence[bool], group: Any = None) -> list[bool]:
+    """Return for each flag whether it is true on some rank."""
+    group = _on_the_host(torch_dist.group.WORLD) if group is None else group
+    numbers = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    torch_dist.all_reduce(numbers, op=torch_dist.ReduceOp.MAX, group=group)
+    return list(map(bool, numbers.tolist()))
+
+
 def by_text(texts: dict[int, str]) -> str:
     """Group ranks by their text, in the form "ranks [0]: 3 slices; ranks [1, 2]: 4 slices"."""
     sides: dict[str, list[int]] = {}

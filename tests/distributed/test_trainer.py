@@ -223,6 +223,21 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
         assert raised[0] == kind and text in raised[1], raised
 
 
+def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
+    """Stages would train with other rates, or wait for half an hour. Paths, logs and workers may differ."""
+    for raised in rank_pool(2).run(trainer_jobs.arguments_of_one_rank, folder=str(tmp_path), timeout_s=60):
+        assert len(raised) == len(trainer_jobs.OF_ONE_RANK) + 3
+        for name, (kind, text) in raised.items():
+            named = "the number of its rows" if name == "rows" else name
+            assert kind == "ValueError" and f"{named} is " in text and " on rank 0, and " in text, (name, kind, text)
+
+
+def test_all_ranks_do_what_a_callback_of_one_asks_for(tmp_path: Path) -> None:
+    """One whose clock says that the time is over stops the run, for example."""
+    for found in rank_pool(2).run(trainer_jobs.asked_by_one_rank, folder=str(tmp_path), timeout_s=60):
+        assert found == (4, ["checkpoint-1"], 2)
+
+
 def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "timeout_s": 60}
     # a callback changes weights of one rank, and a refusal that others make is a BatchError

@@ -128,7 +128,7 @@ class IncomingBatches:
         kind = torch.device(engine.device).type
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
         self._source.also_agree_on("torch.autocast", autocast)
-        self._source.also_agree_on("eval_batch with", "none" if training else self.evaluates_with)
+        self._source.also_agree_on("eval_batch with", None if training else self.evaluates_with)
         wants_logits = bool(engine.eval_return_logits or not engine._compute_loss)
         drawn, shapes = self._source.draw(num_micro_batches, training, engine._compute_loss, wants_logits)
         # every stage computes the same slices and the same schedule, which are kept for batches of these lengths

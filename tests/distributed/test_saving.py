@@ -114,7 +114,7 @@ def test_what_one_rank_passes_or_has_a_damaged_copy_of_is_an_error_on_all(tmp_pa
     """Ranks would load other parts than one another, or numbers that no checksum has seen."""
     for arguments, damaged, taken in rank_pool(2).run(job_one_rank, folder=str(tmp_path), timeout_s=60):
         for name, (kind, text) in arguments.items():
-            assert kind == "CheckpointError" and f"different values of {name.strip()}: ranks [0]" in text, (name, text)
+            assert kind == "CheckpointError" and f" on {name.strip()}: ranks [0]" in text, (name, text)
         assert len(damaged) >= 9 and set(taken) == {"first"}
         for name, (kind, text) in damaged.items():
             assert kind == "CheckpointError" and f"on rank 1: {name} is damaged" in text, (name, text)
@@ -125,7 +125,7 @@ def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: P
     saved = rank_pool(2).run(job_save, folder=str(folder))
     for failed in (rank["failed"] for rank in saved):
         assert {kind for kind, _ in failed.values()} == {"CheckpointError"}
-        assert "values of tag: ranks [0]: 'of rank 0'; ranks [1]: 'of rank 1'; give all the same" in failed["tags"][1]
+        assert "on tag: ranks [0]: 'of rank 0'; ranks [1]: 'of rank 1'; give all the same" in failed["tags"][1]
         assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"][1]
         assert "rank 0 cannot save the checkpoint: KeyError: 'client_state contains reserved" in failed["key"][1]
         assert "rank 1 cannot save the checkpoint: " in failed["disk"][1]

@@ -173,11 +173,12 @@ class SafeCheckpoints:
 
 def refuse_other_calls(call: str, passed: Mapping[str, Any], world: Any) -> None:
     """Raise CheckpointError on every rank if one has passed other arguments: the ranks would wait for one another."""
-    everyone = gather({name: repr(value) for name, value in passed.items()}, world)
-    for name in passed:
-        texts = {rank: of_rank[name] for rank, of_rank in enumerate(everyone)}
+    own = {name: repr(value) for name, value in {"call": call, **passed}.items()}
+    everyone = gather(own, world)
+    for name in own:
+        texts = {rank: of_rank.get(name, "absent") for rank, of_rank in enumerate(everyone)}
         if len({*texts.values()}) > 1:
-            raise CheckpointError(f"ranks pass {call} different values of {name}: {by_text(texts)}; give all the same")
+            raise CheckpointError(f"the ranks disagree in {call} on {name}: {by_text(texts)}; give all the same")
 
 
 # -- checkpoints that do not fit ---------------------------------------------------------------------------------------

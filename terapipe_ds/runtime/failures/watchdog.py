@@ -77,7 +77,6 @@ class Watchdog:
         self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
-        self._long_calls = 0  # made until now, as many on all ranks
         self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
         # One rank alone waits for no other: no thread, no store, no timer
         if store is None and self._world_size > 1:
@@ -129,7 +128,6 @@ class Watchdog:
     def _watched(self, doing: Doing) -> Iterator[None]:
         if self._thread is not None:  # of several engines this one can tell what the rank is doing
             self._sigterm.take()
-        self._long_calls += doing.is_long
         try:
             self._record.enter(doing)
             yield
@@ -197,7 +195,7 @@ class Watchdog:
     def _is_on_all_ranks(self) -> bool:
         """Return whether all ranks raise from the present long call, soon after one another."""
         wait_s = min(AGREE_S, self._stall_timeout_s)
-        name = f"raised/{self._long_calls}"
+        name = f"raised/{self._record.long_calls}"
         return self._thread is None or self._others.have_come(name, self._world_size, wait_s)
 
     def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:
@@ -288,6 +286,10 @@ class Watchdog:
             self._end(str(failure), doing)
         elif doing.action and self._has_stalled(doing):
             self._end_stalled(doing)
+        elif doing.is_long and (places := self._others.elsewhere(doing)):
+            where = "; ".join(f"ranks {ranks} are {place}" for place, ranks in places.items())
+            told = f"rank {self._rank} is in {doing.action}, and {where}: this call waits for all ranks"
+            self._end(f"{told}. Make the same calls on every rank, between the same batches", doing, stalled=True)
         elif doing.action and self._waits_without_store(doing):
             self._end("rank 0, or the launcher that serves the store of the job, is gone", doing)
 

@@ -1,5 +1,6 @@
 """Test that Trainer over stages gives what Trainer gives in one process."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -226,7 +227,9 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
 def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
     """Stages would train with other rates, or wait for half an hour. Paths, logs and workers may differ."""
     for raised in rank_pool(2).run(trainer_jobs.arguments_of_one_rank, folder=str(tmp_path), timeout_s=60):
-        assert len(raised) == len(trainer_jobs.OF_ONE_RANK) + 3
+        kind, text = raised.pop("trainer_state.json")
+        assert kind == "ModelRefusedError" and re.match("on rank 1: .*trainer_state.json cannot be read", text), text
+        assert len(raised) == len(trainer_jobs.OF_ONE_RANK) + 4
         for name, (kind, text) in raised.items():
             named = "the number of its rows" if name == "rows" else name
             assert kind == "ValueError" and f"{named} is " in text and " on rank 0, and " in text, (name, kind, text)

@@ -489,6 +489,13 @@ def arguments_of_one_rank(folder: str) -> dict[str, tuple[str, str]]:
     raised["max_steps"] = engines.raised_by(trainer.train)
     trainer.args.max_steps, trainer.train_dataset = 2, rows
     raised["train_dataset"] = engines.raised_by(trainer.train)
+    # a checkpoint of one rank, or one whose copy on one rank is damaged
+    trainer.train_dataset, path = rows_of(), f"{trainer.args.output_dir}/checkpoint-1"
+    resume = path if is_here else None
+    raised["resume_from_checkpoint"] = engines.raised_by(lambda: trainer.train(resume_from_checkpoint=resume))
+    Path(path).mkdir(parents=True)
+    Path(path, "trainer_state.json").write_text('{"epoch": ' if is_here else "{}")
+    raised["trainer_state.json"] = engines.raised_by(lambda: trainer.train(resume_from_checkpoint=path))
     return raised
 
 

@@ -171,14 +171,23 @@ class PipelineTrainerMixin(Trainer):
         self._stages.start_engine(config, None if "optimizer" in config else self.create_optimizer())
 
     @over_stages
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does. `resume_from_checkpoint=True` leaves out checkpoints that a kill has cut short."""
-        with replaced(trainer, "get_last_checkpoint", lambda folder: from_rank_0(lambda: _last_whole(folder))):
-            return super().train(*args, **kwargs)
+        is_path = isinstance(resume_from_checkpoint, str | os.PathLike)  # machines may have it in different folders
+        resumed = Path(resume_from_checkpoint).name if is_path else resume_from_checkpoint
+        more = {"resume_from_checkpoint": resumed, "the length of train_dataset": _length_of(self.train_dataset)}
+        refuse_other_arguments(self.args, **more)
+        if is_path:
+            _check_state(resume_from_checkpoint)
+
+        def newest(folder: str) -> str | None:
+            return _check_state(from_rank_0(lambda: _last_whole(folder)))
+
+        with replaced(trainer, "get_last_checkpoint", newest):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        refuse_other_arguments(self.args, **{"the length of train_dataset": _length_of(self.train_dataset)})
         self._renew_config()
         self._waiting.clear()
         self._stages.sums()  # of a step that raised
@@ -420,6 +429,18 @@ def _changed_late(names: Sequence[str], since: str) -> str:
 
 def _length_of(dataset: Any) -> int | None:
     return len(dataset) if has_length(dataset) else None
+
+
+def _check_state(folder: Any) -> Any:
+    """Return `folder`; raise ModelRefusedError on all ranks if one cannot read Trainer's state in it. A collective."""
+    with refused_on_all_ranks():
+        path = None if folder is None else Path(folder) / trainer.TRAINER_STATE_NAME
+        try:
+            if path is not None:
+                trainer.TrainerState.load_from_json(str(path))
+        except (OSError, ValueError) as error:
+            raise ModelRefusedError(f"{path} cannot be read ({error}): copy it again, or give another one") from error
+    return folder
 
 
 def _last_whole(folder: str) -> str | None:

@@ -47,6 +47,7 @@ _SLOW = 0.25  # of the stall timeout: a longer action is published with its stac
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
+_OUTSIDE = "work outside the engine"
 _AGREED = "_terapipe_agreed"  # attribute of an error that every rank raises
 _GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\]")  # it begins with its place in gloo
 
@@ -210,7 +211,7 @@ class Watchdog:
             return None
         # Otherwise ask which ranks still give signs of life
         doing = self._record.doing
-        whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
+        whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or _OUTSIDE}"
         return PipelineAborted(
             f"lost the connection to another rank{whose}: it has ended without a report, or destroyed its engine. "
             f"{self._lost_ranks(ANSWER_S, or_ended=True)}Its own output and exit code tell more: it was killed (out "
@@ -239,7 +240,7 @@ class Watchdog:
         if self._thread is None:  # alone: the caller may go on
             return
         text = str(error) if isinstance(error, PipelineAborted) else describe(error)
-        action = self._record.doing.action or "work outside the engine"
+        action = self._record.doing.action or _OUTSIDE
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
         if self._words.are_mine():
             self._words.tell(self._others, said, Failure(self._rank, self._record.stage_id, action, text))

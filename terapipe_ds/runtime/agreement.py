@@ -1,10 +1,10 @@
 """Exchange values, results, errors and configs between ranks: the few functions that everything uses.
 
-`gather`, `gather_results`, `everywhere`, `from_rank_0` and `refuse_everywhere` are collectives over `group`. None is
-for all ranks. If their backend works on devices, the functions then share a group on the CPU, since DeepSpeed may not
-have chosen a device yet. For `exchange`, `largest` and `barrier` None is this rank alone. An error of one rank becomes
-an error of all, so that no rank waits for one that has left. `require_equal_configs` compares configs at the start,
-`batch.batch_agreement` again with each batch.
+`gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_some_rank` are collectives over
+`group`. None is for all ranks. If their backend works on devices, the functions then share a group on the CPU, since
+DeepSpeed may not have chosen a device yet. For `exchange`, `largest` and `barrier` None is this rank alone. An error of
+one rank becomes an error of all, so that no rank waits for one that has left. `require_equal_configs` compares configs
+at the start, `batch.batch_agreement` again with each batch.
 """
 
 from __future__ import annotations

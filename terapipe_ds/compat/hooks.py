@@ -34,6 +34,7 @@ DEEPSPEED_HOOKS = {
     "deepspeed.runtime.config:DeepSpeedConfig": "_configure_train_batch_size _initialize_params",
     "deepspeed.runtime.engine:DeepSpeedEngine": "__init__",
     "deepspeed.runtime.engine": "MonitorMaster",
+    "deepspeed.runtime.pipe.module": "PipelineParallelGrid",
     "deepspeed.runtime.pipe.p2p": "send recv",
     "deepspeed.comm.torch": "build_shm_op",
     "deepspeed": "DualPipeVEngine PipelineEngine initialize set_optimizer_flags",

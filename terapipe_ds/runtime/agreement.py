@@ -1,10 +1,10 @@
 """Exchange values, results, errors and configs between ranks: the few functions that everything uses.
 
-`gather`, `gather_results`, `everywhere`, `from_rank_0` and `refuse_everywhere` are collectives over `group`. None is
-for all ranks. If their backend works on devices, the functions then share a group on the CPU, since DeepSpeed may not
-have chosen a device yet. For `exchange`, `largest` and `barrier` None is this rank alone. An error of one rank becomes
-an error of all, so that no rank waits for one that has left. `require_equal_configs` compares configs at the start,
-`batch.batch_agreement` again with each batch.
+`gather`, `gather_results`, `everywhere`, `from_rank_0`, `refuse_everywhere` and `on_some_rank` are collectives over
+`group`. None is for all ranks. If their backend works on devices, the functions then share a group on the CPU, since
+DeepSpeed may not have chosen a device yet. For `exchange`, `largest` and `barrier` None is this rank alone. An error of
+one rank becomes an error of all, so that no rank waits for one that has left. `require_equal_configs` compares configs
+at the start, `batch.batch_agreement` again with each batch.
 """
 
 from __future__ import annotations
@@ -171,6 +171,14 @@ def barrier(group: Any) -> None:
     """Wait for all ranks of a group on the CPU; None stands for this rank alone."""
     if group is not None:
         torch_dist.barrier(group=group)
+
+
+def on_some_rank(flags: Sequence[bool], group: Any = None) -> list[bool]:
+    """Return for each flag whether it is true on some rank."""
+    group = _on_the_host(torch_dist.group.WORLD) if group is None else group
+    numbers = torch.tensor(flags, dtype=torch.int32, device="cpu")
+    torch_dist.all_reduce(numbers, op=torch_dist.ReduceOp.MAX, group=group)
+    return list(map(bool, numbers.tolist()))
 
 
 def by_text(texts: dict[int, str]) -> str:

@@ -108,7 +108,8 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     Our `PipelineModule._partition_layers` records the partition method, by which layers are cut anew if stages hold
     several parts. Our `_index_tied_modules` makes the groups of tied layers for each sequence rank. Our
     `DeepSpeedConfig._configure_train_batch_size` applies a strategy's batch sizes before DeepSpeed computes the sizes
-    that the config leaves open; `_initialize_params` sees the values that Trainer would fill in.
+    that the config leaves open; `_initialize_params` sees the values that Trainer would fill in. Our
+    `PipelineParallelGrid` compares the grids of ranks before DeepSpeed makes groups.
     `DeepSpeedEngine.__init__` sees engines that read no section. Our `build_shm_op` compiles nothing when a script on a
     CPU starts, and our `FileBaton.wait` names the lock of a build that was killed. Call `compat.require_hooks` first.
     """
@@ -122,6 +123,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
 
     from terapipe_ds.compat.tied_groups import index_tied_modules
     from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
+    from terapipe_ds.runtime.layout.same_model import require_equal_grids
     from terapipe_ds.runtime.layout.topology import take_batch_sizes
 
     stock_partition, stock_sizes = PipelineModule._partition_layers, DeepSpeedConfig._configure_train_batch_size
@@ -130,6 +132,13 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     stock_params = DeepSpeedConfig._initialize_params
     comm = importlib.import_module("deepspeed.comm.torch")  # in deepspeed.comm this name is torch itself
     stock_shm = comm.build_shm_op
+    pipe_module = importlib.import_module("deepspeed.runtime.pipe.module")
+    stock_grid = pipe_module.PipelineParallelGrid
+
+    def grid(topology: Any, process_group: Any) -> Any:
+        if torch_dist.get_world_size() > 1:
+            require_equal_grids(topology, process_group)
+        return stock_grid(topology=topology, process_group=process_group)
 
     @functools.wraps(stock_shm)
     def build_shm_op() -> Any:
@@ -156,6 +165,7 @@ def _names() -> tuple[tuple[Any, str, tuple[Any, Any]], ...]:
     return (
         (deepspeed, "PipelineEngine", (PipelineEngine, _stand_in(PipelineEngine, _build_pipeline_engine))),
         (deepspeed, "DualPipeVEngine", (DualPipeVEngine, _stand_in(DualPipeVEngine, _build_dualpipev_engine))),
+        (pipe_module, "PipelineParallelGrid", (stock_grid, grid)),
         (PipelineModule, "_partition_layers", (stock_partition, partition_layers)),
         (PipelineModule, "_index_tied_modules", (stock_tied, functools.wraps(stock_tied)(index_tied_modules))),
         (DeepSpeedConfig, "_initialize_params", (stock_params, initialize_params)),

@@ -280,11 +280,20 @@ def refused_reading(folder: str, how: str, on_one_rank: bool, later: bool) -> tu
     write_model("llama", folder, num_layers=4, max_shard_size="50KB")
     shutil.copytree(folder, mine, ignore=lambda *_: ["0", "1"])
     is_spoilt = torch_dist.get_rank() == 1 or not on_one_rank
+    if adapter := mine if "adapter" in how else None:
+        from peft import LoraConfig, get_peft_model
+
+        model = AutoModelForCausalLM.from_pretrained(mine)
+        torch.manual_seed(4)
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"])).save_pretrained(mine)
 
     def build() -> None:
-        if is_spoilt and not later:
+        if is_spoilt and how.endswith(".safetensors"):  # other values in that file
+            state = load_file(f"{mine}/{how}")
+            save_file({name: value + 1 for name, value in state.items()}, f"{mine}/{how}", metadata={"format": "pt"})
+        elif is_spoilt and not later:
             spoilt(mine, how)
-        module = terapipe_ds.from_pretrained(mine, num_stages=2)
+        module = terapipe_ds.from_pretrained(mine, num_stages=2, adapter=adapter)
         if is_spoilt and later:
             for file in Path(mine).glob("model-*"):
                 file.unlink()

@@ -136,6 +136,11 @@ FAULTS: dict[str, Callable[[PipelineEngine], Any]] = {
         batches(2), num_micro_batches=1 if engine.is_first_stage() else MICRO_BATCHES
     ),
     "one stage accumulates more": _other_accumulation,
+    "one stage sends no loss": lambda engine: engine.eval_batch(batches(2), bcast_loss=not engine.is_last_stage()),
+    "one stage wants each loss": lambda engine: engine.eval_batch(
+        batches(2), reduce_output="avg" if engine.is_last_stage() else None, bcast_loss=False
+    ),
+    "one stage computes no loss": lambda engine: engine.eval_batch(batches(2), compute_loss=engine.is_last_stage()),
 }
 
 
@@ -243,6 +248,9 @@ ALIKE = {  # more batches that cannot be cut are in tests/unit/runtime/batch
     "one stage evaluates": ("BatchError", r"disagree on training.*\[0\]: evaluation; ranks \[1.*: training.*same call"),
     "other number of micro-batches": ("BatchError", r"the number of micro-batches: ranks \[0\]: 1; ranks \[1.*: 2"),
     "one stage accumulates more": ("BatchError", r"the number of micro-batches: ranks \[0.*: 2; ranks \[[12]\]: 4"),
+    "one stage sends no loss": ("BatchError", r"ranks \[0.*bcast_loss=True;.*bcast_loss=False.*same calls"),
+    "one stage wants each loss": ("BatchError", r"ranks \[0.*reduce_output=None.*reduce_output='avg'.*same calls"),
+    "one stage computes no loss": ("BatchError", r"ranks \[0.*compute_loss=False.*compute_loss=True.*same calls"),
 }
 
 

@@ -15,6 +15,7 @@ import os
 import shutil
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from unittest import mock
 
@@ -264,6 +265,18 @@ def test_a_spoilt_folder_is_refused_on_all_ranks(how: str, on_one_rank: bool, tm
     given = {"folder": str(tmp_path), "how": how, "on_one_rank": on_one_rank, "later": False}
     for kind, text in rank_pool(2).run(refused_reading, **given):
         assert kind == "ModelRefusedError" and re.search(SPOILT[how], text), text
+
+
+@pytest.mark.parametrize(
+    ("file", "what"),
+    [("model-00002-of-00004", "weights"), *([("adapter_model", "adapters")] if find_spec("peft") else [])],
+)
+def test_another_model_in_the_folder_of_one_rank_is_refused(file: str, what: str, tmp_path: Path) -> None:
+    """Its config is the same; the stages of two models would train together."""
+    given = {"folder": str(tmp_path), "how": f"{file}.safetensors", "on_one_rank": True, "later": False}
+    named = f"the checksum of stored {what} is [0-9]+ on rank 0, and [0-9]+ on rank 1. Give every rank the same model"
+    for kind, text in rank_pool(2).run(refused_reading, **given):
+        assert kind == "ValueError" and re.search(named, text), text
 
 
 def test_what_the_model_has_no_place_for_is_said(tmp_path: Path) -> None:

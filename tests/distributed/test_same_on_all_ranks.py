@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -340,7 +340,25 @@ DIFFER = {
 }
 
 
+def job_grids() -> list[str]:
+    """Return the error of rank 1 with another number of stages, of one with another topology, and of none."""
+    is_other, layers = torch.distributed.get_rank() == 1, engines.fp32_layers()
+    topology = PipeModelDataParallelTopology(num_pp=1 + is_other, num_mp=2 - is_other, num_dp=1)
+    given: list[dict[str, Any]] = [{"num_stages": 2 - is_other}, {"topology": topology}, {"num_stages": 2}]
+    terapipe_ds.register()
+    try:
+        return [engines.raised_by(lambda: PipelineModule(layers, **each))[1] for each in given]  # noqa: B023
+    finally:
+        terapipe_ds.unregister()
+
+
 class TestModels:
+    def test_a_grid_of_one_rank_is_an_error_on_all(self) -> None:
+        for stages, topology, nothing in rank_pool(2).run(job_grids, timeout_s=30):
+            assert "ranks [0]: pipe 2, data 1; ranks [1]: pipe 1, data 2; give all of them the same" in stages
+            assert "ranks [0]: pipe 1, data 1, model 2; ranks [1]: pipe 2, data 1, model 1; give" in topology
+            assert nothing == ""
+
     def test_what_differs_is_said_on_every_rank(self) -> None:
         for found in rank_pool(2).run(job_models):
             for name, text in DIFFER.items():

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import shutil
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -76,12 +77,55 @@ def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
         return {"named": named, "path": path, "epoch": state["epoch"], "returned": returned, "said": said}
 
 
+OF_ONE_RANK: dict[str, tuple[Any, Any]] = {  # of `load_checkpoint`; a name with a blank is of `save_checkpoint`
+    "tag": ("first", "second"), "load_module_strict": (True, False), "load_optimizer_states": (True, False),
+    "load_lr_scheduler_states": (True, False), "load_module_only": (False, True), "custom_load_fn": (None, print),
+    "save_latest ": (True, False), "exclude_frozen_parameters ": (False, True),
+}  # fmt: skip
+
+
+def job_one_rank(folder: str) -> tuple[dict[str, tuple[str, str]], dict[str, tuple[str, str]], list[Any]]:
+    """Return the errors of arguments of rank 1 alone; and of loads where a file in its copy is damaged, with the tags
+    that these loads take without a tag.
+    """
+    rank, arguments, damaged, taken = distributed.get_rank(), {}, {}, []
+    mine = f"{folder}/{rank}"  # as on machines with disks of their own
+    with engine_of(gpt_layers(), unchecked()) as engine:
+        for tag in ("first", "second"):
+            train(engine, batches(1))
+            engine.save_checkpoint(f"{folder}/shared", tag=tag)
+        for name, values in OF_ONE_RANK.items():
+            passed = {"tag": "second"} | {name.strip(): values[rank]}
+            call = engine.save_checkpoint if name.endswith(" ") else engine.load_checkpoint
+            arguments[name] = raised_by(lambda: call(f"{folder}/shared", **passed))  # noqa: B023
+        shutil.copytree(f"{folder}/shared", mine)
+        for path in sorted(Path(mine, "second").glob("*.pt")):
+            content = path.read_bytes()
+            if rank == 1:
+                path.write_bytes(content[: len(content) // 2] + b"another" + content[len(content) // 2 + 7 :])
+            distributed.barrier()
+            damaged[path.name] = raised_by(lambda: engine.load_checkpoint(mine, tag="second"))
+            taken.append(Path(engine.load_checkpoint(mine)[0]).parent.name)
+            path.write_bytes(content)
+    return arguments, damaged, taken
+
+
+def test_what_one_rank_passes_or_has_a_damaged_copy_of_is_an_error_on_all(tmp_path: Path) -> None:
+    """Ranks would load other parts than one another, or numbers that no checksum has seen."""
+    for arguments, damaged, taken in rank_pool(2).run(job_one_rank, folder=str(tmp_path), timeout_s=60):
+        for name, (kind, text) in arguments.items():
+            assert kind == "CheckpointError" and f" on {name.strip()}: ranks [0]" in text, (name, text)
+        assert len(damaged) >= 9 and set(taken) == {"first"}
+        for name, (kind, text) in damaged.items():
+            assert kind == "CheckpointError" and f"on rank 1: {name} is damaged" in text, (name, text)
+
+
 def test_a_checkpoint_says_what_it_is_made_of_and_how_it_was_trained(tmp_path: Path) -> None:
     folder = tmp_path / "saved"
     saved = rank_pool(2).run(job_save, folder=str(folder))
     for failed in (rank["failed"] for rank in saved):
         assert {kind for kind, _ in failed.values()} == {"CheckpointError"}
-        assert "different tags, 'of rank 0', 'of rank 1'" in failed["tags"][1]
+        assert "on tag: ranks [0]: 'of rank 0'; ranks [1]: 'of rank 1'; give all the same" in failed["tags"][1]
         assert "rank 0 cannot save the checkpoint: NotADirectoryError" in failed["folder"][1]
         assert "rank 0 cannot save the checkpoint: KeyError: 'client_state contains reserved" in failed["key"][1]
         assert "rank 1 cannot save the checkpoint: " in failed["disk"][1]

@@ -1,5 +1,6 @@
 """Test that Trainer over stages gives what Trainer gives in one process."""
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -221,6 +222,23 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
     job = {"folder": str(tmp_path), "phase": phase, "fault": fault}
     for raised in rank_pool(2).run(trainer_jobs.error_of_one_rank, **job, timeout_s=60):
         assert raised[0] == kind and text in raised[1], raised
+
+
+def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
+    """Stages would train with other rates, or wait for half an hour. Paths, logs and workers may differ."""
+    for raised in rank_pool(2).run(trainer_jobs.arguments_of_one_rank, folder=str(tmp_path), timeout_s=60):
+        kind, text = raised.pop("trainer_state.json")
+        assert kind == "ModelRefusedError" and re.match("on rank 1: .*trainer_state.json cannot be read", text), text
+        assert len(raised) == len(trainer_jobs.OF_ONE_RANK) + 4
+        for name, (kind, text) in raised.items():
+            named = "the number of its rows" if name == "rows" else name
+            assert kind == "ValueError" and f"{named} is " in text and " on rank 0, and " in text, (name, kind, text)
+
+
+def test_all_ranks_do_what_a_callback_of_one_asks_for(tmp_path: Path) -> None:
+    """One whose clock says that the time is over stops the run, for example."""
+    for found in rank_pool(2).run(trainer_jobs.asked_by_one_rank, folder=str(tmp_path), timeout_s=60):
+        assert found == (4, ["checkpoint-1"], 2)
 
 
 def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -465,6 +466,61 @@ def error_of_one_rank(folder: str, phase: str, fault: str) -> tuple[str, str]:
         return trainer
 
     return engines.raised_by(lambda: play(PipelineTrainer, setting, folder, deepspeed_of(setting), make))
+
+
+OF_ONE_RANK = {"learning_rate": 0.5, "warmup_steps": 3, "save_steps": 7, "num_train_epochs": 4, "seed": 7}
+
+
+def arguments_of_one_rank(folder: str) -> dict[str, tuple[str, str]]:
+    """Return the class and text of the error for each argument, and each length of data, that rank 1 alone has."""
+    is_here, raised = torch_dist.get_rank() == 1, {}
+
+    def trainer_with(**args: Any) -> Any:
+        AcceleratorState._reset_state(True)
+        setting = setting_of({"args": args if is_here else {}})
+        return trainer_of(PipelineTrainer, setting, f"{folder}/{torch_dist.get_rank()}", deepspeed_of(setting))
+
+    for name, value in OF_ONE_RANK.items():
+        raised[name] = engines.raised_by(lambda: trainer_with(**{name: value}))  # noqa: B023
+    trainer = trainer_with(disable_tqdm=False, log_level="error", run_name="own", dataloader_num_workers=1)
+    rows = rows_of(ROWS + 6 * is_here)
+    raised["rows"] = engines.raised_by(lambda: trainer.evaluate(rows))
+    trainer.args.max_steps = 2 + is_here
+    raised["max_steps"] = engines.raised_by(trainer.train)
+    trainer.args.max_steps, trainer.train_dataset = 2, rows
+    raised["train_dataset"] = engines.raised_by(trainer.train)
+    # a checkpoint of one rank, or one whose copy on one rank is damaged
+    trainer.train_dataset, path = rows_of(), f"{trainer.args.output_dir}/checkpoint-1"
+    resume = path if is_here else None
+    raised["resume_from_checkpoint"] = engines.raised_by(lambda: trainer.train(resume_from_checkpoint=resume))
+    Path(path).mkdir(parents=True)
+    Path(path, "trainer_state.json").write_text('{"epoch": ' if is_here else "{}")
+    raised["trainer_state.json"] = engines.raised_by(lambda: trainer.train(resume_from_checkpoint=path))
+    return raised
+
+
+class Asks(TrainerCallback):
+    """Ask for something at one event of one step, on rank 1 alone."""
+
+    def __init__(self, event: str, flag: str, step: int) -> None:
+        setattr(self, event, functools.partial(self._ask, flag, step))
+
+    def _ask(self, flag: str, step: int, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if torch_dist.get_rank() == 1 and state.global_step == step:
+            setattr(control, flag, True)
+
+
+def asked_by_one_rank(folder: str) -> tuple[int, list[str], int]:
+    """Return the steps, the checkpoints and the number of evaluations of a run whose callbacks ask on rank 1 alone."""
+    setting = setting_of({"args": {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 4}})
+    asks = ("on_step_end", "should_save", 1), ("on_step_end", "should_evaluate", 2)
+    AcceleratorState._reset_state(True)
+    trainer: Any = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    for ask in (*asks, ("on_evaluate", "should_training_stop", 4)):
+        trainer.add_callback(Asks(*ask))
+    trainer.train()
+    evaluations = sum("eval_loss" in log for log in trainer.state.log_history)
+    return trainer.state.global_step, sorted(path.name for path in Path(folder).iterdir()), evaluations
 
 
 def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, Trainer, trainer
+from transformers.trainer_utils import has_length
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.integrations.trainer.refusals import (
@@ -35,21 +36,29 @@ from terapipe_ds.integrations.trainer.refusals import (
     is_sft,
     outer_arguments,
     problem_of_loss,
+    refuse_other_arguments,
     stock_of,
 )
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
-from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, base_of, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.refusals import (
+    SOURCE,
+    ModelRefusedError,
+    base_of,
+    refuse_other_ranks,
+    refused_on_all_ranks,
+)
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, OF_TENSORS
-from terapipe_ds.runtime.agreement import from_rank_0
+from terapipe_ds.runtime.agreement import from_rank_0, on_some_rank
 from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Arguments that the engine and its optimizer take at their start
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _OF_ENGINE = (*_OF_OPTIMIZER, "max_grad_norm", "bf16", "fp16")
+_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _COUNTS_OF_ALL = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names  # labels, in evaluation
 
 
@@ -74,6 +83,7 @@ class PipelineTrainerMixin(Trainer):
 
     Raises:
         ModelRefusedError: on all ranks, for arguments and classes that stages cannot serve.
+        ValueError: on all ranks, for arguments in which these differ.
     """
 
     _stages: Stages  # absent without an enabled section
@@ -161,10 +171,20 @@ class PipelineTrainerMixin(Trainer):
         self._stages.start_engine(config, None if "optimizer" in config else self.create_optimizer())
 
     @over_stages
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does. `resume_from_checkpoint=True` leaves out checkpoints that a kill has cut short."""
-        with replaced(trainer, "get_last_checkpoint", lambda folder: from_rank_0(lambda: _last_whole(folder))):
-            return super().train(*args, **kwargs)
+        is_path = isinstance(resume_from_checkpoint, str | os.PathLike)  # machines may have it in different folders
+        resumed = Path(resume_from_checkpoint).name if is_path else resume_from_checkpoint
+        more = {"resume_from_checkpoint": resumed, "the length of train_dataset": _length_of(self.train_dataset)}
+        refuse_other_arguments(self.args, **more)
+        if is_path:
+            _check_state(resume_from_checkpoint)
+
+        def newest(folder: str) -> str | None:
+            return _check_state(from_rank_0(lambda: _last_whole(folder)))
+
+        with replaced(trainer, "get_last_checkpoint", newest):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     @over_stages
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
@@ -260,6 +280,21 @@ class PipelineTrainerMixin(Trainer):
         self._note_metrics("train", batches)
         return self._without_labels(loss.to(self.args.device), num_items_in_batch)
 
+    @over_stages
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Do on all ranks what a callback of one asks for, by its clock for example: that rank would wait for them."""
+        acts = self._join_flags()
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if acts:  # callbacks of an evaluation may stop the run
+            self._join_flags()
+
+    def _join_flags(self) -> bool:
+        """Set each flag of `self.control` that is set on some rank; return whether there are any. A collective."""
+        flags = on_some_rank([getattr(self.control, name) for name in _FLAGS])
+        for name, flag in zip(_FLAGS, flags, strict=True):
+            setattr(self.control, name, flag)
+        return any(flags)
+
     def _check_model(self) -> None:
         """Raise ModelRefusedError if a callback, which gets the model, has frozen or hooked weights."""
         if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
@@ -307,14 +342,16 @@ class PipelineTrainerMixin(Trainer):
             metrics["num_tokens"] = [self._total_train_tokens]
 
     @over_stages
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
+        length = {"the number of its rows": _length_of(getattr(dataloader, "dataset", None))}
+        refuse_other_ranks(length, "evaluate different data sets", "one")
         # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
         self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics
         self.model.eval()  # which is not the engine's module, and TRL asks it whose metrics to log
         with replaced(self, "preprocess_logits_for_metrics", None):
-            return super().evaluation_loop(*args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @over_stages
     def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -388,6 +425,22 @@ def _changed_late(names: Sequence[str], since: str) -> str:
         f"requires_grad of {in_short(names)} has changed since {since}, which the stages do not see: freeze weights "
         "before you build the Trainer, or build a new Trainer"
     )
+
+
+def _length_of(dataset: Any) -> int | None:
+    return len(dataset) if has_length(dataset) else None
+
+
+def _check_state(folder: Any) -> Any:
+    """Return `folder`; raise ModelRefusedError on all ranks if one cannot read Trainer's state in it. A collective."""
+    with refused_on_all_ranks():
+        path = None if folder is None else Path(folder) / trainer.TRAINER_STATE_NAME
+        try:
+            if path is not None:
+                trainer.TrainerState.load_from_json(str(path))
+        except (OSError, ValueError) as error:
+            raise ModelRefusedError(f"{path} cannot be read ({error}): copy it again, or give another one") from error
+    return folder
 
 
 def _last_whole(folder: str) -> str | None:

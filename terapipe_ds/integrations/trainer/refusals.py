@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import inspect
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +20,12 @@ from transformers.trainer_pt_utils import LabelSmoother
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.files.user_json import value_at
-from terapipe_ds.models.hugging_face.refusals import SOURCE, ModelRefusedError, refused_on_all_ranks
+from terapipe_ds.models.hugging_face.refusals import (
+    SOURCE,
+    ModelRefusedError,
+    refuse_other_ranks,
+    refused_on_all_ranks,
+)
 
 _WHOLE = "needs the whole model on one rank"
 # Arguments that stages cannot serve in another value than the default, and why.
@@ -45,6 +51,10 @@ _REFUSED_ARGS = {
     "past_index": "stages return no states of the model: leave it out",
     "jit_mode_eval": "stages do not trace the model: leave it out",
 }
+# Arguments in which ranks may differ: names, paths, logs and processes. Ranks compare DeepSpeed's config themselves
+_OF_RANK = re.compile(
+    r"^(_|log_|disable|report_to|run_name|project|trackio|deepspeed|resume)|_(dir|path)$|rank|hub|num_(proc|workers)"
+)
 # Parts of the names of arguments and classes, without "_"
 _REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise", "grokadamw", "schedulefree", "prodigy", "dadapt")
 # These compare the numbers of a weight. DeepSpeed flattens or divides weights in half precision and with ZeRO.
@@ -88,6 +98,18 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config
     with refused_on_all_ranks():
         of_call = *_of_class(kind, mixin), *_of_args(given["args"], ds_config), *_of_given(given)
         _refuse(kind, [*of_call, *conflicting_keys(ds_config)])
+    refuse_other_arguments(given["args"])
+
+
+def refuse_other_arguments(args: TrainingArguments, **more: Any) -> None:
+    """Raise ValueError on every rank if one has other arguments than the first, or other values in `more`.
+
+    A collective. Stages would train with other rates, or wait for one that evaluates, saves or ends alone.
+    """
+    values = {each.name: getattr(args, each.name) for each in dataclasses.fields(args)}
+    values |= {name: vars(each) for name, each in values.items() if dataclasses.is_dataclass(each)}
+    compared = {name: each for name, each in values.items() if not _OF_RANK.search(name)}
+    refuse_other_ranks(compared | more, "train differently", "TrainingArguments and data sets")
 
 
 def _of_class(kind: type, mixin: type) -> Iterator[str]:

@@ -63,7 +63,9 @@ class Blueprint:
         named = {f"adapter.{key}": value for key, value in adapter.items()}
         own = _without_paths(self.outline.model.config.to_dict())
         dtype = next(each.dtype for each in self.outline.module(self.outline.embedding).parameters())
-        return {**own, **named, "dtype": str(dtype), "seed": getattr(self.weights, "seed", None)}
+        sources = {"weights": self.weights, "adapters": self.adapters}
+        stored = {f"the checksum of stored {name}": getattr(each, "checksum", None) for name, each in sources.items()}
+        return {**own, **named, **stored, "dtype": str(dtype), "seed": getattr(self.weights, "seed", None)}
 
     def way_of(self, index: int, layer: nn.Module) -> Way:
         """Return how a decoder layer runs in slices; layers of one kind are tried once, and unread ones by a copy.

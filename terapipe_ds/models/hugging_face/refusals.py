@@ -82,7 +82,9 @@ def refused_on_all_ranks() -> Iterator[None]:
         raise ModelRefusedError(text if len({*problems}) == 1 else f"on rank {rank}: {text}") from own
 
 
-def refuse_other_ranks(settings: Mapping[str, Any]) -> None:
+def refuse_other_ranks(
+    settings: Mapping[str, Any], what: str = "build different models", remedy: str = "model and the same arguments"
+) -> None:
     """Raise ValueError on every rank if one has other settings than the first. A collective.
 
     Ranks that cut a model differently wait for one another in different groups. Tensor-parallel ranks of different
@@ -98,8 +100,8 @@ def refuse_other_ranks(settings: Mapping[str, Any]) -> None:
         for key in first | other:
             if first.get(key) != other.get(key):
                 raise ValueError(
-                    f"the ranks build different models: {key} is {first.get(key, 'absent')} on rank 0, and "
-                    f"{other.get(key, 'absent')} on rank {rank}. Give every rank the same model and the same arguments"
+                    f"the ranks {what}: {key} is {first.get(key, 'absent')} on rank 0, and "
+                    f"{other.get(key, 'absent')} on rank {rank}. Give every rank the same {remedy}"
                 )
 
 

@@ -78,9 +78,13 @@ class BatchSource:
         self._tells_of_labels = self.tells  # once each
         self._agreements = {"config": self.config.fingerprint()}
 
-    def also_agree_on(self, what: str, text: str) -> None:
-        """Let ranks compare `text` at the next batch, in addition to the config; an error shows it as `what`."""
-        self._agreements[what] = text
+    def also_agree_on(self, what: str, text: str | None) -> None:
+        """Let ranks compare `text` at the next batch, in addition to the config; an error shows it as `what`.
+
+        None: no longer.
+        """
+        self._agreements.pop(what, None)
+        self._agreements |= {} if text is None else {what: text}
 
     def draw(
         self, num_micro_batches: int, training: bool, needs_labels: bool = True, wants_logits: bool = False

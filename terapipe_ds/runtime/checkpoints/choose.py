@@ -17,7 +17,7 @@ from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import in_short, logger, show_key, show_value
 from terapipe_ds.runtime.agreement import from_rank_0, gather_results
-from terapipe_ds.runtime.checkpoints.disks import require_shared
+from terapipe_ds.runtime.checkpoints.disks import require_shared, share_of_files
 from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
@@ -48,7 +48,7 @@ def find_checkpoint(
     """
     folder, tag = Path(load_dir), None if tag is None else str(tag)
     is_universal, damaged = bool(engine.load_universal_checkpoint()), dict[str, str]()
-    share = torch_dist.get_rank(), torch_dist.get_world_size()
+    share = 0, 1
 
     def choose() -> ChosenCheckpoint:
         try:
@@ -65,8 +65,11 @@ def find_checkpoint(
         chosen = from_rank_0(choose, world)
         if chosen.read_as is not None:
             require_shared(folder / chosen.read_as, world)
+            share = share_of_files(folder / chosen.read_as, world)
         looked = gather_results(partial(look_at_contents, folder, chosen, with_optimizer, allow_pickle, *share), world)
-        problem = in_short([damage for damage, _ in filter(None, looked) if damage is not None])
+        damages = {rank: each[0] for rank, each in enumerate(looked) if each is not None and each[0] is not None}
+        has_copies = share[1] < torch_dist.get_world_size()  # then the rank tells whose copy it is
+        problem = in_short([f"on rank {rank}: {one}" if has_copies else one for rank, one in damages.items()])
         if problem is None:
             break
         # Another one takes its place only if the user has not named this one

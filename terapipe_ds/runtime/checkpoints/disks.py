@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,27 @@ def require_shared(folder: Path, world: Any) -> None:
             f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind)}): they have another disk "
             f"or another working folder, and each machine would hold only a piece of the checkpoint. {_SHARE}"
         )
+
+
+def share_of_files(folder: Path, world: Any) -> tuple[int, int]:
+    """Return this rank's place among the ranks that see the same files in `folder`, and their number. A collective.
+
+    Each machine may have a copy of its own, and each copy may be damaged.
+    """
+    everyone = on_each_rank(world, f"look at {folder}", lambda: _identity(folder))
+    rank = torch_dist.get_rank()
+    same = [other for other, identity in enumerate(everyone) if identity == everyone[rank]]
+    return same.index(rank), len(same)
+
+
+def _identity(folder: Path) -> tuple[int, int] | None:
+    """Return numbers by which folders on two disks differ; None if machines have different ones for one folder."""
+    status = folder.stat()
+    device = f" {os.major(status.st_dev)}:{os.minor(status.st_dev)} "
+    with suppress(OSError):  # object stores that are mounted by FUSE number the files of each mount anew
+        if any(device in line and " - fuse" in line for line in Path("/proc/self/mountinfo").read_text().splitlines()):
+            return None
+    return status.st_ino, status.st_mtime_ns
 
 
 def on_each_rank(world: Any, what: str, act: Callable[[], T] | None) -> list[T | None]:

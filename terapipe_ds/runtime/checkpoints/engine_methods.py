@@ -21,7 +21,7 @@ from torch import Tensor
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import describe, in_short, logger
-from terapipe_ds.runtime.agreement import everywhere, from_rank_0, gather_results
+from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
 from terapipe_ds.runtime.checkpoints.disks import problem_of_local_storage
 from terapipe_ds.runtime.checkpoints.manifest import OPTIMIZER_FILES, CheckpointError
@@ -52,6 +52,10 @@ class LoadOptions(NamedTuple):
     @property
     def with_optimizer(self) -> bool:
         return self.optimizer_states and not self.module_only
+
+    def compared(self) -> dict[str, bool]:
+        """Return the arguments by their names in `load_checkpoint`; of a function, whether there is one."""
+        return {name if name == "custom_load_fn" else f"load_{name}": bool(one) for name, one in self._asdict().items()}
 
     def loaded(self) -> list[str]:
         """Return names for all that a load sets."""
@@ -86,6 +90,9 @@ class SafeCheckpoints:
         layout = {"parts_by_stage": parts, "first_layers": [int(layer_id) for layer_id in engine.module.parts]}
         training = {**self._plans.described(), "layout": layout}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
+            passed: dict[str, Any] = {"tag": str(tag or f"global_step{engine.global_steps}")}
+            passed |= {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+            refuse_other_calls("save_checkpoint", passed, self._world)
             state = everywhere(lambda: with_description(engine, client_state), self._world)
             mappings = getattr(engine.optimizer, "_param_slice_mappings", None)
             if mappings is not None and not engine.is_last_stage():
@@ -106,6 +113,7 @@ class SafeCheckpoints:
         """Load by DeepSpeed's method `stock_load`; see `TeraPipeEngine.load_checkpoint`."""
         engine, with_optimizer = self._engine, options.with_optimizer
         with self._watchdog.long_call("load_checkpoint"), ExitStack() as stack:
+            refuse_other_calls("load_checkpoint", {"tag": tag and str(tag), **options.compared()}, self._world)
             stack.enter_context(self._form_of(Path(load_dir), tag))
             # Before DeepSpeed reads, check that the checkpoint is whole and fits this engine
             chosen = find_checkpoint(engine, self._world, load_dir, tag, with_optimizer, self._allow_pickle)
@@ -161,6 +169,16 @@ class SafeCheckpoints:
                 f"{why}, so that {', '.join(self._half_loaded)} may be of two checkpoints. Load one that is whole, "
                 "with all of these, before the next batch or save"
             )
+
+
+def refuse_other_calls(call: str, passed: Mapping[str, Any], world: Any) -> None:
+    """Raise CheckpointError on every rank if one has passed other arguments: the ranks would wait for one another."""
+    own = {name: repr(value) for name, value in {"call": call, **passed}.items()}
+    everyone = gather(own, world)
+    for name in own:
+        texts = {rank: of_rank.get(name, "absent") for rank, of_rank in enumerate(everyone)}
+        if len({*texts.values()}) > 1:
+            raise CheckpointError(f"the ranks disagree in {call} on {name}: {by_text(texts)}; give all the same")
 
 
 # -- checkpoints that do not fit ---------------------------------------------------------------------------------------

@@ -179,10 +179,7 @@ def prepare(engine: PipelineEngine, world: Any, folder: Path, tag: str) -> Check
     """Agree on the folder to save in, make it, and check that every rank sees it."""
     if (problem := problem_of_local_storage(engine)) is not None:
         raise CheckpointError(problem)
-    everyone = gather((tag, _JOB), world)
-    if len(tags := sorted({tag for tag, _ in everyone})) > 1:
-        raise CheckpointError(f"the ranks save under different tags, {', '.join(map(repr, tags))}; give all the same")
-    paths, leads = CheckpointPaths(folder, tag, job=everyone[0][1]), engine.global_rank == 0
+    paths, leads = CheckpointPaths(folder, tag, job=gather(_JOB, world)[0]), engine.global_rank == 0
     _on_each_rank(world, paths.prepare if leads else None)
     with _removed_after_an_error(paths, world, leads):
         require_shared(paths.saving, world)

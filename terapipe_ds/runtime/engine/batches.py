@@ -65,6 +65,7 @@ class IncomingBatches:
         self._has_first = any(place.is_first for place in layout.places(stage.stage_id))
         self._num_micro_batches = 0  # of the batch that is drawn
         self.announces_again = False  # set it on any rank, and all announce the shapes of their messages again
+        self.evaluates_with = ""  # the arguments of `eval_batch` that must be equal on all ranks
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
         replica_ranks = engine.grid.get_data_parallel_rank(), engine.grid.get_slice_parallel_rank()
         self._changes, self._optimizer = ModelChanges(engine.module), _described(engine.basic_optimizer)
@@ -127,6 +128,7 @@ class IncomingBatches:
         kind = torch.device(engine.device).type
         autocast = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "off"
         self._source.also_agree_on("torch.autocast", autocast)
+        self._source.also_agree_on("eval_batch with", None if training else self.evaluates_with)
         wants_logits = bool(engine.eval_return_logits or not engine._compute_loss)
         drawn, shapes = self._source.draw(num_micro_batches, training, engine._compute_loss, wants_logits)
         # every stage computes the same slices and the same schedule, which are kept for batches of these lengths

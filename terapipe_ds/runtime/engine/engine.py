@@ -174,11 +174,11 @@ class TeraPipeEngine(ModelEndsEngine):
         If tensor parallelism divides the head, these logits cover a part of the vocabulary.
         """
         training_iterator, is_monitored = self.data_iterator, self.monitor.enabled
-        returns_each_loss, has_loss = check_eval_call(is_monitored, data_iter, *args, **kwargs)
+        returns_each_loss, has_loss, passed = check_eval_call(is_monitored, data_iter, *args, **kwargs)
         self._checkpoints.refuse_half_loaded()
         try:
             with ErrorsUnwrapped(), self._guarded():
-                self._stage.results.returns_each_loss = returns_each_loss
+                self._stage.results.returns_each_loss, self._incoming.evaluates_with = returns_each_loss, passed
                 self.monitor.enabled = is_monitored and has_loss  # DeepSpeed fails for logits, or calls them a loss
                 return super().eval_batch(data_iter, *args, **kwargs)
         finally:  # also after an error, so that a caller who goes on does not train on the evaluation data

@@ -27,8 +27,8 @@ def check_checkpointing(in_stock_order: bool) -> None:
         )
 
 
-def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool, bool]:
-    """Return whether the caller gets each loss, and whether there is a loss to monitor.
+def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool, bool, str]:
+    """Return whether the caller gets each loss, whether there is a loss to monitor, and what all ranks must pass alike.
 
     Refuse impossible arguments on every rank, before the batch: DeepSpeed fails after it, on the last stage only.
     """
@@ -47,7 +47,9 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool,
             "sends one number to the other stages. Set bcast_loss=False and switch monitors off: the last stage then "
             'returns the list, and the others None. Or set reduce_output="avg"'
         )
-    return reduction is None, bool(bound.arguments["compute_loss"])
+    has_loss = bool(bound.arguments["compute_loss"])
+    sends = has_loss and bool(bound.arguments["bcast_loss"])
+    return reduction is None, has_loss, f"compute_loss={has_loss}, reduce_output={reduction!r}, bcast_loss={sends}"
 
 
 def problem_of_split(module: object, schedule: str) -> str | None:

@@ -41,6 +41,11 @@ class LastWords:
     def _stderr(self) -> Stderr:
         return Stderr()
 
+    @property
+    def are_said(self) -> bool:
+        """Return whether a thread has said why the rank ends, or begins to."""
+        return self._taken.locked()
+
     def are_mine(self) -> bool:
         """Return whether the calling thread is the first and so has to `tell`; if not, wait for the other to finish."""
         if self._taken.acquire(blocking=False):

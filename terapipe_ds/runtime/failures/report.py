@@ -155,7 +155,7 @@ class RankRecord:
         self.stage_id = stage_id
         self.doing = Doing("")
         self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
-        self._batches = self._alloc_retries = 0
+        self.batches = self.long_calls = self._alloc_retries = 0  # begun until now, as many on all ranks
         self._main_thread = threading.current_thread()
 
     @property
@@ -188,7 +188,8 @@ class RankRecord:
         """Begin a batch or a long call; from now on the calling thread is the watched one."""
         self._main_thread = threading.current_thread()
         self._alloc_retries = allocator_retries()
-        self._batches += doing.opening
+        self.batches += doing.opening
+        self.long_calls += doing.is_long
         self.now(doing)
 
     @contextmanager
@@ -224,7 +225,7 @@ class RankRecord:
         doing, now_s = self.doing, time.monotonic()
         what, wait = str(doing) if doing.action else "", doing.wait
         ranks = wait.ranks if wait else ()
-        state = RankState(self.rank, self.stage_id, what, ranks, is_busy=wait is None, batch=self._batches)
+        state = RankState(self.rank, self.stage_id, what, ranks, is_busy=wait is None, batch=self.batches)
         return replace(state, for_s=now_s - doing.since_s, ended=ended, alloc_retries=self._alloc_retries)
 
     def full(self) -> RankState:

@@ -27,6 +27,7 @@ from terapipe_ds.runtime.agreement import default_store, from_rank_0
 from terapipe_ds.runtime.failures.process_end import POLL_S, keep_from_children
 from terapipe_ds.runtime.failures.report import (
     AS_JSON,
+    CLOSED,
     DRAWING,
     IN_LINES,
     OUTSIDE,
@@ -73,11 +74,17 @@ class Failure(NamedTuple):
 
 
 class _Beat(NamedTuple):
-    """Hold a sign of life: its number, the seconds since the action began, and where the rank is ("" in a batch)."""
+    """Hold a sign of life: its number, the seconds since the action began, and where the rank is ("" in a batch).
+
+    Also the numbers of batches and of long calls that it has begun, and the name of the long call that it is in.
+    """
 
     number: Count
     for_s: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     where: Line
+    batches: Count = 0
+    long_calls: Count = 0
+    long_call: Line = ""
 
     @property
     def has_ended(self) -> bool:
@@ -180,7 +187,8 @@ class WatchStore:
         # The place of the rank decides how long others wait for it
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
-        rank, beat = self._record.rank, json.dumps(_Beat(self._beats, for_s, where))
+        rank, begun = self._record.rank, (self._record.batches, self._record.long_calls)
+        beat = json.dumps(_Beat(self._beats, for_s, where, *begun, doing.action if doing.is_long else ""))
 
         # One question for all of it: the store may be slow to answer
         def publish(store: Any) -> Any:
@@ -250,6 +258,19 @@ class WatchStore:
     def is_one(self, where: str) -> bool:
         """Return whether another rank was `OUTSIDE` or `DRAWING` at the last look."""
         return any(beat.where == where for rank, beat in self._beats_of.items() if rank != self._record.rank)
+
+    def elsewhere(self, doing: Doing) -> dict[str, list[int]]:
+        """Return the ranks that cannot come to the long call `doing`, by where they are: they wait there for this rank.
+
+        They are in a batch that this rank has not begun, done with the engine, or in another call of this number.
+        """
+        batches, long_calls, places = self._record.batches, self._record.long_calls, dict[str, list[int]]()
+        for rank, beat in self._beats_of.items():
+            if beat.long_calls < long_calls and (beat.batches > batches or beat.where == CLOSED):
+                places.setdefault("done" if beat.where == CLOSED else "in a batch", []).append(rank)
+            elif beat.long_calls == long_calls and beat.long_call not in ("", doing.action):
+                places.setdefault(f"in {beat.long_call}", []).append(rank)
+        return places if self._record.doing is doing else {}  # else the numbers may be of the next call
 
     def live_states(self, wait_s: float) -> dict[int, RankState]:
         """Return the states of all ranks, once each has given another sign of life, or after `wait_s`.

@@ -47,6 +47,7 @@ _SLOW = 0.25  # of the stall timeout: a longer action is published with its stac
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
+_OUTSIDE = "work outside the engine"
 _AGREED = "_terapipe_agreed"  # attribute of an error that every rank raises
 _GLOO_ERROR = re.compile(r"\[[^\]\n]*gloo/(?:transport|rendezvous)/[^\]\n]*:\d+\]")  # it begins with its place in gloo
 
@@ -77,7 +78,6 @@ class Watchdog:
         self._excused_at = -math.inf  # when another rank last had a reason to let this one wait
         self._warned_of: Doing | None = None
         self._complaints: set[str] = set()
-        self._long_calls = 0  # made until now, as many on all ranks
         self._world_size, self._pid = torch_dist.get_world_size(), os.getpid()
         # One rank alone waits for no other: no thread, no store, no timer
         if store is None and self._world_size > 1:
@@ -129,7 +129,6 @@ class Watchdog:
     def _watched(self, doing: Doing) -> Iterator[None]:
         if self._thread is not None:  # of several engines this one can tell what the rank is doing
             self._sigterm.take()
-        self._long_calls += doing.is_long
         try:
             self._record.enter(doing)
             yield
@@ -183,9 +182,12 @@ class Watchdog:
         """Publish an exception that ends the program outside the engine's calls, such as the user's own, and close."""
         try:
             error = getattr(sys, "last_value", None)
-            is_told = self._stop.is_set() or self._pid != os.getpid() or self._others.failure is not None
+            is_told = self._stop.is_set() or self._pid != os.getpid() or self._words.are_said
             if isinstance(error, BaseException) and not is_told and _ends_program_of_this_rank(error):
-                self._fail(error)
+                # in a collective of the program's own it may have lost the rank that failed
+                aborted = self._caused_by_others(error)
+                if aborted is not None or self._others.failure is None:
+                    self._fail(aborted or error)
         finally:  # even after Ctrl-C
             self.close()
 
@@ -194,7 +196,7 @@ class Watchdog:
     def _is_on_all_ranks(self) -> bool:
         """Return whether all ranks raise from the present long call, soon after one another."""
         wait_s = min(AGREE_S, self._stall_timeout_s)
-        name = f"raised/{self._long_calls}"
+        name = f"raised/{self._record.long_calls}"
         return self._thread is None or self._others.have_come(name, self._world_size, wait_s)
 
     def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:
@@ -209,7 +211,7 @@ class Watchdog:
             return None
         # Otherwise ask which ranks still give signs of life
         doing = self._record.doing
-        whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or 'no action'}"
+        whose = f" while waiting for {doing.wait.text}" if doing.wait else f" at {doing.action or _OUTSIDE}"
         return PipelineAborted(
             f"lost the connection to another rank{whose}: it has ended without a report, or destroyed its engine. "
             f"{self._lost_ranks(ANSWER_S, or_ended=True)}Its own output and exit code tell more: it was killed (out "
@@ -238,7 +240,7 @@ class Watchdog:
         if self._thread is None:  # alone: the caller may go on
             return
         text = str(error) if isinstance(error, PipelineAborted) else describe(error)
-        action = self._record.doing.action or "work outside the engine"
+        action = self._record.doing.action or _OUTSIDE
         said = text if isinstance(error, PipelineAborted) else f"it failed at {action}: {text}"
         if self._words.are_mine():
             self._words.tell(self._others, said, Failure(self._rank, self._record.stage_id, action, text))
@@ -285,6 +287,10 @@ class Watchdog:
             self._end(str(failure), doing)
         elif doing.action and self._has_stalled(doing):
             self._end_stalled(doing)
+        elif doing.is_long and (places := self._others.elsewhere(doing)):
+            where = "; ".join(f"ranks {ranks} are {place}" for place, ranks in places.items())
+            told = f"rank {self._rank} is in {doing.action}, and {where}: this call waits for all ranks"
+            self._end(f"{told}. Make the same calls on every rank, between the same batches", doing, stalled=True)
         elif doing.action and self._waits_without_store(doing):
             self._end("rank 0, or the launcher that serves the store of the job, is gone", doing)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import CellType, CodeType, MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from deepspeed.runtime.pipe.topology import ProcessTopology
 from torch import nn
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
-from terapipe_ds.runtime.agreement import by_text, digest, gather
+from terapipe_ds.runtime.agreement import by_text, digest, gather, meet
 from terapipe_ds.runtime.layout.layers_to_parts import PARTITION_METHOD
 from terapipe_ds.runtime.layout.topology import BUILD_ON_IT, refuse_other_world, topology_of
 from terapipe_ds.schedule.show import many
@@ -25,6 +26,7 @@ from terapipe_ds.strategy import Coordinate
 _IS_OF_RANK = re.compile(  # names of flags and times that a program may give each rank for itself
     r"(^|[_.: ])(rank\d*|local|main|master|log|logs|logging|verbose|debug|seed|time|start|t0)(_|\.|$)", re.IGNORECASE
 )
+_PATIENCE_S = 10.0
 _CONFIGS = "Config", "Arguments", "Args", "Namespace"  # ends of the names of classes that hold settings
 _TENSOR = re.compile(r"(\w+) \[[^\]]*\] (torch\.\w+(?: frozen)?)")  # in the texts of `_held`
 _FLOAT = re.compile(r"-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)")
@@ -56,6 +58,28 @@ def require_equal_models(module: Any) -> None:
     if lines:
         problem = "\n  ".join(["the ranks have built different models:", *lines])
         raise TeraPipeConfigError(f"{problem}\n{_SAME}; each builds its own share.")
+
+
+def require_equal_grids(topology: ProcessTopology, world: Any) -> None:
+    """Raise TeraPipeConfigError on every rank if ranks build a module on different grids, before these make groups.
+
+    Ranks would wait for one another in different groups. `world` is the group that the module has just made of all
+    ranks, so that no rank is far behind; one without `register()` does not come, and the others go on.
+    """
+
+    def late(waited_s: float, missing_ranks: Callable[[], list[int]]) -> None:
+        if waited_s > _PATIENCE_S:
+            raise TimeoutError
+
+    own, rank = dict(zip(topology.get_axis_names(), topology.dims, strict=True)), torch_dist.get_rank()
+    with contextlib.suppress(TimeoutError):
+        ranks, name = range(torch_dist.get_world_size()), f"grids/{world.group_name}"
+        grids = meet(name, ranks, rank, ", ".join(f"{axis} {size}" for axis, size in own.items()), late)
+        if len({*grids.values()}) > 1:
+            raise TeraPipeConfigError(
+                f"the ranks build a PipelineModule on different grids: {by_text(grids)}; give all of them the same "
+                "num_stages, or the same topology"
+            )
 
 
 def refuse_other_grid(module: PipelineModule, config: TeraPipeConfig) -> None:

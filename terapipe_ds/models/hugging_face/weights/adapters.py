@@ -24,7 +24,7 @@ from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, gathered
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, Changes
 from terapipe_ds.models.hugging_face.weights.quantized import is_quantized_by
-from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, named, object_in, opened
+from terapipe_ds.models.hugging_face.weights.stored import ADAPTER_CONFIG, checksum_of, named, object_in, opened
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _NAME = "default"  # of the adapter, as peft calls the first one
@@ -91,6 +91,8 @@ class Adapters:
                 "and modules_to_save"
             )
         self._stored = None if isinstance(adapter, PeftConfig) else self._checked(_tensors_of(adapter))
+        is_read, stored = isinstance(adapter, str | os.PathLike), self._stored or {}
+        self.checksum = checksum_of(each for _, each in sorted(stored.items())) if is_read else None
 
     def take_over(self, changes: Changes, keeps_dtypes: bool) -> None:
         """Give the adapters, and trained weights beside them, the settings of a model in memory."""

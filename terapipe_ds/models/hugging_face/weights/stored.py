@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -30,6 +30,7 @@ from terapipe_ds.models.hugging_face.weights.unread import leave_unread
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
+_SAMPLED = 64  # at most so many tensors, and numbers of each
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
@@ -114,6 +115,15 @@ class StoredWeights:
         self._say_unused(without_place)
         if len(stored_tied) == 2 and torch_dist.get_rank() == 0:
             self._check_tied([key for key, (targets, _) in targets_of.items() if targets[0] in tied])
+        self.checksum = checksum_of(self._some())
+
+    def _some(self) -> Iterator[torch.Tensor]:
+        """Yield the first row of some tensors, by which ranks see whether their folders have the same model."""
+        keys = sorted(self._file_of)
+        for key in keys[:: 1 + len(keys) // _SAMPLED]:
+            with opened(self._folder / self._file_of[key]) as file:
+                stored = file.get_slice(key)
+                yield stored[:1] if stored.get_shape() else file.get_tensor(key)
 
     def fill(self, name: str, module: nn.Module) -> None:
         """Defer reading parameters and saved buffers until they are needed."""
@@ -233,6 +243,12 @@ def opened(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise ModelRefusedError(f"{path} cannot be read ({error}): download or copy it again") from error
+
+
+def checksum_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return a checksum of the first numbers of each tensor."""
+    samples = (each.flatten()[:_SAMPLED].contiguous().view(torch.uint8) for each in tensors)
+    return functools.reduce(lambda checksum, each: zlib.crc32(each.numpy().tobytes(), checksum), samples, 0)
 
 
 def named(keys: Sequence[str]) -> str:

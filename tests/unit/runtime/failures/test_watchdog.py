@@ -356,6 +356,35 @@ class TestStalls:
             job.wait_for_end()
         assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at save_checkpoint: OSError: no space" in job.said()
 
+    @pytest.mark.parametrize("call", ["batch", "load_checkpoint", "done"])
+    def test_a_call_that_one_rank_makes_alone_ends_the_job_soon(self, job: Job, call: str) -> None:
+        saving, other = job.rank(0), job.rank(1)
+        if call == "done":
+            other.close()
+        with saving.long_call("save_checkpoint"):
+            with nullcontext() if call == "done" else other.batch() if call == "batch" else other.long_call(call):
+                job.wait_for_end()
+        place = "in a batch" if call == "batch" else "done" if call == "done" else f"in {call}"
+        said = f"rank 0 is in save_checkpoint, and ranks [1] are {place}: this call waits for all ranks. Make the same"
+        twin = f"rank 1 is in {call}, and ranks [0] are in save_checkpoint: "
+        text = job.said()
+        assert said in text or twin in text, text
+
+    def test_a_rank_that_leaves_a_call_last_is_left_alone(self, job: Job) -> None:
+        last, first = job.rank(0), job.rank(1)
+        with first.long_call("save_checkpoint"):
+            pass
+        looks, elsewhere = list[bool](), last._others.elsewhere  # each tells whether the batch of the other was known
+
+        def look(doing: Any) -> Any:
+            looks.append(last._others._beats_of[1].batches == 1)
+            return elsewhere(doing)
+
+        job.patch(last._others, "elsewhere", look)
+        with last.long_call("save_checkpoint"), first.batch():
+            until(lambda: looks.count(True) > 1)
+        assert job.exits == [] and job.said() == ""
+
     def test_an_error_outside_the_engine_is_published_when_it_ends_the_program(self, job: Job) -> None:
         failing, waiting = job.rank(0), job.rank(1)
         with waiting.batch():
@@ -363,6 +392,16 @@ class TestStalls:
             failing._at_exit()
             job.wait_for_end()
         assert 'rank 0 (stage 0) failed at work outside the engine: KeyError: "the user\'s own"' in job.said()
+
+    def test_a_rank_that_loses_the_failed_one_outside_the_engine_says_why_that_one_failed(self, job: Job) -> None:
+        failing, losing = job.rank(0), job.rank(1)
+        job.patch(sys, "last_value", _uncaught(KeyError("the user's own")), raising=False)
+        failing._at_exit()
+        job.said()
+        job.patch(sys, "last_value", _uncaught(RuntimeError(GLOO_ERROR)))
+        losing._at_exit()
+        said = job.said()
+        assert "rank 1 (stage 1) ends: rank 0 (stage 0) failed at work outside the engine: KeyError:" in said, said
 
     def test_an_error_on_all_ranks_is_not_published_again_at_the_end(self, job: Job) -> None:
         watchdog, error = job.rank(0), ValueError("on all")

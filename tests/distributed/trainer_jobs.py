@@ -1,6 +1,7 @@
 """Train with transformers' Trainer in one process, and over stages; compare. Runs inside the ranks."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import os
@@ -468,6 +469,13 @@ def error_of_one_rank(folder: str, phase: str, fault: str) -> tuple[str, str]:
     return engines.raised_by(lambda: play(PipelineTrainer, setting, folder, deepspeed_of(setting), make))
 
 
+@dataclasses.dataclass
+class EstimatingArguments(TrainingArguments):
+    """Have an estimate of each rank's own data, as Axolotl's have."""
+
+    efficiency: float = 0.0
+
+
 OF_ONE_RANK = {"learning_rate": 0.5, "warmup_steps": 3, "save_steps": 7, "num_train_epochs": 4, "seed": 7}
 
 
@@ -482,7 +490,9 @@ def arguments_of_one_rank(folder: str) -> dict[str, tuple[str, str]]:
 
     for name, value in OF_ONE_RANK.items():
         raised[name] = engines.raised_by(lambda: trainer_with(**{name: value}))  # noqa: B023
-    trainer = trainer_with(disable_tqdm=False, log_level="error", run_name="own", dataloader_num_workers=1)
+    with mock.patch.dict(globals(), TrainingArguments=EstimatingArguments):
+        own = {"disable_tqdm": False, "log_level": "error", "run_name": "own", "dataloader_num_workers": 1}
+        trainer = trainer_with(efficiency=0.9, **own)
     rows = rows_of(ROWS + 6 * is_here)
     raised["rows"] = engines.raised_by(lambda: trainer.evaluate(rows))
     trainer.args.max_steps = 2 + is_here

@@ -104,9 +104,10 @@ def check_arguments(kind: type, mixin: type, given: Mapping[str, Any], ds_config
 def refuse_other_arguments(args: TrainingArguments, **more: Any) -> None:
     """Raise ValueError on every rank if one has other arguments than the first, or other values in `more`.
 
-    A collective. Stages would train with other rates, or wait for one that evaluates, saves or ends alone.
+    A collective. Stages would train with other rates, or wait for one that evaluates, saves or ends alone. Arguments
+    that a framework has added may be of a rank, such as an estimate of its own data.
     """
-    values = {each.name: getattr(args, each.name) for each in dataclasses.fields(args)}
+    values = {each.name: getattr(args, each.name) for each in _fields_of_libraries(args)}
     values |= {name: vars(each) for name, each in values.items() if dataclasses.is_dataclass(each)}
     compared = {name: each for name, each in values.items() if not _OF_RANK.search(name)}
     refuse_other_ranks(compared | more, "train differently", "TrainingArguments and data sets")
@@ -136,8 +137,7 @@ def _of_class(kind: type, mixin: type) -> Iterator[str]:
 
 def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[str]:
     # the library's defaults, which a class of the user may change; an empty list is no value either
-    kinds = [kind for kind in type(args).__mro__ if dataclasses.is_dataclass(kind)]
-    defaults = {each.name: each.default for kind in kinds for each in dataclasses.fields(kind)}
+    defaults = {each.name: each.default for each in _fields_of_libraries(args)}
     for name, why in _REFUSED_ARGS.items():
         value = getattr(args, name, None)
         if value != defaults.get(name) and (value or defaults.get(name)):
@@ -157,6 +157,13 @@ def _of_args(args: TrainingArguments, ds_config: Mapping[str, Any]) -> Iterator[
     if unserved := sorted(name for name in {*options} - {"use_reentrant"} if name != "selective" or options[name]):
         names = "activation_checkpointing_kwargs or gradient_checkpointing_kwargs"
         yield f'{names} {unserved}: set "recompute" in the terapipe section'
+
+
+def _fields_of_libraries(args: TrainingArguments) -> list[dataclasses.Field[Any]]:
+    """Return the fields of transformers' and TRL's arguments, the class that defines one last."""
+    kinds = [kind for kind in type(args).__mro__ if dataclasses.is_dataclass(kind)]
+    own = [kind for kind in kinds if kind.__module__.partition(".")[0] in ("transformers", "trl")]
+    return [each for kind in own for each in dataclasses.fields(kind)]
 
 
 def _needs_more(optimizer: str, ds_config: Mapping[str, Any], is_half: bool = False) -> bool:

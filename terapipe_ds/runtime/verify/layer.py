@@ -371,7 +371,7 @@ class LayerCheck:
         return gradients | {name: ranks.gather(gradients[name][None]).sum(0) for name in even}
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
-        """Return the dtypes that a layer computes with, those of half precision only if no wider run is without."""
+        """Return the dtypes that a layer computes with. Half precision counts if a run in a wider dtype has it, too."""
         return self._own_dtypes(outputs) | (self.inside if self._is_half_inside else self.inside - _HALF)
 
     def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:

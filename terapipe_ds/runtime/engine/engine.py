@@ -10,10 +10,10 @@ a part, B its backward, and W the products of its weight gradients, where a sche
 DeepSpeed's `train_batch` (`runtime/pipe/engine.py`) calls three methods, in this order:
 
 1. `_train_schedule` draws the micro-batches. All ranks agree on their shapes, so that every stage computes the same
-   slices and the same schedule. The slices for a length are those that a program has set, else those planned from
-   measured costs, else those of the config; the longest micro-batch decides the schedule. The schedule lowers its order
-   for this stage to actions: computations, messages, and at the end the sums of tied and replicated gradients and the
-   optimizer's step.
+   slices and the same schedule. A program may have set the slices for a length; otherwise a plan by measured costs
+   gives them, or the config. The longest micro-batch decides the schedule. The schedule lowers its order for this stage
+   to actions: computations, messages, and at the end the sums of tied and replicated gradients and the optimizer's
+   step.
 2. `_exec_schedule` executes the actions. F, B and W go to the `PartRunner` of their chunk, messages to `StageLinks`.
    Attention appends the keys and values of a slice to those of earlier slices (`attention.slice_store`). The Bs of a
    micro-batch run from its last slice to its first, and add to the gradients of earlier keys and values. When the B

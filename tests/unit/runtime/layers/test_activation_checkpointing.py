@@ -223,4 +223,4 @@ def test_verification_keeps_attention_as_training_does() -> None:
     module._local_start, x = 0, torch.randn(1, 2, 8, 4, requires_grad=True)
     (layer,), slicing = layers_of(module), Slicing(SlicePlan((8,)), (1.0,), keeps_attention=keeps_attention(module))
     with push_slice(slicing.active(0)), pytest.raises(SliceStoreError, match="give each its own name"):
-        layer((x,), False)
+        layer(x)

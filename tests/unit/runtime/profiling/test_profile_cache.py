@@ -140,8 +140,8 @@ def test_a_given_profile_is_compared_with_the_granules_of_the_search(
     monkeypatch.setattr(profiles, "_read_profile", lambda *arguments: arguments[-1])
     monkeypatch.setattr(profiles, "from_rank_0", lambda ask, _: ask())
     stage: Any = SimpleNamespace(engine=None, groups=SimpleNamespace(world=None), config=config)
-    shapes: list[Any] = [SimpleNamespace(rows=1)]
-    assert profiles.Profiles(stage, None, print)._profile_for(65_536, [], shapes) == granule  # type: ignore[arg-type]
+    drawn: list[Any] = [(None, SimpleNamespace(rows=1))]
+    assert profiles.Profiles(stage, None, print)._profile_for(65_536, drawn) == granule  # type: ignore[arg-type]
 
 
 # -- what a profile is valid for -----------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ def job_load(folder: str, spoilt: bool) -> dict[str, Any]:
 OF_ONE_RANK: dict[str, tuple[Any, Any]] = {  # of `load_checkpoint`; a name with a blank is of `save_checkpoint`
     "tag": ("first", "second"), "load_module_strict": (True, False), "load_optimizer_states": (True, False),
     "load_lr_scheduler_states": (True, False), "load_module_only": (False, True), "custom_load_fn": (None, print),
-    "save_latest ": (True, False), "exclude_frozen_parameters ": (False, True),
+    "exclude_frozen_parameters ": (False, True),
 }  # fmt: skip
 
 

@@ -224,6 +224,11 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
         assert raised[0] == kind and text in raised[1], raised
 
 
+def test_replicas_need_not_end_an_epoch_together(tmp_path: Path) -> None:
+    """Ranks join the flags of callbacks after steps, not at the end of an epoch."""
+    assert rank_pool(2).run(trainer_jobs.steps_of_uneven_epochs, folder=str(tmp_path), timeout_s=60) == [5, 5]
+
+
 def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
     """Stages would train with other rates, or wait for half an hour. Paths, logs and workers may differ."""
     for raised in rank_pool(2).run(trainer_jobs.arguments_of_one_rank, folder=str(tmp_path), timeout_s=60):
@@ -231,7 +236,7 @@ def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> N
         assert kind == "ModelRefusedError" and re.match("on rank 1: .*trainer_state.json cannot be read", text), text
         assert len(raised) == len(trainer_jobs.OF_ONE_RANK) + 4
         for name, (kind, text) in raised.items():
-            named = "the number of its rows" if name == "rows" else name
+            named = "the number of rows" if name == "rows" else name
             assert kind == "ValueError" and f"{named} is " in text and " on rank 0, and " in text, (name, kind, text)
 
 

@@ -520,6 +520,16 @@ class Asks(TrainerCallback):
             setattr(control, flag, True)
 
 
+def steps_of_uneven_epochs(folder: str) -> int:
+    """Return the steps of a run in which one replica has fewer batches in each epoch than the other."""
+    uneven = {"max_steps": 5, "gradient_accumulation_steps": 1, "accelerator_config": {"even_batches": False}}
+    setting = setting_of({"args": uneven, "rows": 10, "ds": {"pipeline": {"stages": 1}}})
+    AcceleratorState._reset_state(True)
+    trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    trainer.train()
+    return trainer.state.global_step
+
+
 def asked_by_one_rank(folder: str) -> tuple[int, list[str], int]:
     """Return the steps, the checkpoints and the number of evaluations of a run whose callbacks ask on rank 1 alone."""
     setting = setting_of({"args": {"max_steps": 6, "eval_strategy": "steps", "eval_steps": 4}})

@@ -51,7 +51,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     refused_on_all_ranks,
 )
 from terapipe_ds.models.hugging_face.weights.in_memory import IN_PEFT, OF_TENSORS
-from terapipe_ds.runtime.agreement import from_rank_0, on_some_rank
+from terapipe_ds.runtime.agreement import from_rank_0, gather
 from terapipe_ds.runtime.register import lay_out
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -89,6 +89,7 @@ class PipelineTrainerMixin(Trainer):
     _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
     _has_trained = False
+    _joined_at = -1  # the step at whose end the ranks have joined their flags
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
     _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the training run began
 
@@ -190,6 +191,7 @@ class PipelineTrainerMixin(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._renew_config()
         self._waiting.clear()
+        self._joined_at = -1
         self._stages.sums()  # of a step that raised
         # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
         self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
@@ -283,14 +285,16 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Do on all ranks what a callback of one asks for, by its clock for example: that rank would wait for them."""
-        acts = self._join_flags()
+        # Trainer also calls this at the end of an epoch, which replicas with fewer batches reach earlier
+        is_step, self._joined_at = self._joined_at != self.state.global_step, self.state.global_step
+        acts = is_step and self._join_flags()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if acts:  # callbacks of an evaluation may stop the run
             self._join_flags()
 
     def _join_flags(self) -> bool:
         """Set each flag of `self.control` that is set on some rank; return whether there are any. A collective."""
-        flags = on_some_rank([getattr(self.control, name) for name in _FLAGS])
+        flags = self._stages.on_some_rank([bool(getattr(self.control, name)) for name in _FLAGS])
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(self.control, name, flag)
         return any(flags)
@@ -344,8 +348,8 @@ class PipelineTrainerMixin(Trainer):
     @over_stages
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Evaluate as Trainer does, also before training. The last stage preprocesses logits before they travel."""
-        length = {"the number of its rows": _length_of(getattr(dataloader, "dataset", None))}
-        refuse_other_ranks(length, "evaluate different data sets", "one")
+        length = {"the number of rows": _length_of(getattr(dataloader, "dataset", None))}
+        refuse_other_ranks(length, "evaluate different data sets", "one", gather)
         # without one, Trainer would ask DeepSpeed for ZeRO-3; it prepares the engine in any case
         self.deepspeed = getattr(self, "deepspeed", None) or self.accelerator
         self._reduce_logits = self.preprocess_logits_for_metrics

@@ -26,6 +26,7 @@ from terapipe_ds.models.hugging_face.refusals import (
     refuse_other_ranks,
     refused_on_all_ranks,
 )
+from terapipe_ds.runtime.agreement import gather
 
 _WHOLE = "needs the whole model on one rank"
 # Arguments that stages cannot serve in another value than the default, and why.
@@ -51,9 +52,10 @@ _REFUSED_ARGS = {
     "past_index": "stages return no states of the model: leave it out",
     "jit_mode_eval": "stages do not trace the model: leave it out",
 }
-# Arguments in which ranks may differ: names, paths, logs and processes. Ranks compare DeepSpeed's config themselves
+# Arguments in which ranks may differ: names, paths, logs, processes. Others compare DeepSpeed's config and models
 _OF_RANK = re.compile(
-    r"^(_|log_|disable|report_to|run_name|project|trackio|deepspeed|resume)|_(dir|path)$|rank|hub|num_(proc|workers)"
+    r"^(_|log_|disable|report_to|run_name|project|trackio|deepspeed|resume|skip_memory|model_init)|_(dir|path)$|rank|hub"
+    r"|num_proc|^dataloader_(num_workers|prefetch|persistent|pin)"
 )
 # Parts of the names of arguments and classes, without "_"
 _REFUSED_OPTIMIZERS = ("galore", "apollo", "lomo", "layerwise", "grokadamw", "schedulefree", "prodigy", "dadapt")
@@ -110,7 +112,7 @@ def refuse_other_arguments(args: TrainingArguments, **more: Any) -> None:
     values = {each.name: getattr(args, each.name) for each in _fields_of_libraries(args)}
     values |= {name: vars(each) for name, each in values.items() if dataclasses.is_dataclass(each)}
     compared = {name: each for name, each in values.items() if not _OF_RANK.search(name)}
-    refuse_other_ranks(compared | more, "train differently", "TrainingArguments and data sets")
+    refuse_other_ranks(compared | more, "train differently", "TrainingArguments and data sets", gather)
 
 
 def _of_class(kind: type, mixin: type) -> Iterator[str]:

@@ -32,7 +32,7 @@ from terapipe_ds.models.hugging_face import HuggingFaceModule, ModelRefusedError
 from terapipe_ds.models.hugging_face.refusals import refused_on_all_ranks
 from terapipe_ds.models.hugging_face.weights.stored import named
 from terapipe_ds.models.rank_gradients import of_all_stages
-from terapipe_ds.runtime.agreement import everywhere, gather
+from terapipe_ds.runtime.agreement import everywhere, gather, on_some_rank
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.layout.sequence_axis import sequence_ranks_of
 from terapipe_ds.runtime.layout.topology import topology_of
@@ -240,6 +240,10 @@ class Stages:
         own = everywhere(lambda: of_last_stage() if engine.is_last_stage() else None, torch_dist.group.WORLD)
         of_stages = gather(own, self.module.mpu().get_pipe_parallel_group())
         return next(each for each in of_stages if each is not None)
+
+    def on_some_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Return for each flag whether it is true on some rank. The watch-dog alone limits the wait."""
+        return on_some_rank(flags, self.engine._groups.world)  # noqa: SLF001
 
     def sums(self) -> Sums:
         """Return the sums of all micro-batches since the last call, whichever ranks computed their loss."""

@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -83,19 +83,22 @@ def refused_on_all_ranks() -> Iterator[None]:
 
 
 def refuse_other_ranks(
-    settings: Mapping[str, Any], what: str = "build different models", remedy: str = "model and the same arguments"
+    settings: Mapping[str, Any],
+    what: str = "build different models",
+    remedy: str = "model and the same arguments",
+    gather: Callable[[Any], list[Any]] = gathered,
 ) -> None:
     """Raise ValueError on every rank if one has other settings than the first. A collective.
 
     Ranks that cut a model differently wait for one another in different groups. Tensor-parallel ranks of different
-    models would be told that their layers cannot be divided.
+    models would be told that their layers cannot be divided. `gather` returns a value of all ranks.
     """
 
     def text(value: Any) -> str:
         return ", ".join(sorted(map(str, value))) if isinstance(value, set | frozenset) else type(value).__name__
 
     own = {key: json.dumps(value, sort_keys=True, default=text) for key, value in settings.items()}
-    first, *others = gathered(own)
+    first, *others = gather(own)
     for rank, other in enumerate(others, 1):
         for key in first | other:
             if first.get(key) != other.get(key):

@@ -91,7 +91,7 @@ class SafeCheckpoints:
         training = {**self._plans.described(), "layout": layout}
         with self._watchdog.long_call("save_checkpoint"), ExitStack() as stack:
             passed: dict[str, Any] = {"tag": str(tag or f"global_step{engine.global_steps}")}
-            passed |= {"save_latest": save_latest, "exclude_frozen_parameters": exclude_frozen_parameters}
+            passed |= {"exclude_frozen_parameters": exclude_frozen_parameters}
             refuse_other_calls("save_checkpoint", passed, self._world)
             state = everywhere(lambda: with_description(engine, client_state), self._world)
             mappings = getattr(engine.optimizer, "_param_slice_mappings", None)

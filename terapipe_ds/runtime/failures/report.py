@@ -155,7 +155,8 @@ class RankRecord:
         self.stage_id = stage_id
         self.doing = Doing("")
         self._recent: deque[Doing] = deque([self.doing], maxlen=KEPT_ACTIONS)
-        self.batches = self.long_calls = self._alloc_retries = 0  # begun until now, as many on all ranks
+        self.batches = self._alloc_retries = 0  # begun until now, as many on all ranks
+        self.long_call = 0, ""  # how many have begun, and the last one's name: in one value for the watching thread
         self._main_thread = threading.current_thread()
 
     @property
@@ -189,7 +190,8 @@ class RankRecord:
         self._main_thread = threading.current_thread()
         self._alloc_retries = allocator_retries()
         self.batches += doing.opening
-        self.long_calls += doing.is_long
+        if doing.is_long:
+            self.long_call = self.long_call[0] + 1, doing.action
         self.now(doing)
 
     @contextmanager

@@ -76,7 +76,7 @@ class Failure(NamedTuple):
 class _Beat(NamedTuple):
     """Hold a sign of life: its number, the seconds since the action began, and where the rank is ("" in a batch).
 
-    Also the numbers of batches and of long calls that it has begun, and the name of the long call that it is in.
+    Also the numbers of batches and of long calls that it has begun, and the name of its last long call.
     """
 
     number: Count
@@ -187,8 +187,8 @@ class WatchStore:
         # The place of the rank decides how long others wait for it
         self._beats += 1
         where = self._ended or (DRAWING if doing.draws else "" if doing.action and not doing.is_long else OUTSIDE)
-        rank, begun = self._record.rank, (self._record.batches, self._record.long_calls)
-        beat = json.dumps(_Beat(self._beats, for_s, where, *begun, doing.action if doing.is_long else ""))
+        rank, batches = self._record.rank, self._record.batches
+        beat = json.dumps(_Beat(self._beats, for_s, where, batches, *self._record.long_call))
 
         # One question for all of it: the store may be slow to answer
         def publish(store: Any) -> Any:
@@ -264,11 +264,11 @@ class WatchStore:
 
         They are in a batch that this rank has not begun, done with the engine, or in another call of this number.
         """
-        batches, long_calls, places = self._record.batches, self._record.long_calls, dict[str, list[int]]()
+        batches, (long_calls, name), places = self._record.batches, self._record.long_call, dict[str, list[int]]()
         for rank, beat in self._beats_of.items():
             if beat.long_calls < long_calls and (beat.batches > batches or beat.where == CLOSED):
                 places.setdefault("done" if beat.where == CLOSED else "in a batch", []).append(rank)
-            elif beat.long_calls == long_calls and beat.long_call not in ("", doing.action):
+            elif beat.long_calls == long_calls and beat.long_call != name:
                 places.setdefault(f"in {beat.long_call}", []).append(rank)
         return places if self._record.doing is doing else {}  # else the numbers may be of the next call
 

@@ -196,7 +196,7 @@ class Watchdog:
     def _is_on_all_ranks(self) -> bool:
         """Return whether all ranks raise from the present long call, soon after one another."""
         wait_s = min(AGREE_S, self._stall_timeout_s)
-        name = f"raised/{self._record.long_calls}"
+        name = f"raised/{self._record.long_call[0]}"
         return self._thread is None or self._others.have_come(name, self._world_size, wait_s)
 
     def _caused_by_others(self, error: BaseException) -> PipelineAborted | None:

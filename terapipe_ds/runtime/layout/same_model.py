@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from types import CellType, CodeType, MethodType
@@ -27,6 +28,7 @@ _IS_OF_RANK = re.compile(  # names of flags and times that a program may give ea
     r"(^|[_.: ])(rank\d*|local|main|master|log|logs|logging|verbose|debug|seed|time|start|t0)(_|\.|$)", re.IGNORECASE
 )
 _PATIENCE_S = 10.0
+_grids = itertools.count(1)  # of this process; every rank builds its modules in the same order
 _CONFIGS = "Config", "Arguments", "Args", "Namespace"  # ends of the names of classes that hold settings
 _TENSOR = re.compile(r"(\w+) \[[^\]]*\] (torch\.\w+(?: frozen)?)")  # in the texts of `_held`
 _FLOAT = re.compile(r"-?(\d+\.\d*(e[+-]?\d+)?|\d+e[+-]?\d+|inf|nan)")
@@ -73,7 +75,7 @@ def require_equal_grids(topology: ProcessTopology, world: Any) -> None:
 
     own, rank = dict(zip(topology.get_axis_names(), topology.dims, strict=True)), torch_dist.get_rank()
     with contextlib.suppress(TimeoutError):
-        ranks, name = range(torch_dist.get_world_size()), f"grids/{world.group_name}"
+        ranks, name = range(torch_dist.get_world_size()), f"grids/{next(_grids)}/{world.group_name}"
         grids = meet(name, ranks, rank, ", ".join(f"{axis} {size}" for axis, size in own.items()), late)
         if len({*grids.values()}) > 1:
             raise TeraPipeConfigError(

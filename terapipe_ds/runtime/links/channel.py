@@ -121,7 +121,7 @@ class Wire:
         # a copy: the allocator must not wait for the message when the layer's output goes
         if self.streamed and buffers is not None:
             tensor = buffers.take(tuple(tensor.shape), tensor.dtype).copy_(tensor)
-        tensor = tensor.resolve_conj().contiguous()  # torch shows no conjugate view as bytes
+        tensor = tensor.resolve_conj().resolve_neg().contiguous()  # torch shows no such view as bytes
         return to_host(tensor) if self.staged else tensor
 
     def buffer(self, spec: TensorSpec, buffers: MessageBuffers | None = None) -> torch.Tensor:

@@ -76,11 +76,11 @@ class FirstBatchCheck:
         self._slice_weight = getattr(self._module.loss_fn, "slice_weight", None)
         peers = stage.groups.peers
         self._shares = len(stage.groups.peer_ranks) if peers is not None and peers.kind == "sequence" else 1
-        self._weights: WeightGradients | None = None  # if slices of the first batch leave their weight gradients
-        self._splits = False  # to W, and not to the B of another slice
+        self._weights: WeightGradients | None = None  # if slices of the first batch leave weight gradients
+        self._splits = False  # they leave them to W, not to the B of another slice
         self._had_one_row = False  # the loss agreed on one row: a mean of means over rows looks like any other mean
         self._num_micro_batches = 0  # of the first batch
-        self._labels: list[SliceableTensors] = []  # of all of these
+        self._labels: list[SliceableTensors] = []  # of all micro-batches of the first batch
         self._probe: LabelProbe | None = None  # tries labels that first appear later
         self.renew()
 

@@ -47,11 +47,12 @@ class Forward(NamedTuple):
 
 
 class _SeesNarrow(UncompiledMode):
-    """Collect the dtypes to which a forward rounds numbers of a wider one."""
+    """Collect the dtypes to which a forward rounds numbers of a wider one; with `nudges` round some otherwise."""
 
-    def __init__(self) -> None:
+    def __init__(self, nudges: torch.Generator | None) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
+        self._nudges = nudges
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -61,6 +62,9 @@ class _SeesNarrow(UncompiledMode):
             operands = [each for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)]
             if any(each.is_floating_point() and each.itemsize > result.itemsize for each in operands):
                 self.dtypes.add(result.dtype)
+                if self._nudges is not None and not any(result is each for each in operands):
+                    signs = torch.randint(-1, 2, result.shape, generator=self._nudges, device=result.device)
+                    result = result * (1 + torch.finfo(result.dtype).eps * signs).to(result.dtype)
         return result
 
 
@@ -86,7 +90,7 @@ class LayerCheck:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext  # in which the engine runs layers
     with_gradients: bool = True  # False compares only the outputs
     weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
-    splits: bool = True  # to W
+    splits: bool = True  # they leave them to W
     is_random: bool = False  # the layer draws in an unknown way, even in evaluation mode: not compared
     in_evaluation_mode: bool = False
     draws: bool = False  # it draws random numbers, constants in their place
@@ -102,7 +106,7 @@ class LayerCheck:
     _may_add: bool = False  # functions of the user are in its graph
     _scale: float = 1.0  # of the output gradients
     inside: frozenset[torch.dtype] = frozenset()  # to which it rounds on whole sequences
-    _is_half_inside: bool = False  # also in a wider dtype
+    _nudge: int | None = None  # the seed of nudges to numbers that it rounds within, while rounding is measured
     _rounding: dict[str, float] = field(default_factory=dict)  # measured, of each result, relative
     _constant: ConstantDraws = field(default_factory=ConstantDraws)
     _kept: KeptState = field(init=False)
@@ -139,16 +143,17 @@ class LayerCheck:
         reference, in_wider = self.in_wider_dtype(lambda check: check.compare_all())
         if reference is None:
             return difference
-        if not all(self.slicing.ranks.exchange(in_wider is None)):
-            # the wider run rounds as well: to half precision, for a kernel
-            self._is_half_inside = any(self.slicing.ranks.exchange(bool(reference.inside & _HALF)))
-            return self._compare_again(1.0) if self._is_half_inside else difference
-        # the wider dtype shows no difference: measure how much of this difference is rounding
+        agrees = all(self.slicing.ranks.exchange(in_wider is None))
+        if not agrees and not any(self.slicing.ranks.exchange(bool(reference.inside & _HALF))):
+            return difference
+        # the wider dtype shows no difference, or rounds within as well, to half precision for a kernel: measure how
+        # much of this difference is rounding
         given = self.inputs
         for number, scale in enumerate(_SCALES):
             self.inputs = nudged(given, number) if number else given
+            self._nudge = None if agrees else number
             self._measure(reference, scale)
-        self.inputs = given
+        self.inputs, self._nudge = given, None
         return self._compare_again(1.0)
 
     def in_wider_dtype(self, run: Callable[[Self], Difference | None]) -> tuple[Self | None, Difference | None]:
@@ -206,6 +211,8 @@ class LayerCheck:
         # slices: all forwards, then the backwards in reverse, as training has them
         self._begin_anew()
         parts, drawn_by_slices = self._forwards(self.slicing)
+        if any(self.slicing.ranks.exchange(any(part.formed != whole.formed for part in parts))):
+            raise OtherOutput("its slices return tensors in other containers than whole sequences")
         self.outputs, difference = self._compare_outputs(whole, [part.outputs for part in parts])
         if self.is_random:
             return None
@@ -280,7 +287,8 @@ class LayerCheck:
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
-            states, sees = self._kept.generator_states(), _SeesNarrow()
+            nudges = None if self._nudge is None else torch.Generator(leaves[0].device).manual_seed(self._nudge)
+            states, sees = self._kept.generator_states(), _SeesNarrow(nudges)
             replaced = (self.draws or slicing.plan.num_slices == 1) and not self.repeats
             constant = self._constant if replaced else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
@@ -290,7 +298,7 @@ class LayerCheck:
                 self.is_running = False
             held = [each for each in tree_leaves(outputs) if each is not None]
             if not held or not all(map(torch.is_tensor, held)):
-                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, which slices may have otherwise")
+                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, whose value may differ between slices")
             runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self.inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
@@ -371,8 +379,8 @@ class LayerCheck:
         return gradients | {name: ranks.gather(gradients[name][None]).sum(0) for name in even}
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
-        """Return the dtypes that a layer computes with. Half precision counts if a run in a wider dtype has it, too."""
-        return self._own_dtypes(outputs) | (self.inside if self._is_half_inside else self.inside - _HALF)
+        """Return the dtypes that a layer computes with, without half precision within: that rounding is measured."""
+        return self._own_dtypes(outputs) | (self.inside - _HALF)
 
     def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes of what a layer gets and has, and of its `outputs`."""

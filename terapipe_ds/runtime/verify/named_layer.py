@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -76,8 +77,8 @@ class _WholePart(nn.Module):
         with ExitStack() as stack:
             # DeepSpeed's hooks belong to its engine, which does not run here
             for name in ("_forward_pre_hooks", "_forward_hooks"):
-                hooks = {key: hook for key, hook in vars(self.part)[name].items() if _root(hook) not in _WATCHERS}
-                stack.enter_context(replaced(self.part, name, hooks))
+                hooks = [(key, hook) for key, hook in vars(self.part)[name].items() if _root(hook) not in _WATCHERS]
+                stack.enter_context(replaced(self.part, name, OrderedDict(hooks)))  # torch keeps weak references
             stack.enter_context(replaced(self.part, "micro_offset", self.part.micro_offset))  # counted by DeepSpeed
             stack.enter_context(checkpointing_with_gradients(self.part))
             return self.part(values)

@@ -147,7 +147,7 @@ class StageCheck:
     intercept: bool = True  # plain causal attention goes to sliced_attention
     of_hidden: Callable[[Tensor, Any, float], Tensor] | None = None  # the loss that training runs, if without logits
     weights: WeightGradients | None = None  # if slices leave their weight gradients to W, or to the last one's B
-    splits: bool = True  # to W
+    splits: bool = True  # they leave them to W
     kind: type[LayerCheck] = LayerCheck
     is_last: bool = True  # its outputs go to the loss, not to another part
     _last: tuple[NamedLayer, Activations] | None = None  # the layer that it joins, and its inputs

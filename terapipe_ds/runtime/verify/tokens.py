@@ -95,16 +95,22 @@ def alone(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0]
 
 
-def held_as(value: Any) -> Callable[[Sequence[Tensor]], Any]:
+@dataclass(frozen=True)
+class _Held:
+    """Put other tensors in the places of those in a container; leave None as it is."""
+
+    spec: Any
+    are_tensors: tuple[bool, ...]
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Any:
+        rest = iter(tensors)
+        return tree_unflatten([next(rest) if is_tensor else None for is_tensor in self.are_tensors], self.spec)
+
+
+def held_as(value: Any) -> _Held:
     """Return the function that puts other tensors in the places of those in `value`, and leaves None as it is."""
     leaves, spec = tree_flatten(value)
-    are_tensors = [leaf is not None for leaf in leaves]
-
-    def form(tensors: Sequence[Tensor]) -> Any:
-        rest = iter(tensors)
-        return tree_unflatten([next(rest) if is_tensor else None for is_tensor in are_tensors], spec)
-
-    return form
+    return _Held(spec, tuple(leaf is not None for leaf in leaves))
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Rounding that is measured is no fault, a fault beside it is one; what torch has no operator for is named."""
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -129,18 +130,22 @@ def test_half_precision_within_a_layer_is_rounding_and_a_fault_beside_it_is_none
     assert finding.layer == "layer 1 (InHalf)"
 
 
-def test_half_precision_that_hardly_counts_hides_no_faint_fault() -> None:
-    class UnderAutocast(faulty.Base):
+@pytest.mark.parametrize("cast", ["autocast", "explicit"])
+def test_half_precision_that_hardly_counts_hides_no_faint_fault(cast: str) -> None:
+    """A run in a wider dtype has explicit casts, too."""
+
+    class Faint(faulty.Base):
         share = 0.0
 
         def forward(self, x: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, enabled=cast == "autocast"):
                 y = super().forward(x)
+            y = y.bfloat16().to(x.dtype) if cast == "explicit" else y
             return x + 0.01 * y + self.share * x.mean(1, keepdim=True)
 
-    assert verify([UnderAutocast(0)]).findings == []
-    with mock.patch.object(UnderAutocast, "share", 0.02):
-        assert len(verify([UnderAutocast(0)]).findings) == 1
+    assert verify([Faint(0)]).findings == []
+    with mock.patch.object(Faint, "share", 0.02):
+        assert len(verify([Faint(0)]).findings) == 1
 
 
 # -- tensors that are not dense, real numbers --------------------------------------------------------------------------
@@ -206,6 +211,31 @@ def test_kinds_of_numbers(kind: str) -> None:
     assert (found.findings, found.notes, found.num_layers) == ([], [], len(layers))
     [finding] = verify([*layers, mixes], tensors).findings  # and what comes after it is compared
     assert finding.layer == f"layer {len(layers)} (Calls)"
+
+
+OTHER_CONTAINERS: dict[str, Callable[[Tensor, bool], Any]] = {
+    "None": lambda x, is_later: (x, x.mean(1) if is_later else None),
+    "the other place": lambda x, is_later: (None, x) if is_later else (x, None),
+    "another key": lambda x, is_later: {"later" if is_later else "first": x},
+    "more": lambda x, is_later: (x, x.tanh()) if is_later else (x,),
+}
+
+
+@pytest.mark.parametrize("container", OTHER_CONTAINERS)
+def test_slices_that_return_another_container_than_whole_sequences_are_a_fault(container: str) -> None:
+    """The next layer would get tensors in places in which whole sequences have none."""
+
+    def give(x: Tensor) -> Any:
+        return OTHER_CONTAINERS[container](x, active_slice().start > 0)
+
+    weight_of = {0: 1.0, 1: 2.0, "first": 3.0, "later": 4.0}
+
+    def take(given: Any) -> Any:
+        each = given.items() if isinstance(given, dict) else enumerate(given)
+        return sum(weight_of[key] * part.sum(-1, keepdim=True) for key, part in each if part is not None)
+
+    [finding] = verify([Calls(give), Calls(take)]).findings
+    assert finding.layer == "layer 0 (Calls) with layer 1 (Calls)"
 
 
 @pytest.mark.parametrize("what", ["int", "a dict, None or nested tuples"])

@@ -199,9 +199,7 @@ class SliceTimer:
         return self.now_s() - begin_s, self._weight()
 
     def _weight(self) -> float:
-        """Return the seconds of W of the slice whose B was the last; 0.0 without `can_split`."""
-        if not self.can_split:
-            return 0.0
+        """Return the seconds of W of the slice whose B was the last."""
         begin_s = self.now_s()
         self.weights.compute(self._key, nullcontext)
         return self.now_s() - begin_s

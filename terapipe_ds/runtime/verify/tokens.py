@@ -97,7 +97,7 @@ def alone(tensors: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class _Held:
-    """Put other tensors in the places of those in a container; leave None as it is."""
+    """Build a container like another one from new tensors; None stays None."""
 
     spec: Any
     are_tensors: tuple[bool, ...]
@@ -108,7 +108,7 @@ class _Held:
 
 
 def held_as(value: Any) -> _Held:
-    """Return the function that puts other tensors in the places of those in `value`, and leaves None as it is."""
+    """Return the function that builds a container like `value` from new tensors, where None stays None."""
     leaves, spec = tree_flatten(value)
     return _Held(spec, tuple(leaf is not None for leaf in leaves))
 

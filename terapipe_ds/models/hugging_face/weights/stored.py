@@ -30,7 +30,7 @@ from terapipe_ds.models.hugging_face.weights.unread import leave_unread
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_SAMPLED = 64  # at most so many tensors, and numbers of each
+_SAMPLED = 64  # a checksum reads this many tensors, and this many numbers of each
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 

@@ -98,7 +98,9 @@ class PipelineTrainerMixin(Trainer):
         config = enabled_config(given.get("args"))
         if config is None:
             if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK") == "0":
-                logger.warning("no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section")
+                logger.warning(
+                    "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
+                )
             super().__init__(*args, **kwargs)
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)

@@ -159,7 +159,7 @@ def measure(work: Workload, vocabulary: int, setup: Setup) -> tuple[list[int], f
 
 def table(rows: dict[str, list[int]]) -> str:
     """Return the rows as Markdown, with the ratio of each row's largest stage to the largest stage of the row above."""
-    lines = ["| added lever | first stage, MB | last stage, MB | larger one, of the row above |", "|---|---|---|---|"]
+    lines = ["| added lever | first stage, MB | last stage, MB | larger stage / row above |", "|---|---|---|---|"]
     before = 0
     for name, peaks in rows.items():
         share = f"{max(peaks) / before:.2f}" if before else "-"

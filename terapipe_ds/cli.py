@@ -97,11 +97,14 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Return the parsed words; refuse an unknown command or option and name the nearest known one."""
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        parser.error(f"unknown command {words[0]!r}{nearest(words[0], COMMANDS)} Known: {', '.join(COMMANDS)}")
+        hint = nearest(words[0], COMMANDS).replace("?", "? Known") or "; known"
+        parser.error(f"unknown command {words[0]!r}{hint}: {', '.join(COMMANDS)}")
     arguments, unknown = parser.parse_known_args(words, argparse.Namespace(words=words))
     if unknown:
         options = re.findall(r"--[a-z][a-z-]*", arguments.parser.format_help())
         hint = nearest(unknown[0].partition("=")[0], options)
+        if not hint and arguments.command == "convert":
+            hint = "; put all of Megatron's arguments in one pair of quotes"
         arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return arguments
 

@@ -121,5 +121,5 @@ def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str],
     if wanted in known:
         return known[wanted]
     close = closest(wanted, known)
-    hint = "" if close is None else f"did you mean {close!r}? "
-    raise error(f"unknown {what} {show_value(name)}; {hint}Known: {', '.join(listed)}")
+    hint = "known" if close is None else f"did you mean {close!r}? Known"
+    raise error(f"unknown {what} {show_value(name)}; {hint}: {', '.join(listed)}")

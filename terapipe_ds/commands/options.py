@@ -121,7 +121,7 @@ def switch(help: str, *flags: str, group: str = "") -> Any:
 
 def json_option(what: str = "the result", *, group: str = "") -> Any:
     """Declare `--json [FILE]`, whose value is of type `JsonOutput | None`; all commands give it this one meaning."""
-    help = f"print {what} as JSON in the place of text; with FILE, write the JSON there and print the text"
+    help = f"print {what} as JSON instead of text; with FILE, write the JSON there and print the text"
     return option(help, "FILE", group=group, nargs="?", const=STDOUT)
 
 
@@ -145,6 +145,8 @@ class Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
     exclusive: ClassVar[Mapping[str, bool]] = {}
     """Groups that admit one of their options, and whether the user must give one."""
+    helps: ClassVar[Mapping[str, str]] = {}
+    """Other texts for the help of inherited fields."""
     _words: Sequence[str] = ()  # of the command line
 
     @classmethod
@@ -161,7 +163,8 @@ class Options(BaseModel):
                 groups[title] = parser.add_argument_group(title)
             flags = declared["flags"] or (flag(name),)
             dest = {"dest": name} if flags[0].startswith("-") else {}
-            groups[title].add_argument(*flags, default=argparse.SUPPRESS, **dest, **declared["parsing"])
+            parsing = declared["parsing"] | {"help": cls.help_of(name)}
+            groups[title].add_argument(*flags, default=argparse.SUPPRESS, **dest, **parsing)
 
     @classmethod
     def read(cls, arguments: argparse.Namespace) -> Self:
@@ -193,7 +196,7 @@ class Options(BaseModel):
         return [
             f"one of the arguments {' '.join(map(cls.name_of, names))} is required: give one"
             if len(names) > 1
-            else f"{cls.name_of(names[0])} is missing: give it"
+            else f"{cls.name_of(names[0])} is missing: give {cls.help_of(names[0])}"
             for names in needed.values()
             if not any(name in given for name in names)
         ]
@@ -214,6 +217,12 @@ class Options(BaseModel):
         declared: Any = cls.model_fields[name].json_schema_extra
         spelling = str((declared["flags"] or (flag(name),))[0])
         return spelling if spelling.startswith("-") else spelling.upper()
+
+    @classmethod
+    def help_of(cls, name: str) -> str:
+        """Return what the help says about the option of a field."""
+        declared: Any = cls.model_fields[name].json_schema_extra
+        return cls.helps.get(name, str(declared["parsing"]["help"]))
 
     @classmethod
     def in_options(cls, text: str) -> str:
@@ -245,7 +254,8 @@ class Options(BaseModel):
         for name in names:
             if name in self.model_fields_set and needed not in self.model_fields_set:
                 with_it = self.name_of(needed)
-                raise CommandError(f"{self.name_of(name)} goes with {with_it} only: give {with_it}, or leave it out")
+                option = self.name_of(name)
+                raise CommandError(f"{option} goes with {with_it} only: give {with_it}, or leave {option} out")
 
 
 def options_of(command: ModuleType) -> type[Options]:
@@ -258,6 +268,7 @@ _ARGUMENTS = {
     "global_batch_size": "global_batch",
     "granularity_tokens": "granularity",
     "num_micro_batches": "micro_batches",
+    "num_slices": "slices",
     "num_stages": "stages",
 }
 """The fields of options for arguments of the library with another name."""

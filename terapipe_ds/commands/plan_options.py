@@ -31,48 +31,40 @@ class CostOptions(Options):
     model: Text = _what("a named size such as llama-3-8b (a wrong name lists all), or a config.json", "NAME", "")
     device: Text = _what("a device card: v100, a100, h100, h200, ..., or the .json of your own", "NAME", "")
     profiles: tuple[Text, ...] = _what(
-        "measured costs (JSON) in the place of counted ones; strategy: one per number of tensor ranks and sequences",
-        "FILE",
-        (),
-        flags=("--profile",),
-        action="append",
+        "measured costs (JSON) in place of counted ones", "FILE", (), flags=("--profile",), action="append"
     )
     stages: int = _what("pipeline stages", "K", 0, ge=1)
-    tensor_parallel: int = _what("ranks per stage (default 1; strategy: searched)", "T", 1, ge=1)
-    data_parallel: int = _what("pipelines side by side (default 1; strategy: searched)", "D", 1, ge=1)
+    tensor_parallel: int = _what("ranks per stage (default 1)", "T", 1, ge=1)
+    data_parallel: int = _what("pipelines side by side (default 1)", "D", 1, ge=1)
     sequence_length: int = _batch("tokens of a sequence (default: the model's)", "L", 0, ge=1)
     dtype: Text = _batch("fp32, fp16, bf16 (default: what the device is made for)", default="auto")
-    config: Text | None = _batch("a DeepSpeed JSON for all of these that are not given", "FILE")
+    config: Text | None = _batch("a DeepSpeed JSON: values for options that are left out", "FILE")
     schedule: Text = _search("a schedule (terapipe show --help lists them), or auto (default): all", "NAME", "auto")
     chunks_per_stage: int | None = _search(
-        "parts that each stage holds (default: searched, with strategy or auto; 2 for zbv and chimera, 1 for others)",
-        "V",
-        ge=1,
+        "parts that each stage holds (default: 2 for zbv and chimera, 1 for others; with auto searched)", "V", ge=1
     )
     memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0)
     as_json: JsonOutput | None = json_option(group="output")
-    out: Output | None = _output("write the plan as JSON; strategy: a whole DeepSpeed JSON", "FILE")
-    picture: Picture | None = _output(
-        "draw the simulated step to a .png, .svg or .pdf file; plan: below whole sequences", "FILE"
-    )
+    out: Output | None = _output("write the plan as JSON", "FILE")
+    picture: Picture | None = _output("draw the step, below whole sequences, to a .png, .svg or .pdf file", "FILE")
 
 
 class PlanOptions(CostOptions):
     sequence_parallel: bool = switch("Megatron's, over the tensor-parallel ranks", group="model and devices")
     micro_batches: int = _batch("per step and pipeline (default 1)", "M", 1, ge=1)
     micro_batch_size: int = _batch("sequences per micro-batch (default 1)", "B", 1, ge=1)
-    activation_checkpointing: bool = switch("of the decoder layers", group="training")
+    activation_checkpointing: bool = switch("recompute the decoder layers in the backward", group="training")
     recompute: bool = switch(
         "choose the layers that recompute under --memory-limit-gb; of a measured model (--profile)",
         "--choose-recompute",
         group="search",
     )
-    zero_stage: int = _batch("default 0", "{0,1}", 0, ge=0, le=1)
+    zero_stage: int = _batch("ZeRO stage (default 0)", "{0,1}", 0, ge=0, le=1)
     schedule_options: ScheduleDetails = details_option("search")
     granularity: int | None = _search(
         "cut at multiples of N tokens (default: 64; doubled above 16,384 tokens, to at most 256 granules)", "N", ge=1
     )
-    max_slices: int | None = _search("at most so many slices", "S", ge=1)
+    max_slices: int | None = _search("use at most S slices", "S", ge=1)
     order: OrderFile | None = _output("write the order as CSV, for the key terapipe.schedule", "FILE")
 
     @property

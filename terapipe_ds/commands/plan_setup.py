@@ -23,8 +23,17 @@ from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json, value_at
 from terapipe_ds.messages import bytes_of_gb, show_value
-from terapipe_ds.planner import MemoryModel, PlanResult, Ranking, num_parts_of, plan_slices, rank_schedules
+from terapipe_ds.planner import (
+    MemoryLimitError,
+    MemoryModel,
+    PlanResult,
+    Ranking,
+    num_parts_of,
+    plan_slices,
+    rank_schedules,
+)
 from terapipe_ds.planner.cluster import Cluster
+from terapipe_ds.planner.errors import TRY_FEWER_SEQUENCES, TRY_RECOMPUTE
 from terapipe_ds.planner.layers.both_ways import both_ways_s, gradient_itemsize
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.layers.parts import bytes_summed
@@ -456,7 +465,16 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
 
 
 def search_plan(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
-    """Return the best plan, and with "auto" the ranking of all schedules."""
+    """Return the best plan, and with "auto" the ranking of all schedules; no error advises what the user has done."""
+    options = setup.options
+    tried = [TRY_RECOMPUTE] * options.activation_checkpointing + [TRY_FEWER_SEQUENCES] * (options.micro_batch_size == 1)
+    try:
+        return _search(setup, progress)
+    except MemoryLimitError as error:
+        raise error.without(*tried) from None
+
+
+def _search(setup: PlanSetup, progress: Callable[[str, float, float], None]) -> tuple[PlanResult, Ranking | None]:
     options = setup.options
     if options.schedule_options and options.schedule == "auto":
         name = next(iter(options.schedule_options))

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
@@ -52,8 +52,18 @@ _cluster_option, _training, _output = (
 
 
 class StrategyOptions(CostOptions):
+    helps: ClassVar[Mapping[str, str]] = {
+        "profiles": "measured costs (JSON) in place of counted ones; one file per number of tensor ranks and sequences",
+        "stages": "pipeline stages (searched)",
+        "tensor_parallel": "ranks per stage (searched)",
+        "data_parallel": "pipelines side by side (searched)",
+        "chunks_per_stage": "parts that each stage holds (searched)",
+        "out": "write a whole DeepSpeed JSON",
+        "picture": "draw devices, layers and the simulated step to a .png, .svg or .pdf file",
+    }
+
     devices: int = _cluster_option("number of devices in all", "N", 0, ge=1, le=MAX_DEVICES)
-    devices_per_node: int = _cluster_option("default: what nodes of the device card have", "N", 0, ge=1, le=MAX_DEVICES)
+    devices_per_node: int = _cluster_option("devices of a node (default: the card's)", "N", 0, ge=1, le=MAX_DEVICES)
     global_batch: int = _training("sequences of a step, of all replicas", "N", 0, ge=1, le=MAX_FORWARDS)
     within_gb_per_s: float | None = _cluster_option(
         "a device's link to others of its node, one way (default: the card's)", "GB/S", gt=0
@@ -62,13 +72,13 @@ class StrategyOptions(CostOptions):
         "a device's link to other nodes, one way (default: the card's)", "GB/S", gt=0
     )
     node_gb_per_s: float | None = _cluster_option(
-        "of all links of a node to other nodes together, where devices share a network card", "GB/S", gt=0
+        "all links of a node to other nodes together, if its devices share a network card", "GB/S", gt=0
     )
     sequence_parallel: int = option(
         "ranks that divide the tokens of each slice (searched)", "N", 1, group="model and devices", ge=1
     )
     offload_activations: bool | None = _training("keep what slices save on the host (searched)", "yes|no")
-    offload_optimizer: bool | None = _training("DeepSpeed's, of ZeRO-1 to the host (searched)", "yes|no")
+    offload_optimizer: bool | None = _training("keep the optimizer's states of ZeRO-1 on the host (searched)", "yes|no")
     time_limit: float | None = option("print the best strategy so far after S seconds", "S", group="search", gt=0)
     against: Text | None = _output("compare the best strategy with the one in this file", "FILE")
     strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")

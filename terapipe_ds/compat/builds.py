@@ -44,7 +44,8 @@ def state_of(lock: Path) -> tuple[int | None, str]:
             continue
     return None, (
         f"no process of this machine holds {lock}: a build of {lock.parent.name} was killed, or another machine "
-        f"builds it. If none does, every start that needs the operator waits for ever: rm {lock}"
+        f"builds it. If no machine does, remove the lock, or every start that needs the operator waits for ever: "
+        f"rm {lock}"
     )
 
 

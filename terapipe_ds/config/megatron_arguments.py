@@ -184,14 +184,15 @@ def convert(text: str) -> Conversion:
     result.lost |= {"--rampup-batch-size": ramp.call} if ramp else {}
     if values["--weight-decay"] not in ("0", "0.0"):
         result.lost["--weight-decay"] = DECAYS_ALL
-    unknown = [f"{name}{nearest(name, KNOWN)}" for name in values if name not in KNOWN]
-    problems += [f"unknown argument {text}; leave it out here, your script may read it" for text in unknown]
+    unknown = [name for name in values if name not in KNOWN]
+    advice = "leave it out here if your script reads it"
+    problems += [f"unknown argument {name}: {advice}{nearest(name, KNOWN)}" for name in unknown]
     for name in [name for name in IN_JSON if name in values]:
         key, read = IN_JSON[name]
         try:
             _set(result.ds_config, key.split("."), read(values[name]))
         except (ValueError, KeyError):
-            problems.append(f"{name} {values[name]}: this is no value that Megatron-LM takes")
+            problems.append(f"{name} {values[name]}: give a value that Megatron-LM takes")
     problems += _add_scheduler(result.ds_config, values)
     problems += ["--bf16 and --fp16: give one of them"] if {"--bf16", "--fp16"} <= values.keys() else []
     if problems:
@@ -345,7 +346,8 @@ def _add_scheduler(document: dict[str, Any], values: Mapping[str, str]) -> list[
         f"a warm-up of {warmup} steps: give at least 0, and fewer than the {steps} of the decay": warmup < 0
         or 0 < steps <= warmup,
         f"--min-lr {least:g} and --lr {rate:g}: give 0 or more, and the larger one as --lr": not 0 <= least <= rate,
-        f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters": style != "constant" and not steps,
+        f"--lr-decay-style {style} needs --lr-decay-iters or --train-iters: give one": style != "constant"
+        and not steps,
         "--min-lr with --lr-decay-style linear: DeepSpeed's linear decay ends at 0; use cosine": style == "linear"
         and least,
     }

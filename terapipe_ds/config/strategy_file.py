@@ -21,7 +21,8 @@ def read_strategy(path: str) -> Strategy:
     try:
         return Strategy.from_json(read_bytes(path))
     except OSError as error:
-        raise ValueError(f"cannot read it ({error.strerror}); give the path of what Strategy.to_json wrote") from None
+        wrote = "`terapipe strategy --strategy-out` or `to_json` wrote"
+        raise ValueError(f"cannot read it ({error.strerror}); give a file that {wrote}") from None
     except StrategyError as error:
         raise ValueError(str(error).removeprefix("strategy: ")) from None
 

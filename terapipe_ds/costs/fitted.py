@@ -45,11 +45,13 @@ class FitErrors:
     held_out_base: tuple[float, ...]  # of each sample without a prefix between two others, by a fit that leaves it out
 
     def __str__(self) -> str:
-        names = "fitted", "left out of the fit", "without prefix, left out"
+        names = "error at fitted points", "at points left out of the fit", "at points without a prefix left out of it"
         texts = []
         for name, errors in zip(names, (self.in_sample, self.held_out, self.held_out_base), strict=True):
-            known = f"max {max(errors):.2%}, median {statistics.median(errors):.2%} of {len(errors)}" if errors else ""
-            texts.append(f"{name} {known or 'no points'}")
+            known = (
+                errors and f"at most {max(errors):.2%}, {statistics.median(errors):.2%} in the median of {len(errors)}"
+            )
+            texts.append(f"{name} {known or 'unknown (no points)'}")
         return "; ".join(texts)
 
 

@@ -12,7 +12,9 @@ class PlannerError(ValueError):
 
 
 TRY_SEQ1F1B = "schedule 'seq1f1b', which keeps fewer slices live"
-"""Advice of a `MemoryLimitError`, good where nobody has tried that schedule."""
+TRY_RECOMPUTE = "activation checkpointing"
+TRY_FEWER_SEQUENCES = "a smaller micro-batch"
+"""Advice of a `MemoryLimitError`, good where nobody has tried it."""
 
 
 class MemoryLimitError(PlannerError):
@@ -24,9 +26,9 @@ class MemoryLimitError(PlannerError):
         self.need_bytes = need_bytes
         self.stage_id = stage_id
 
-    def without(self, advice: str) -> MemoryLimitError:
-        """Return the error without one piece of advice, which has been tried."""
-        kept = tuple(one for one in self._advice if one != advice)
+    def without(self, *tried: str) -> MemoryLimitError:
+        """Return the error without the advice that has been tried."""
+        kept = tuple(advice for advice in self._advice if advice not in tried)
         return type(self)(self._problem, self.need_bytes, self.stage_id, kept)
 
     def __reduce__(self) -> tuple[type[MemoryLimitError], tuple[str, int, int, tuple[str, ...]]]:

@@ -166,6 +166,6 @@ def _slice_counts(num_slices: int | Iterable[int], num_micro_batches: int) -> tu
         return (check_count("num_slices", num_slices, ScheduleError),) * num_micro_batches
     counts = tuple(check_count(f"num_slices[{m}]", value, ScheduleError) for m, value in enumerate(num_slices))
     if len(counts) != num_micro_batches:
-        fix = f"give one to each of {num_micro_batches} micro-batches"
+        fix = f"give one number of slices for each micro-batch; the step has {num_micro_batches}"
         raise ScheduleError(f"num_slices has {len(counts)} entries: {fix}")
     return counts

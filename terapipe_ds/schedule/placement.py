@@ -55,7 +55,7 @@ def placement_for(name: str, num_stages: int, chunks_per_stage: int = 1) -> Plac
         raise ScheduleError(f"{problem}, or of two in a V; give 1 or 2")
     has_two = name in CHUNKED_SCHEDULES
     if chunks_per_stage > 1 + has_two:
-        holds = "two parts per stage, give 2 (or leave it at 1)" if has_two else "one part per stage, leave it at 1"
+        holds = "two parts per stage, give 2 or leave it out" if has_two else "one part per stage, leave it at 1"
         raise ScheduleError(f"chunks_per_stage is {chunks_per_stage}: schedule {name!r} has {holds}")
     if name in V_SHAPED:
         return v_shape(num_stages)

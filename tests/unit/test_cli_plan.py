@@ -570,7 +570,8 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
         "SMALL --stages 25": "24",
         "SMALL --tensor-parallel 2 --sequence-parallel --sequence-length 1025": "2 ranks; give a multiple of 2",
         "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.4657 GiB (0.5 GB)",
-        "SMALL --dtype fp32 --memory-limit-gb 10": "NCCL; try activation checkpointing",  # of all schedules
+        "SMALL --dtype fp32 --memory-limit-gb 10": "NCCL; try activation checkpointing, more",  # of all
+        "SMALL --dtype fp32 --memory-limit-gb 10 --micro-batch-size 4 --activation-checkpointing": "; try a smaller",
         "SMALL --config no-such-file.json": "no-such-file.json: No such file",
         "SMALL --profile no-such-file.json": "no-such-file.json",
         "SMALL --picture step.bmp": ".png, .svg or .pdf",

@@ -96,6 +96,18 @@ def test_a_training_forgets_the_sums_of_a_failed_step(monkeypatch: pytest.Monkey
     assert loss.take_sums() == {} and not fields["_waiting"]
 
 
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_several_ranks_without_stages_are_told(rank: str, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    """A user who forgot `deepspeed=` would train data-parallel without a word."""
+    kind = type("Without", (PipelineTrainerMixin, type("Base", (Trainer,), {"__init__": lambda self, **_: None})), {})
+    kind(args=None)
+    assert caplog.text == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", rank)
+    kind(args=None)
+    assert ("no stages" in caplog.text) == (rank == "0")
+
+
 def test_sections_that_are_null_are_absent() -> None:
     section = {"terapipe": {"enabled": True, "slices": 2}}
     null = dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"))

@@ -97,6 +97,10 @@ class PipelineTrainerMixin(Trainer):
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
         config = enabled_config(given.get("args"))
         if config is None:
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK") == "0":
+                logger.warning(
+                    "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
+                )
             super().__init__(*args, **kwargs)
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)

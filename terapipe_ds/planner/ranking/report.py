@@ -25,7 +25,7 @@ def describe(
         f"schedule  {result.schedule}{chunks}{' (chosen)' if schedule_chosen else ''}",
         *_plan_lines(result),
         f"step      {_time(result.predicted_s)} predicted, without reduce and optimizer",
-        *([] if result.extra_s == 0 else [f"          {extra} more to sum and step what stands at two places"]),
+        *([] if result.extra_s == 0 else [f"          {extra} more to sum and step the layers that two stages hold"]),
         f"          {_time(result.unsliced_s)} unsliced ({_ratio(result.unsliced_s, result)})",
         f"          {_time(result.equal_s)} with {equal} ({_ratio(result.equal_s, result)})",
         *([f"proof     {proof}"] if result.lower_bound_s > 0 else []),

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from terapipe_ds.messages import gib, limit_text
-from terapipe_ds.planner.errors import TRY_SEQ1F1B, MemoryLimitError
+from terapipe_ds.planner.errors import TRY_FEWER_SEQUENCES, TRY_RECOMPUTE, TRY_SEQ1F1B, MemoryLimitError
 from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.least_sums import Floats
@@ -255,7 +255,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
         text = f"{problem}; {alone} too much: try {smaller_model}, or devices with more memory"
         return MemoryLimitError(text, need, stage_id)
     schedules = () if judge.schedule == "seq1f1b" else (TRY_SEQ1F1B,)
-    advice = *schedules, "activation checkpointing", "a smaller micro-batch", smaller_model
+    advice = *schedules, TRY_RECOMPUTE, TRY_FEWER_SEQUENCES, smaller_model
     return MemoryLimitError(problem, need, stage_id, advice)
 
 

@@ -103,8 +103,8 @@ def test_what_is_given_decides_what_the_json_has() -> None:
     (f"{USUAL} --lr-warmup-iters 4 --lr-warmup-fraction 0.1", "--lr-warmup-iters and --lr-warmup-fraction: give one"),
     (f"{USUAL} --lr-warmup-iters 40", "a warm-up of 40 steps: give at least 0, and fewer than the 40 of the decay"),
     (f"{USUAL} --lr-decay-style cosine --min-lr 0.1", "--min-lr 0.1 and --lr 0.0003: give 0 or more"),
-    (f"{USUAL} --bf16 False", "--bf16 False: this is no value"),
-    (f"{USUAL} --use-distributed-optimizer=false", "--use-distributed-optimizer false: this is no value"),
+    (f"{USUAL} --bf16 False", "--bf16 False: give a value"),
+    (f"{USUAL} --use-distributed-optimizer=false", "--use-distributed-optimizer false: give a value"),
     (f"{USUAL} --tensorboard-dir logs/`date`", "logs/`date`: give the value that the shell puts there"),
     (f"{USUAL} --zero-stage 2", "zero_optimization.stage = 2 cannot be combined with terapipe.enabled"),
 ])  # fmt: skip
@@ -129,9 +129,9 @@ def test_all_problems_at_once() -> None:
             "--clip-grad nan --micro-batch-size 0 --context-parallel-size 8 --expert-model-parallel-size 4"
         )
     for value in ("--initial-loss-scale inf", "--clip-grad nan", "--micro-batch-size 0"):
-        assert f"{value}: this is no value" in str(raised.value)
+        assert f"{value}: give a value" in str(raised.value)
     for part in (
-        "--bf16 and --fp16: give one", "--num-layer; did you mean --num-layers?", "--nonsense", "--lr x",
+        "--bf16 and --fp16: give one", "--num-layer: leave it out", "did you mean --num-layers?", "--nonsense", "--lr x",
         "WSD: DeepSpeed has", "$MORE: give", "--context-parallel-size 8: give 1",
         "--expert-model-parallel-size 4: give 1",
     ):  # fmt: skip

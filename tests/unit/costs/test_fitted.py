@@ -100,7 +100,8 @@ def test_left_out_means_left_out() -> None:
     without = CostModel(samples([(i, j) for i, j in GRID if i != 128]))
     expected = abs((1.0e-3 + (1.7e-3 - 1.0e-3) / 3 - BEND * 64 * 128) / 1.02e-3 - 1)
     assert without.errors("forward").held_out_base[0] == pytest.approx(expected, rel=1e-6)
-    assert "part 0, forward: fitted max" in model.report and "left out of the fit max 50.00%" in model.report
+    assert "part 0, forward: error at fitted points at most" in model.report
+    assert "left out of the fit at most 50.00%" in model.report
 
 
 @pytest.mark.parametrize(("pairs", "kept"), [

@@ -65,7 +65,7 @@ def test_names() -> None:
         ModelSizeError, match=r"unknown model size 'gpt3-157b'; did you mean 'gpt3-175b'\? Known: .*tiny"
     ):
         model_size("gpt3-157b")
-    with pytest.raises(ModelSizeError, match="unknown model size 'qqq'; Known: nano, tiny"):
+    with pytest.raises(ModelSizeError, match="unknown model size 'qqq'; known: nano, tiny"):
         model_size("qqq")
     with pytest.raises(ModelSizeError):
         model_size(3)  # type: ignore[arg-type]

@@ -97,7 +97,8 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
     Raises CommandError where an option is missing, or asks for something that the profile did not measure.
     """
-    has_stages = options.stages or profile is not None  # a profile says how many it has
+    # a profile says how many it has
+    has_stages = options.stages or "stages" in configured or profile is not None
     missing = [] if has_stages else ["--stages is missing: give the number of pipeline stages"]
     if profile is None and not (options.model and options.device):
         missing = [NO_COSTS, *missing]
@@ -169,6 +170,7 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
         "sequence_parallel_size": ranks != 1 and ranks,
     }
     values = {
+        "stages": keys.number("pipeline.stages"),
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
         "zero_stage": keys.number("zero_optimization.stage", least=0),
@@ -200,7 +202,8 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
     """
     path, key, num_parts = options.profile, profile.key, len(profile.parts)
     divides = any(num_parts % stages == 0 for stages in range(2, num_parts))
-    if not options.stages and profile.pipeline_stages is None and profile.links and divides:
+    wanted = configured | options.given
+    if "stages" not in wanted and profile.pipeline_stages is None and profile.links and divides:
         raise CommandError(
             f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
             f"number of pipeline stages, --stages {num_parts} if each held one"
@@ -211,7 +214,6 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
         "tensor_parallel": key.tensor_parallel,
         "activation_checkpointing": key.activation_checkpointing,
     }
-    wanted = configured | options.given
     for name, has in fixed.items():
         asked, has = (DTYPE_NAMES.get(str(value), value) for value in (wanted.get(name), has))
         if asked not in (None, "auto", has):
@@ -221,7 +223,7 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
         problem = f"--zero-stage: the states of optimizers in {path} have the bytes of the job that measured them"
         raise CommandError(f"{problem}; leave it out, or measure again with `terapipe profile`")
     stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
-    return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
+    return {**fixed, "stages": configured.get("stages", stages), "sequence_length": key.sequence_length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,11 +433,18 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
     return memory_of
 
 
+def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool | None:
+    """Return whether a DeepSpeed JSON puts the states of the optimizer on the host; None: it does not say."""
+    names = "offload_optimizer.device", "cpu_offload"
+    device, offloads = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    return None if device is None and offloads is None else device not in (None, "none") or is_on(offloads)
+
+
 def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
     """Return what decides the bytes of gradients and optimizer states, as `MemoryModel.of_model` takes it."""
-    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
-    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
-    offloads = device not in (None, "none") or is_on(offloads)
+    names = "contiguous_gradients", "reduce_bucket_size"
+    contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    offloads = bool(offloads_optimizer(ds_config))
     if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
         bucket = 0
     elif bucket == "auto":  # in whose place Trainer puts the square of the hidden size

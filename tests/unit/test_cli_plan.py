@@ -146,6 +146,9 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
     path.write_text(json.dumps(config))
     assert cut == as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--tensor-parallel", "2")
+    path.write_text(json.dumps({**config, "pipeline": {"stages": 4}, "tensor_parallel": {"autotp_size": 2}}))
+    unstaged = [word for word in options if word not in ("--stages", "4")]
+    assert cut == as_json(capsys, *unstaged, "--config", str(path), "--max-slices", "1")
     words = "--model gpt3-1b --device v100-32gb --schedule 1f1b --stages 4 --micro-batches 3 --micro-batch-size 2"
     words = f"{words} --dtype fp32 --slices 1 --sequence-length 2048 --json"
     both, predicted = {"forward": "fp8", "backward": "bf16"}, []

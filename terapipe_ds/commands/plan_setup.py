@@ -37,6 +37,7 @@ from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
 MAX_UNITS = 100_000
+_BUCKET = 500_000_000  # numbers that ZeRO reduces at once where a DeepSpeed JSON does not say
 NO_COSTS = "no costs: give --model and --device, or --profile with measured costs"
 
 
@@ -304,13 +305,14 @@ def counted_setup(
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
+    notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
         _memory(options, ds_config, dtype),
         _counted_both_ways(options, costs_of),
-        f"\nexperts: {size.about_experts()}" if size.experts else "",
+        "".join(f"\n{name}: {text}" for name, text in notes.items() if text),
         size=size,
     )
 
@@ -372,8 +374,10 @@ def _measured(
         notes += f" of {profile.pipeline_stages} stages"
     notes += "" if parts.has_layers else f"; {NOT_TIMED}"
     notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
-    if options.data_parallel > 1 and parts.has_memory and not options.model:
+    ranks = profile.state_ranks
+    if parts.has_memory and not options.model and (options.data_parallel > 1 or ranks not in (None, 1)):
         notes += "\noptimizer states have the bytes of the job that was measured, whatever the replicas"
+        notes += f": it divided them over {many(ranks, 'rank')}" if ranks else ""
     unsaid = "\nmemory counted as on a GPU, without its context: --device names another, --device cpu a CPU"
     notes += unsaid if options.model and not options.device else ""
     smallest = max(model.min_tokens for model in models)
@@ -412,7 +416,7 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
     """Return a function that counts memory by the number of parts."""
     size, process_bytes = size_of(options.model), _process_bytes(options)
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
-    training = {} if ds_config is None else _training(ds_config, options, size, dtype)
+    training = {"reduce_bucket": _BUCKET} if ds_config is None else _training(ds_config, options, size, dtype)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -450,7 +454,7 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
     elif bucket == "auto":  # in whose place Trainer puts the square of the hidden size
         bucket = size.hidden_size**2
     elif type(bucket) not in (int, float) or not math.isfinite(bucket):
-        bucket = 500_000_000  # DeepSpeed's own
+        bucket = _BUCKET
     name = str(value_at(ds_config, "optimizer.type")).lower()
     if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
         name = "lion"  # which keeps one number per parameter, too
@@ -461,6 +465,9 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
         "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
         "offload_optimizer": offloads and options.zero_stage == 1,
         "reduce_bucket": max(0, int(bucket)),
+        "narrow_states": any(
+            is_on(value_at(ds_config, f"{name}.bf16_optimizer_states")) for name in ("bf16", "bfloat16")
+        ),
     }
 
 

@@ -305,12 +305,14 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
     if (count := len(best.slices)) > 1:  # 8 x 512 tokens, or 3: 768, 2 x 640 tokens
         slices = f"{in_runs(best.slices)} tokens"
         slices = f"{count}: {slices}" if len(set(best.slices)) > 1 else slices
-    experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
+    size = size_of(question.model) if isinstance(question.model, str) else None
+    experts, divided = ("", "") if size is None else (size.about_experts(), size.about_tensor_ranks(sizes["model"]))
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
         ("", f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}"),
         *zip(("rate", "", ""), _rate_lines(best, question), strict=False),
         ("devices", " x ".join(many(size, noun) for size, noun in degrees)),
+        *([("", divided)] if divided else []),
         ("placement", f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}"),
         ("batch", f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica"),
         ("ZeRO", str(best.zero_stage)),

@@ -154,6 +154,7 @@ class Profile:
     links: tuple[LinkSample, ...] = ()
     pipeline_stages: _Count | None = None  # stages that held the parts when measured; None: not noted
     layers: LayerProfiles | None = None  # None: layers were not timed, so that no other cut can be costed
+    state_ranks: _Count | None = None  # that divided the optimizer's states when measured; None: not noted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))

@@ -306,6 +306,9 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert "--chunks-per-stage 3: " in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
 @pytest.mark.parametrize(("keys", "bytes_per_parameter"), [
     ({"data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),
     ({}, 2 + 2 + 12),  # DeepSpeed sums in the dtype of the parameters
@@ -318,6 +321,8 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 2 + 2),
     ({"data_types": {"grad_accum_dtype": "torch.float32"}}, 2 + 4 + 12),
     ({"data_types": {"grad_accum_dtype": "float"}}, 2 + 4 + 12),
+    ({"bf16": NARROW}, 2 + 2 + 6),  # copy and two states in bf16
+    ({"bf16": NARROW, "data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),  # an optimizer that ignores it
 ])  # fmt: skip
 def test_the_optimizer_of_a_config_decides_the_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], bytes_per_parameter: int
@@ -348,6 +353,22 @@ def test_the_bucket_of_zero_1_counts(
         found = as_json(capsys, *options.split(), "--config", str(tmp_path / "ds.json"))
         peaks.append(found["peak_bytes"])
     assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
+
+
+def test_the_bucket_of_zero_1_counts_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DeepSpeed's own bucket has 500 million numbers, here of fp16."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1, "contiguous_gradients": false}}')
+    options = ("--model", "llama-3-8b", "--device", "h200", "--stages", "4", "--micro-batches", "4", "--dtype", "fp16")
+    options = (*options, "--schedule", "1f1b", "--max-slices", "1")
+    usual = as_json(capsys, *options, "--zero-stage", "1")["peak_bytes"]
+    without = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"))["peak_bytes"]
+    assert [a - b for a, b in zip(usual, without, strict=True)] == [1_000_000_000] * 4
+
+
+def test_tensor_ranks_of_experts_and_latent_attention_have_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model deepseek-v3 --device h200 --stages 61 --schedule 1f1b --max-slices 1 --memory-limit-gb 9e4"
+    notes = [as_json(capsys, *words.split(), "--tensor-parallel", degree)["setup"] for degree in ("1", "8")]
+    assert ["latent attention and experts counted as divided" in note for note in notes] == [False, True]
 
 
 def test_an_offloaded_optimizer_has_its_bucket_in_any_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

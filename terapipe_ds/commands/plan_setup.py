@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
@@ -112,6 +112,10 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = _from_profile(profile, options, configured)
     options = options.filled(usual, configured, _rest_of_batch(options, usual | configured))
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
+    if options.sequence_parallel and options.tensor_parallel == 1:
+        raise CommandError(
+            "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel"
+        )
     if options.sequence_parallel and options.sequence_length % options.tensor_parallel:
         problem = f"--sequence-length {options.sequence_length}: --sequence-parallel divides the tokens over"
         raise CommandError(f"{problem} {options.tensor_parallel} ranks; give a multiple of {options.tensor_parallel}")
@@ -306,6 +310,7 @@ def counted_setup(
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
     notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
+    notes["not counted"] = ", ".join(_uncounted(ds_config or {}))
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
@@ -315,6 +320,18 @@ def counted_setup(
         "".join(f"\n{name}: {text}" for name, text in notes.items() if text),
         size=size,
     )
+
+
+def _uncounted(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of a DeepSpeed JSON for which the counts take others."""
+    keys = {
+        "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
+        "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
+        "activation_checkpointing.cpu_checkpointing": ("false", is_on),
+    }
+    for key, (counted, is_other) in keys.items():
+        if (value := value_at(ds_config, key)) not in (None, "auto") and is_other(value):
+            yield f"{key} = {show_value(value)} (counted as {counted})"
 
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:

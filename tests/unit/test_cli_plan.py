@@ -95,7 +95,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True}}
-    zero = {"stage": 1, "contiguous_gradients": False}  # without a bucket for the reduction, as options have it
+    zero = {"stage": 1}
     path.write_text(json.dumps({**config, "zero_optimization": zero, "terapipe": section}))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
@@ -363,6 +363,18 @@ def test_the_bucket_of_zero_1_counts_without_a_config(capsys: pytest.CaptureFixt
     usual = as_json(capsys, *options, "--zero-stage", "1")["peak_bytes"]
     without = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"))["peak_bytes"]
     assert [a - b for a, b in zip(usual, without, strict=True)] == [1_000_000_000] * 4
+
+
+def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "Muon"}, "pipeline": {"activation_checkpoint_interval": 2}}
+    config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json"))
+    others = "optimizer.type = 'Muon' (counted as Adam), pipeline.activation_checkpoint_interval = 2 (counted as 1)"
+    cpu = "activation_checkpointing.cpu_checkpointing = True (counted as false)"
+    assert found["setup"].splitlines()[-1] == f"not counted: {others}, {cpu}"
+    told = refused(capsys, *SMALL, "--sequence-parallel")
+    assert "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel" in told
 
 
 def test_tensor_ranks_of_experts_and_latent_attention_have_a_note(capsys: pytest.CaptureFixture[str]) -> None:

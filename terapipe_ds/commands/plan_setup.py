@@ -521,7 +521,7 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
         raise CommandError(
             f"{given}: --choose-recompute is for a schedule by its name, with one part per stage; leave one of them out"
         )
-    return plan_with_recompute(
+    result = plan_with_recompute(
         setup.recomputable,
         options.sequence_length,
         options.micro_batches,
@@ -531,6 +531,10 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
         schedule_options=options.schedule_options,
         max_slices=options.max_slices,
     )
+    if setup.section.get("keep_attention") and not result.keeps_attention:
+        problem = f"terapipe.keep_attention = true in --config: nobody timed that for {options.profile}"
+        raise CommandError(f"{problem}; measure in a job with this key, or leave it out")
+    return result
 
 
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:

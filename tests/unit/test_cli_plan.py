@@ -688,6 +688,17 @@ def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixtur
     assert "memory counted as on a GPU" in without["setup"] and without["memory_limit_bytes"] is None
 
 
+def with_attention(layers: Any) -> Any:
+    """Return the layers of a profile, whose attention takes 3/4 of their forward and keeps no bytes."""
+    kinds = [
+        dataclasses.replace(
+            kind, samples=tuple(dataclasses.replace(one, attention_s=0.75 * one.forward_s) for one in kind.samples)
+        )
+        for kind in layers.kinds
+    ]
+    return dataclasses.replace(layers, kinds=tuple(kinds))
+
+
 def test_a_measured_plan_says_which_layers_recompute(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -709,6 +720,19 @@ def test_a_measured_plan_says_which_layers_recompute(
     without = "--profile", str(path), *options[1:], "--schedule", "seq1f1b", "--max-slices", "1", "--memory-limit-gb"
     assert as_json(capsys, *without, "1")["peak_bytes"] == as_json(capsys, *given, *without[-3:], "1")["peak_bytes"]
     assert "no plan fits in" in refused(capsys, *without, "0.00005")
+    # layers that keep their attention take it from the first forward: the profile has the seconds
+    kept = dataclasses.replace(measured := measured_profile(), layers=with_attention(measured.layers))
+    kept.save(tmp_path / "kept.json")
+    words = ("--profile", str(tmp_path / "kept.json"), *given[2:], "--memory-limit-gb", f"{limit:.9f}")
+    again = as_json(capsys, *words, "--max-slices", "1")
+    full = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}", "--max-slices", "1")
+    assert again["recompute"] == full["recompute"] and any(full["recompute"])
+    assert again["recompute_s"] == pytest.approx([seconds / 4 for seconds in full["recompute_s"]])
+    assert again["terapipe"]["keep_attention"] is True and "keep_attention" not in full["terapipe"]
+    assert ", attention kept, " in shown(capsys, "plan", *words)
+    (tmp_path / "ds.json").write_text('{"terapipe": {"keep_attention": true}}')
+    told = refused(capsys, *given, "--memory-limit-gb", "1", "--config", str(tmp_path / "ds.json"))
+    assert "nobody timed that" in told and "leave it out" in told
     # a process has CUDA's context and NCCL's buffers as well
     more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}

@@ -151,6 +151,7 @@ class Profiles:
             "offload_activations": self._config.offload_activations,
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
+            **({"keep_attention": True} if self._config.keep_attention else {}),
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }
 

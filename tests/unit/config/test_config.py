@@ -593,7 +593,6 @@ def test_words_that_describe_a_value_are_not_suggested(section: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("others", "why"), [
-    ({"recompute": "auto", "planner": {"memory_limit_gb": 1}}, 'recompute "auto" knows only the seconds'),
     ({"recompute": "off"}, "nothing recomputes"),
     ({"recompute": "full", "compile": True, "slices": 2}, "compiled layers run all of their forward again"),
 ])  # fmt: skip

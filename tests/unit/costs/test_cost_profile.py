@@ -38,7 +38,7 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages", "layers", "state_ranks"}
     assert written["parts"][0]["samples"][1] == {
         "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
-        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
+        "backward_spread": 0.02, "repeats": 5, "weight_s": None, "attention_s": None,
     }  # fmt: skip
     (link,) = written["links"]
     assert link == {"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None}

@@ -69,7 +69,8 @@ def _run(words: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (ValueError, OSError, CompatError) as error:
         label = colored("error:", "red", sys.stderr)
-        print(f"terapipe {arguments.command}: {label} {_one_line(error, arguments)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # stderr may be what is full
+            print(f"terapipe {arguments.command}: {label} {_one_line(error, arguments)}", file=sys.stderr)
         return 2
     return 0
 

@@ -201,10 +201,11 @@ class Strategy(BaseModel):
             zero |= {"reduce_bucket_size": REDUCE_BUCKET, "contiguous_gradients": self.offload_optimizer}
         if self.offload_optimizer:
             zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        tensor = self.grid["model"]
+        tensor, sequence = self.grid["model"], self.grid.get("sequence", 1)
         return {
-            "pipeline": {"stages": self.grid["pipe"]},  # for Trainer
+            "pipeline": {"stages": self.grid["pipe"]},  # for Trainer, as the next two
             **({"tensor_parallel": {"autotp_size": tensor}} if tensor > 1 else {}),
+            **({"sequence_parallel_size": sequence} if sequence > 1 else {}),
             "train_batch_size": self.micro_batch_size * self.accumulation * data,
             "train_micro_batch_size_per_gpu": self.micro_batch_size,
             "gradient_accumulation_steps": self.accumulation,

@@ -110,7 +110,7 @@ def _section(result: PlanResult, setup: PlanSetup) -> dict[str, Any]:
     else:
         section["slices"] = list(plan.lengths)
     if result.recompute is not None:
-        section["recompute"] = "auto"
+        section |= {"recompute": "auto"} | ({"keep_attention": True} if result.keeps_attention else {})
     elif options.given.get("activation_checkpointing"):  # an option goes before the config
         section["recompute"] = "full"
     num_parts = count_parts(result.schedule, result.num_stages, result.chunks_per_stage)

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
@@ -46,6 +46,7 @@ from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
 
 MAX_UNITS = 100_000
+_BUCKET = 500_000_000  # numbers that ZeRO reduces at once where a DeepSpeed JSON does not say
 NO_COSTS = "no costs: give --model and --device, or --profile with measured costs"
 
 
@@ -106,7 +107,8 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
     Raises CommandError where an option is missing, or asks for something that the profile did not measure.
     """
-    has_stages = options.stages or profile is not None  # a profile says how many it has
+    # a profile says how many it has
+    has_stages = options.stages or "stages" in configured or profile is not None
     missing = [] if has_stages else ["--stages is missing: give the number of pipeline stages"]
     if profile is None and not (options.model and options.device):
         missing = [NO_COSTS, *missing]
@@ -119,6 +121,10 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
         usual = _from_profile(profile, options, configured)
     options = options.filled(usual, configured, _rest_of_batch(options, usual | configured))
     options = options.filled({"schedule_options": options_by_schedule.get(options.schedule, {})})
+    if options.sequence_parallel and options.tensor_parallel == 1:
+        raise CommandError(
+            "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel"
+        )
     if options.sequence_parallel and options.sequence_length % options.tensor_parallel:
         problem = f"--sequence-length {options.sequence_length}: --sequence-parallel divides the tokens over"
         raise CommandError(f"{problem} {options.tensor_parallel} ranks; give a multiple of {options.tensor_parallel}")
@@ -178,6 +184,7 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
         "sequence_parallel_size": ranks != 1 and ranks,
     }
     values = {
+        "stages": keys.number("pipeline.stages"),
         "micro_batches": keys.number("gradient_accumulation_steps"),
         "micro_batch_size": keys.number("train_micro_batch_size_per_gpu"),
         "zero_stage": keys.number("zero_optimization.stage", least=0),
@@ -209,7 +216,8 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
     """
     path, key, num_parts = options.profile, profile.key, len(profile.parts)
     divides = any(num_parts % stages == 0 for stages in range(2, num_parts))
-    if not options.stages and profile.pipeline_stages is None and profile.links and divides:
+    wanted = configured | options.given
+    if "stages" not in wanted and profile.pipeline_stages is None and profile.links and divides:
         raise CommandError(
             f"--stages is missing: {path} has {num_parts} parts, of which a stage may have held several; give the "
             f"number of pipeline stages, --stages {num_parts} if each held one"
@@ -220,7 +228,6 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
         "tensor_parallel": key.tensor_parallel,
         "activation_checkpointing": key.activation_checkpointing,
     }
-    wanted = configured | options.given
     for name, has in fixed.items():
         asked, has = (DTYPE_NAMES.get(str(value), value) for value in (wanted.get(name), has))
         if asked not in (None, "auto", has):
@@ -230,7 +237,7 @@ def _from_profile(profile: Profile, options: PlanOptions, configured: dict[str, 
         problem = f"--zero-stage: the states of optimizers in {path} have the bytes of the job that measured them"
         raise CommandError(f"{problem}; leave it out, or measure again with `terapipe profile`")
     stages = key.num_stages if profile.pipeline_stages is None else profile.pipeline_stages
-    return {**fixed, "stages": stages, "sequence_length": key.sequence_length}
+    return {**fixed, "stages": configured.get("stages", stages), "sequence_length": key.sequence_length}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,15 +318,29 @@ def counted_setup(
     def costs_of(num_parts: int) -> list[Any] | None:
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
+    notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
+    notes["not counted"] = ", ".join(_uncounted(ds_config or {}))
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
         costs_of,
         _memory(options, ds_config, dtype),
         _counted_both_ways(options, costs_of),
-        f"\nexperts: {size.about_experts()}" if size.experts else "",
+        "".join(f"\n{name}: {text}" for name, text in notes.items() if text),
         size=size,
     )
+
+
+def _uncounted(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the settings of a DeepSpeed JSON for which the counts take others."""
+    keys = {
+        "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
+        "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
+        "activation_checkpointing.cpu_checkpointing": ("false", is_on),
+    }
+    for key, (counted, is_other) in keys.items():
+        if (value := value_at(ds_config, key)) not in (None, "auto") and is_other(value):
+            yield f"{key} = {show_value(value)} (counted as {counted})"
 
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:
@@ -379,8 +400,10 @@ def _measured(
         notes += f" of {profile.pipeline_stages} stages"
     notes += "" if parts.has_layers else f"; {NOT_TIMED}"
     notes += f"\nlayers cut at {', '.join(map(str, bounds))}, as terapipe.partition says" if bounds else ""
-    if options.data_parallel > 1 and parts.has_memory and not options.model:
+    ranks = profile.state_ranks
+    if parts.has_memory and not options.model and (options.data_parallel > 1 or ranks not in (None, 1)):
         notes += "\noptimizer states have the bytes of the job that was measured, whatever the replicas"
+        notes += f": it divided them over {many(ranks, 'rank')}" if ranks else ""
     unsaid = "\nmemory counted as on a GPU, without its context: --device names another, --device cpu a CPU"
     notes += unsaid if options.model and not options.device else ""
     smallest = max(model.min_tokens for model in models)
@@ -419,7 +442,7 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
     """Return a function that counts memory by the number of parts."""
     size, process_bytes = size_of(options.model), _process_bytes(options)
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
-    training = {} if ds_config is None else _training(ds_config, options, size, dtype)
+    training = {"reduce_bucket": _BUCKET} if ds_config is None else _training(ds_config, options, size, dtype)
 
     def memory_of(num_parts: int) -> MemoryModel | None:
         if num_parts > max(size.num_layers, options.stages):
@@ -440,17 +463,24 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
     return memory_of
 
 
+def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool | None:
+    """Return whether a DeepSpeed JSON puts the states of the optimizer on the host; None: it does not say."""
+    names = "offload_optimizer.device", "cpu_offload"
+    device, offloads = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    return None if device is None and offloads is None else device not in (None, "none") or is_on(offloads)
+
+
 def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
     """Return what decides the bytes of gradients and optimizer states, as `MemoryModel.of_model` takes it."""
-    names = "offload_optimizer.device", "cpu_offload", "contiguous_gradients", "reduce_bucket_size"
-    device, offloads, contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
-    offloads = device not in (None, "none") or is_on(offloads)
+    names = "contiguous_gradients", "reduce_bucket_size"
+    contiguous, bucket = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
+    offloads = bool(offloads_optimizer(ds_config))
     if not offloads and contiguous is not None and not is_on(contiguous):  # an offloaded optimizer has one anyway
         bucket = 0
     elif bucket == "auto":  # in whose place Trainer puts the square of the hidden size
         bucket = size.hidden_size**2
     elif type(bucket) not in (int, float) or not math.isfinite(bucket):
-        bucket = 500_000_000  # DeepSpeed's own
+        bucket = _BUCKET
     name = str(value_at(ds_config, "optimizer.type")).lower()
     if name == "sgd" and value_at(ds_config, "optimizer.params.momentum"):
         name = "lion"  # which keeps one number per parameter, too
@@ -461,6 +491,9 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
         "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
         "offload_optimizer": offloads and options.zero_stage == 1,
         "reduce_bucket": max(0, int(bucket)),
+        "narrow_states": any(
+            is_on(value_at(ds_config, f"{name}.bf16_optimizer_states")) for name in ("bf16", "bfloat16")
+        ),
     }
 
 
@@ -506,7 +539,7 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
         raise CommandError(
             f"{given}: --choose-recompute is for a schedule by its name, with one part per stage; leave one of them out"
         )
-    return plan_with_recompute(
+    result = plan_with_recompute(
         setup.recomputable,
         options.sequence_length,
         options.micro_batches,
@@ -516,6 +549,10 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
         schedule_options=options.schedule_options,
         max_slices=options.max_slices,
     )
+    if setup.section.get("keep_attention") and not result.keeps_attention:
+        problem = f"terapipe.keep_attention = true in --config: nobody timed that for {options.profile}"
+        raise CommandError(f"{problem}; measure in a job with this key, or leave it out")
+    return result
 
 
 def _search_one(setup: PlanSetup, limits: dict[str, Any]) -> PlanResult:

@@ -17,7 +17,7 @@ from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Prog
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
-from terapipe_ds.messages import gib, in_runs, limit_text
+from terapipe_ds.messages import gib, in_runs, limit_text, show_value
 from terapipe_ds.schedule.show import many
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ _FIXED = (
     *("stages", "tensor_parallel", "data_parallel", "sequence_parallel", "chunks_per_stage"),
     *("offload_activations", "offload_optimizer"),
 )
+_ANSWERED = "train_batch_size", "terapipe.planner.memory_limit_gb"  # taken, or an option says another number
+_FIXED_BY_CONFIG = {"micro_batch_size": "micro_batch_size", "accumulation": "micro_batches", "zero_stage": "zero_stage"}
 
 _cluster_option, _training, _output = (
     functools.partial(option, group=title) for title in ("cluster", "training", "output")
@@ -90,6 +92,7 @@ class _Question(NamedTuple):
     model: str | list[str]
     cluster: Cluster
     words: dict[str, Any]
+    config: Mapping[str, Any]  # of --config
 
 
 def run(options: StrategyOptions) -> None:
@@ -114,6 +117,7 @@ def run(options: StrategyOptions) -> None:
     best = strategies[0]
     if not best.is_complete:
         print("terapipe strategy: the search was stopped; this is the best until then", file=sys.stderr)
+    _print_differing(question.config, best)
     if options.out:
         write_text(options.out, json.dumps(best.to_deepspeed(), indent=2) + "\n")
     if options.strategy_out:
@@ -150,7 +154,7 @@ def _ended_as_interrupted(time_limit_s: float | None) -> Iterator[None]:
 
 def _question(options: StrategyOptions) -> _Question:
     """Return the arguments of the search; raise CommandError that lists every missing option."""
-    from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, unknown_names
+    from terapipe_ds.commands.plan_setup import NO_COSTS, from_config, offloads_optimizer, unknown_names
     from terapipe_ds.costs.profile import Profile
     from terapipe_ds.planner.strategy import size_of
 
@@ -158,13 +162,18 @@ def _question(options: StrategyOptions) -> _Question:
         raise CommandError(
             f"--strategy-out {options.strategy_out}: give a name that ends with .json, as terapipe.strategy needs"
         )
-    # the search chooses the rest of a DeepSpeed JSON
     configured = from_config(options.config, is_measured=bool(options.profiles))
     if "torch_autocast.enabled" in configured.get("unknown", {}) and "dtype" not in options.given:
         why = "the search counts parameters in one dtype, and no autocast"
         raise CommandError(f"torch_autocast.enabled = True in --config: {why}; give --dtype, or take it out")
-    taken = {"dtype": "dtype", "memory_limit_gb": "memory_limit_gb", "global_batch": "train_batch_size"}
-    options = options.filled({name: configured[key] for name, key in taken.items() if key in configured})
+    section, ds_config = configured.get("section", {}), configured.get("ds_config", {})
+    fixed = {
+        "global_batch": configured.get("train_batch_size"),
+        "sequence_parallel": configured.get("unknown", {}).get("sequence_parallel_size"),
+        "offload_activations": section.get("offload_activations"),
+        "offload_optimizer": offloads_optimizer(ds_config),
+    }
+    options = options.filled({name: value for name, value in fixed.items() if value is not None}, configured)
     if options.model and options.profiles:
         raise CommandError("--model and --profile: a profile says which model it is; give one of them")
     missing = [] if options.model or options.profiles else [NO_COSTS]
@@ -180,14 +189,35 @@ def _question(options: StrategyOptions) -> _Question:
         raise CommandError("; ".join(missing))
     profiles = [Profile.load(path) for path in options.profiles]
     usual = profiles[0].key.sequence_length if profiles else size_of(options.model).max_sequence_length
-    words = {name: options.given[name] for name in _FIXED if name in options.given} | {
+    words = {name: configured[key] for name, key in _FIXED_BY_CONFIG.items() if key in configured}
+    words |= {name: options.given[name] for name in _FIXED if name in options.given} | {
         "global_batch_size": options.global_batch,
         "sequence_length": options.sequence_length or usual,
         "memory_limit_gb": options.memory_limit_gb,
         "dtype": DTYPE_NAMES.get(options.dtype, options.dtype) if options.profiles else options.dtype,
         "schedule": None if options.schedule == "auto" else options.schedule,
     }
-    return _Question(list(options.profiles) or options.model, _cluster(options, profiles), words)
+    return _Question(list(options.profiles) or options.model, _cluster(options, profiles), words, ds_config)
+
+
+def _print_differing(given: Mapping[str, Any], best: Strategy) -> None:
+    """Print the keys of --config that the search did not take, so that nobody believes that it did."""
+    from terapipe_ds.config import TeraPipeConfig
+
+    answer = best.to_deepspeed()
+    answer["terapipe"] = TeraPipeConfig(**answer["terapipe"]).model_dump(mode="json")  # with all defaults
+    if shown := ", ".join(f"{key} = {show_value(value)}" for key, value in _differing(given, answer)):
+        print(f"terapipe strategy: the answer neither keeps nor counts of --config: {shown}", file=sys.stderr)
+
+
+def _differing(given: Mapping[str, Any], answer: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys of a DeepSpeed JSON, with their values, that the JSON of a strategy lacks or sets otherwise."""
+    for key, value in given.items():
+        name, other = f"{path}{key}", answer.get(key) if isinstance(answer, dict) else None
+        if isinstance(value, dict):
+            yield from _differing(value, other, f"{name}.")
+        elif value not in (other, "auto") and (value or other) and name not in _ANSWERED:
+            yield name, value
 
 
 def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
@@ -285,12 +315,14 @@ def _best_lines(best: Strategy, question: _Question) -> Iterator[str]:
     if (count := len(best.slices)) > 1:  # 8 x 512 tokens, or 3: 768, 2 x 640 tokens
         slices = f"{in_runs(best.slices)} tokens"
         slices = f"{count}: {slices}" if len(set(best.slices)) > 1 else slices
-    experts = size_of(question.model).about_experts() if isinstance(question.model, str) else ""
+    size = size_of(question.model) if isinstance(question.model, str) else None
+    experts, divided = ("", "") if size is None else (size.about_experts(), size.about_tensor_ranks(sizes["model"]))
     lines = [
         ("step", f"{best.predicted_s:.4g} s predicted, {tokens / best.predicted_s:,.0f} tokens/s"),
         ("", f"lower bound {best.lower_bound_s:.4g} s, gap {best.gap:.1%}"),
         *zip(("rate", "", ""), _rate_lines(best, question), strict=False),
         ("devices", " x ".join(many(size, noun) for size, noun in degrees)),
+        *([("", divided)] if divided else []),
         ("placement", f"axes {', '.join(best.axes)}{side}, on {many(best.num_nodes, 'node')}"),
         ("batch", f"{many(best.accumulation, 'micro-batch')} of {many(best.micro_batch_size, 'sequence')} per replica"),
         ("ZeRO", str(best.zero_stage)),

@@ -115,7 +115,5 @@ def _keep_problems(section: TeraPipeConfig) -> Iterator[str]:
     shown = shown_value(True, "keep_attention")
     if section.recompute == "off":
         yield f'{shown}: nothing recomputes; set recompute to "full" or to stages, or leave keep_attention out'
-    if section.recompute == "auto":
-        yield f'{shown}: recompute "auto" knows only the seconds of whole layers; name the stages that recompute'
     if section.compile:
         yield f"{shown} with compile = true: compiled layers run all of their forward again; leave one of them out"

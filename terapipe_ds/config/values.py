@@ -57,7 +57,9 @@ Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-Folder = Annotated[NonEmpty, AfterValidator(os.path.expanduser)]  # no shell reads a JSON and replaces `~`
+_NO_FOLDERS = {"off", "none", "null", "false", "no"}  # other keys have "off"; a folder of that name is "./off"
+Folder = Annotated[NonEmpty, _only(lambda name: name.lower() not in _NO_FOLDERS), AfterValidator(os.path.expanduser)]
+"""The path of a folder; no shell reads a JSON and replaces `~`."""
 Timeout = Annotated[float, Field(gt=0, le=_MAX_TIMEOUT_S)]
 TIMEOUT_FORM = f"a number of seconds > 0, at most {_MAX_TIMEOUT_S:.0f}"
 ScheduleName = Annotated[str, Field(pattern=rf"^({'|'.join(SCHEDULE_NAMES)}|search|auto|.+\.csv)$")]

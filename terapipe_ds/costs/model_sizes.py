@@ -159,6 +159,15 @@ class ModelSize:
         counts = f"{of.number} per layer, {of.per_token} per token; {total:.4g} B parameters, {active:.3g} B per token"
         return f"{counts}; all experts of a layer on its stage, expert parallelism is not searched"
 
+    def about_tensor_ranks(self, degree: int) -> str:
+        """Return a line about weights that models of Hugging Face keep whole on `degree` ranks, or an empty one."""
+        kinds = " and ".join(name for name in ("latent", "experts") if getattr(self, name)).replace(
+            "latent", "latent attention"
+        )
+        if degree == 1 or not kinds:
+            return ""
+        return f"{kinds} counted as divided, as megatron-core does; models of Hugging Face keep them whole"
+
     def training_flops(self, length: int) -> float:
         """Count the FLOPs of a forward and its backward over one sequence, without recomputation."""
         matrices = self.num_layers * self.attention_weights() + self.mlp_weights(active=True)

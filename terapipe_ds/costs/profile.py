@@ -65,8 +65,11 @@ class CostSample:
     backward_spread: _Ratio = 0.0
     repeats: _Count = 1
     weight_s: _Seconds | None = None  # of the backward, the seconds of W, where W was measured on its own
+    attention_s: _Ratio | None = None  # of the forward, what a second one saves that takes attention from the first
 
     def __post_init__(self) -> None:
+        if self.attention_s is not None and self.attention_s >= self.forward_s:
+            raise ValueError(f"attention_s = {self.attention_s}: expected less than the forward, {self.forward_s} s")
         if self.weight_s is not None and self.weight_s > self.backward_s:
             raise ValueError(f"weight_s = {self.weight_s}: expected at most the whole backward, {self.backward_s} s")
 
@@ -101,6 +104,7 @@ class LayerProfile:
     trained_parameters: _Index  # with gradients; DeepSpeed counts these for its cuts
     output_bytes_per_token: _Bytes  # of its output, with all rows
     memory: dict[str, _Bytes | None] | None = None  # the fields of `planner.memory.PartMemory`
+    attention_bytes_per_token: _Bytes = 0.0  # of results that a layer keeps for its second forward
 
     def __post_init__(self) -> None:
         _refuse_twice([(sample.tokens, sample.prefix) for sample in self.samples], "(tokens, prefix)")
@@ -154,6 +158,7 @@ class Profile:
     links: tuple[LinkSample, ...] = ()
     pipeline_stages: _Count | None = None  # stages that held the parts when measured; None: not noted
     layers: LayerProfiles | None = None  # None: layers were not timed, so that no other cut can be costed
+    state_ranks: _Count | None = None  # that divided the optimizer's states when measured; None: not noted
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parts", tuple(sorted(self.parts, key=lambda part: part.part_id)))

@@ -126,7 +126,9 @@ DEEPSPEED_OPTIMIZERS = {
 _REDUCED_AT_ONCE = 500_000_000  # numbers: pipe/engine.py, MEMORY_OPT_ALLREDUCE_SIZE
 
 
-def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, replicas: int) -> int:
+def bytes_of_step(
+    trained: float, optimizer: str, dtype: str, sum_dtype: str, replicas: int, *, is_narrow: bool = False
+) -> int:
     """Return the bytes beyond gradients and states while DeepSpeed 0.19.8 reduces gradients and steps.
 
     Args:
@@ -137,9 +139,10 @@ def bytes_of_step(trained: float, optimizer: str, dtype: str, sum_dtype: str, re
             "fp16": it copies all to fp32, and joins the copies; the unfused one does not join them.
             "": the reduction joins the gradients, also without replicas.
         replicas: the ranks that divide the states.
+        is_narrow: the optimizer's own copy of the weights has 16 bits.
     """
     item, of_sum = ITEMSIZE[dtype], ITEMSIZE[sum_dtype]
-    copied = 4 if of_sum < 4 else 0
+    copied = 4 if of_sum < 4 and not is_narrow else 0
     if optimizer == "zero":
         return math.ceil(trained / replicas * (of_sum + copied))
     if optimizer == "bf16":
@@ -181,6 +184,7 @@ class Setup:
     keeps_attention: bool = False  # activation checkpointing keeps attention's output and log-sum-exp
     fused_loss: bool = True  # the last part keeps no logits (`terapipe_ds.losses`)
     offload_optimizer: bool = False  # DeepSpeed's: the states of ZeRO-1 are in the host's memory
+    narrow_states: bool = False  # DeepSpeed's `bf16_optimizer_states`: states and the copy of the weights have 16 bits
     reduce_bucket: int | None = None  # numbers of the bucket in which ZeRO-1 reduces; None: as strategies set it
 
     def __post_init__(self) -> None:
@@ -305,19 +309,25 @@ class Setup:
         # small floats and ZeRO-1 step an fp32 copy
         has_master = self._item < 4 or self.zero_stage == 1
         divided = self.data_parallel * self.sequence_ranks if self.zero_stage == 1 or is_bf16 else 1
-        states = parameters * self._wide * (OPTIMIZER_STATES[self.optimizer] + has_master)
+        wide = self._item if self._is_narrow else self._wide
+        states = parameters * wide * (OPTIMIZER_STATES[self.optimizer] + has_master)
         on_device = 0 if self.offload_optimizer else -(-states // divided)
         return parameters * (self._item + gradients) + on_device
 
     def _step_bytes(self, parameters: int) -> int:
         """Count `bytes_of_step`; an offloaded optimizer steps on the host."""
         replicas = self.data_parallel * self.sequence_ranks
-        step = bytes_of_step(parameters, self._deepspeed_optimizer, self.dtype, self._sum_dtype, replicas)
+        kinds = self._deepspeed_optimizer, self.dtype, self._sum_dtype
+        step = bytes_of_step(parameters, *kinds, replicas, is_narrow=self._is_narrow)
         return 0 if self.offload_optimizer else step
 
     @property
     def _deepspeed_optimizer(self) -> str:
         return optimizer_of(self.dtype, self._sum_dtype, self.zero_stage, self.on_cpu)
+
+    @property
+    def _is_narrow(self) -> bool:
+        return self.narrow_states and self._deepspeed_optimizer == "zero"  # others ignore it
 
     @property
     def _has_sums(self) -> bool:

@@ -59,6 +59,7 @@ class PlanResult:
     extra_s: float | None = 0.0  # on top of predicted_s; 0 unless parts have two places, None: not known
     recompute: tuple[tuple[int, ...], ...] | None = None  # layers, per stage, where the planner has chosen them too
     recompute_s: tuple[float, ...] | None = None  # their seconds on each stage
+    keeps_attention: bool = False  # of these layers, as they were measured
 
     order: Schedule | None = None
     order_bound_s: float = 0.0  # proven: no order of these plans takes less; 0 for a schedule with a name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ _ON_LIGHT = "#1f2932"  # the ink on a light box: a page with a dark ground swaps
 CLOSING_KINDS = ("RT", "RD", "ST")
 _UPRIGHT = 0.077  # the width of an upright label, so that nine boxes of ten have room for theirs
 _LEFT, _RIGHT, _TOP, _AXIS, _LEGEND = 0.85, 0.65, 0.62, 0.45, 0.4
+_MOST_PIXELS, _MOST_ACROSS = 1.2e8, 65_000  # a PNG of hundreds of stages is coarser: matplotlib takes 2**16 pixels
 _NOTE: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
 
 
@@ -48,7 +50,9 @@ def save_figure(build: Callable[[], Figure], path: str | os.PathLike[str]) -> No
     with matplotlib.rc_context({**settings, "text.parse_math": False}):  # a name may hold two dollar signs
         figure = build()
         metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(suffix)
-        options: dict[str, Any] = {"format": suffix[1:], "dpi": 160, "metadata": metadata}
+        width, height = figure.get_size_inches()
+        dpi = min(160.0, math.sqrt(_MOST_PIXELS / (width * height)), _MOST_ACROSS / max(width, height))
+        options: dict[str, Any] = {"format": suffix[1:], "dpi": dpi, "metadata": metadata}
         drawn = io.BytesIO()  # a full disk must not stop matplotlib midway: its PDFs then fail with another error
         figure.savefig(drawn, **options)
     write_atomically(path, lambda temporary: temporary.write_bytes(drawn.getvalue()))

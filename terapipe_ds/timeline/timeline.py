@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -108,12 +109,12 @@ class Timeline:
         """Return the events that are F, B or W."""
         return [event for event in self.events if event.kind in COMPUTE_KINDS]
 
-    @property
+    @functools.cached_property
     def start_s(self) -> float:
         """Return the first start of F, B and W; 0 where nothing ran."""
         return min((event.start_s for event in self.computations()), default=0.0)
 
-    @property
+    @functools.cached_property
     def makespan_s(self) -> float:
         """Return seconds from the first start to the last end of F, B and W, without loads, reduces and the step."""
         return max((event.end_s for event in self.computations()), default=0.0) - self.start_s

@@ -7,6 +7,7 @@ backward of the part after; for the first backward of a slice, it is the slice's
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
@@ -63,10 +64,10 @@ def find_waits(timeline: Timeline) -> list[Wait]:
     for event in sorted(computations, key=lambda event: event.end_s):
         ended[event.kind, event.micro_batch_id, event.slice_id].append(event)
     waits = []
-    for stage_id in range(timeline.num_stages):
+    by_stage = sorted(computations, key=lambda event: (event.stage_id, event.start_s, event.end_s))
+    for stage_id, own in itertools.groupby(by_stage, key=lambda event: event.stage_id):
         until_s = zero_s
-        own = (event for event in computations if event.stage_id == stage_id)
-        for event in sorted(own, key=lambda event: (event.start_s, event.end_s)):
+        for event in own:
             if event.start_s - until_s > least_s:
                 source = _source_of(event, ended, timeline.makespan_s * _ROUNDING)
                 waits.append(Wait(stage_id, until_s, event.start_s, event, source))

@@ -17,6 +17,7 @@ from studies.levers import host_bytes
 from studies.memory import counted_model, in_place_model, measure_peak
 from studies.options import batches
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, Workload, build_engine
+from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import model_memory
@@ -151,6 +152,9 @@ def _with_scales(config: gpt.GPTConfig, make: Any = gpt.gpt_layers) -> list[Any]
 
 
 UNJOINED: dict[str, Any] = {"zero_optimization": {"stage": 1, "contiguous_gradients": False}}
+NARROW: dict[str, Any] = {
+    "bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 PIECES = "sums in fp32, reduced in pieces"
 FP32_SUMS: dict[str, Any] = BF16 | UNJOINED | {"data_types": {"grad_accum_dtype": "fp32"}}
@@ -159,6 +163,7 @@ STEPS: dict[str, tuple[int, int, dict[str, Any], dict[str, Any]]] = {
     "bf16": (2, 2, BF16, {}),
     "ZeRO-1 in fp32": (2, 2, UNJOINED, {}),
     "ZeRO-1 in bf16": (2, 2, BF16 | UNJOINED, {}),
+    "copies and states in bf16": (2, 2, NARROW | UNJOINED, {}),
     "fp32": (2, 2, {}, {}),
     "sums in fp32 of two groups": (2, 2, FP32_SUMS, {}),
     PIECES: (2, 2, FP32_SUMS, {}),
@@ -218,3 +223,5 @@ def test_measured_models_know_the_optimizer_and_the_host(name: str, tmp_path: Pa
     with contextlib.closing(RankPool(2)) as pool:
         ratios = [ratio for _, ratio in pool.run(_in_setting, name=name, folder=str(tmp_path))]
     assert all(0.95 <= ratio <= 1.07 for ratio in ratios), ratios
+    (path,) = tmp_path.glob("profile-*.json")
+    assert Profile.load(path).state_ranks == 2 // (SETTINGS | STEPS)[name][0]

@@ -17,6 +17,7 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.measured_parts import MeasuredParts
 from terapipe_ds.planner.recompute import choose_layers, recomputable_parts
 from terapipe_ds.planner.recompute.choose_layers import recompute_everything
+from terapipe_ds.runtime.layers.activation_checkpointing import kept_calls
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
 from tests.distributed import engines
@@ -131,18 +132,21 @@ class Chosen:
     lines: list[str]
     roomy: Forwards
     too_little: tuple[str, str]
+    kept: int  # calls of attention
 
 
-def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any]) -> Chosen:
-    how = {"schedule": schedule, "granularity_tokens": 4}
-    with engines.engine_of(
-        engines.gpt_layers(), engines.unchecked(**how, slices="auto", planner={"cache_dir": folder})
-    ) as engine:
+def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any], keeps: bool) -> Chosen:
+    how: dict[str, Any] = {"schedule": schedule, "granularity_tokens": 4, "recompute": "auto", "keep_attention": keeps}
+    planner = {"cache_dir": folder, "memory_limit_gb": 1e3}
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(**how, slices="auto", planner=planner)) as engine:
         engines.train(engine, engines.batches(1))
         torch.distributed.barrier()  # rank 0 has written the profile
         (path,) = Path(folder).iterdir()
         bounds = [int(bound) for bound in engine.module.parts]
         parts = recomputable_parts(MeasuredParts.of_profile(Profile.load(path)), bounds)
+        timed = [layer for part in parts for layer in part.layers if layer.again_costs is not None]
+        assert bool(timed) == keeps  # a second forward that takes attention from the first is shorter
+        assert all(0 < layer.again.forward_s(4, 0) < layer.costs.forward_s(4, 0) for layer in timed)
     plan, order = SlicePlan.equal(engines.LENGTH, slices, 4), build(schedule, 2, 2, slices)
     replay = Replay.of(order)
     least, most = (
@@ -154,10 +158,11 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
 
     def with_limit(limit_bytes: float) -> dict[str, Any]:
         planner = {"cache_dir": folder, "memory_limit_gb": limit_bytes / 1e9}
-        return engines.unchecked(**how, slices=slices, recompute="auto", planner=planner)
+        return engines.unchecked(**how, slices=slices, planner=planner)
 
     with engines.logged() as lines, engines.engine_of(engines.gpt_layers(), with_limit(limit), **options) as engine:
         errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
+        calls = kept_calls(engine.module)
         forwards, first = forwards_per_slice(engine), int(engine.module._local_start)
         engine.use_slice_plan(plan)  # nothing was chosen for slices by hand
         assert set(forwards_per_slice(engine).values()) == {2.0}
@@ -166,20 +171,29 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any])
         roomy = forwards_per_slice(engine)
     with engines.engine_of(engines.gpt_layers(), with_limit(0.5 * least), **options) as engine:
         too_little = engines.raised_by(lambda: engines.train(engine, engines.batches(1)))
-    return Chosen(planned, errors, forwards, first, [line for line in lines if "recompute" in line], roomy, too_little)
+    kept, lines = 0 if calls is None else calls.num, [line for line in lines if "recompute" in line]
+    return Chosen(planned, errors, forwards, first, lines, roomy, too_little, kept)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "slices", "options"), [("seq1f1b", 3, {}), ("seq1f1b-zb", 2, NON_REENTRANT), ("1f1b", 1, {})]
+    ("schedule", "slices", "options", "keeps"),
+    [
+        ("seq1f1b", 3, {}, True),
+        ("seq1f1b", 3, {}, False),
+        ("seq1f1b-zb", 2, NON_REENTRANT, False),
+        ("1f1b", 1, {}, False),
+        ("1f1b", 1, {}, True),
+    ],
 )
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 def test_the_layers_that_the_planner_chooses_recompute_and_no_other(
-    tmp_path: Path, schedule: str, slices: int, options: dict[str, Any]
+    tmp_path: Path, schedule: str, slices: int, options: dict[str, Any], keeps: bool
 ) -> None:
-    how = {"folder": str(tmp_path), "schedule": schedule, "slices": slices, "options": options}
+    how = {"folder": str(tmp_path), "schedule": schedule, "slices": slices, "options": options, "keeps": keeps}
     ranks = rank_pool(2).run(engines.with_few_rounds, job=job_chosen, **how)
     assert not engines.violations([one.errors for one in ranks])
     planned, text = ranks[0].planned, "\n".join(ranks[0].lines)
+    assert any(one.kept for one in ranks) == keeps
     assert any(planned) and sum(map(len, planned)) < 6  # some of the layers, not all
     for stage_id, one in enumerate(ranks):
         again = {str(layer_id) for layer_id in planned[stage_id]}

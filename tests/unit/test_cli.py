@@ -57,6 +57,13 @@ def terapipe(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run_python("-m", "terapipe_ds", *arguments)
 
 
+def test_a_full_stderr_is_an_error_like_others(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "terapipe_ds", "convert", "--out", str(tmp_path / "ds.json")]
+    with open("/dev/full", "w") as full:
+        arguments = ["--megatron-args", "--micro-batch-size 1 --num-layers 2"]
+        assert subprocess.run([*command, *arguments], cwd=ROOT, stderr=full, timeout=120, check=False).returncode == 2
+
+
 def test_no_word_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     out = shown(capsys)
     assert all(f"\n    {command}" in out for command in COMMANDS)

@@ -95,7 +95,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     path = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "1f1b", "granularity_tokens": 256, "planner": {"memory_limit_gb": 14.0}}
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "fp16": {"enabled": True}}
-    zero = {"stage": 1, "contiguous_gradients": False}  # without a bucket for the reduction, as options have it
+    zero = {"stage": 1}
     path.write_text(json.dumps({**config, "zero_optimization": zero, "terapipe": section}))
     options = ("--model", "gpt3-1b", "--device", "v100-32gb", "--stages", "4", "--data-parallel", "2")
     found = as_json(capsys, *options, "--config", str(path))
@@ -146,6 +146,9 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     cut = as_json(capsys, *options, "--config", str(path), "--max-slices", "1")
     path.write_text(json.dumps(config))
     assert cut == as_json(capsys, *options, "--config", str(path), "--max-slices", "1", "--tensor-parallel", "2")
+    path.write_text(json.dumps({**config, "pipeline": {"stages": 4}, "tensor_parallel": {"autotp_size": 2}}))
+    unstaged = [word for word in options if word not in ("--stages", "4")]
+    assert cut == as_json(capsys, *unstaged, "--config", str(path), "--max-slices", "1")
     words = "--model gpt3-1b --device v100-32gb --schedule 1f1b --stages 4 --micro-batches 3 --micro-batch-size 2"
     words = f"{words} --dtype fp32 --slices 1 --sequence-length 2048 --json"
     both, predicted = {"forward": "fp8", "backward": "bf16"}, []
@@ -303,6 +306,9 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
         assert "--chunks-per-stage 3: " in refused(capsys, *options, "--stages", "3", "--chunks-per-stage", "3")
 
 
+NARROW = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+
+
 @pytest.mark.parametrize(("keys", "bytes_per_parameter"), [
     ({"data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),
     ({}, 2 + 2 + 12),  # DeepSpeed sums in the dtype of the parameters
@@ -315,6 +321,8 @@ def test_parts_that_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path
     ({"zero_optimization": {"stage": 1, "cpu_offload": True}}, 2 + 2),
     ({"data_types": {"grad_accum_dtype": "torch.float32"}}, 2 + 4 + 12),
     ({"data_types": {"grad_accum_dtype": "float"}}, 2 + 4 + 12),
+    ({"bf16": NARROW}, 2 + 2 + 6),  # copy and two states in bf16
+    ({"bf16": NARROW, "data_types": {"grad_accum_dtype": "fp32"}}, 2 + 4 + 12),  # an optimizer that ignores it
 ])  # fmt: skip
 def test_the_optimizer_of_a_config_decides_the_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], bytes_per_parameter: int
@@ -345,6 +353,34 @@ def test_the_bucket_of_zero_1_counts(
         found = as_json(capsys, *options.split(), "--config", str(tmp_path / "ds.json"))
         peaks.append(found["peak_bytes"])
     assert [a - b for a, b in zip(*peaks, strict=True)] == [bucket_bytes * numbers] * 4
+
+
+def test_the_bucket_of_zero_1_counts_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """DeepSpeed's own bucket has 500 million numbers, here of fp16."""
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1, "contiguous_gradients": false}}')
+    options = ("--model", "llama-3-8b", "--device", "h200", "--stages", "4", "--micro-batches", "4", "--dtype", "fp16")
+    options = (*options, "--schedule", "1f1b", "--max-slices", "1")
+    usual = as_json(capsys, *options, "--zero-stage", "1")["peak_bytes"]
+    without = as_json(capsys, *options, "--config", str(tmp_path / "ds.json"))["peak_bytes"]
+    assert [a - b for a, b in zip(usual, without, strict=True)] == [1_000_000_000] * 4
+
+
+def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = {"optimizer": {"type": "Muon"}, "pipeline": {"activation_checkpoint_interval": 2}}
+    config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json"))
+    others = "optimizer.type = 'Muon' (counted as Adam), pipeline.activation_checkpoint_interval = 2 (counted as 1)"
+    cpu = "activation_checkpointing.cpu_checkpointing = True (counted as false)"
+    assert found["setup"].splitlines()[-1] == f"not counted: {others}, {cpu}"
+    told = refused(capsys, *SMALL, "--sequence-parallel")
+    assert "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel" in told
+
+
+def test_tensor_ranks_of_experts_and_latent_attention_have_a_note(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--model deepseek-v3 --device h200 --stages 61 --schedule 1f1b --max-slices 1 --memory-limit-gb 9e4"
+    notes = [as_json(capsys, *words.split(), "--tensor-parallel", degree)["setup"] for degree in ("1", "8")]
+    assert ["latent attention and experts counted as divided" in note for note in notes] == [False, True]
 
 
 def test_an_offloaded_optimizer_has_its_bucket_in_any_case(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -653,6 +689,17 @@ def test_a_profile_with_the_memory_of_another_model(capsys: pytest.CaptureFixtur
     assert "memory counted as on a GPU" in without["setup"] and without["memory_limit_bytes"] is None
 
 
+def with_attention(layers: Any) -> Any:
+    """Return the layers of a profile, whose attention takes 3/4 of their forward and keeps no bytes."""
+    kinds = [
+        dataclasses.replace(
+            kind, samples=tuple(dataclasses.replace(one, attention_s=0.75 * one.forward_s) for one in kind.samples)
+        )
+        for kind in layers.kinds
+    ]
+    return dataclasses.replace(layers, kinds=tuple(kinds))
+
+
 def test_a_measured_plan_says_which_layers_recompute(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,6 +721,19 @@ def test_a_measured_plan_says_which_layers_recompute(
     without = "--profile", str(path), *options[1:], "--schedule", "seq1f1b", "--max-slices", "1", "--memory-limit-gb"
     assert as_json(capsys, *without, "1")["peak_bytes"] == as_json(capsys, *given, *without[-3:], "1")["peak_bytes"]
     assert "no plan fits in" in refused(capsys, *without, "0.00005")
+    # layers that keep their attention take it from the first forward: the profile has the seconds
+    kept = dataclasses.replace(measured := measured_profile(), layers=with_attention(measured.layers))
+    kept.save(tmp_path / "kept.json")
+    words = ("--profile", str(tmp_path / "kept.json"), *given[2:], "--memory-limit-gb", f"{limit:.9f}")
+    again = as_json(capsys, *words, "--max-slices", "1")
+    full = as_json(capsys, *given, "--memory-limit-gb", f"{limit:.9f}", "--max-slices", "1")
+    assert again["recompute"] == full["recompute"] and any(full["recompute"])
+    assert again["recompute_s"] == pytest.approx([seconds / 4 for seconds in full["recompute_s"]])
+    assert again["terapipe"]["keep_attention"] is True and "keep_attention" not in full["terapipe"]
+    assert ", attention kept, " in shown(capsys, "plan", *words)
+    (tmp_path / "ds.json").write_text('{"terapipe": {"keep_attention": true}}')
+    told = refused(capsys, *given, "--memory-limit-gb", "1", "--config", str(tmp_path / "ds.json"))
+    assert "nobody timed that" in told and "leave it out" in told
     # a process has CUDA's context and NCCL's buffers as well
     more = as_json(capsys, *given, "--memory-limit-gb", "4", "--device", "v100")
     context = {a - b for a, b in zip(more["peak_bytes"], roomy["peak_bytes"], strict=True)}

@@ -129,7 +129,57 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
     assert "(2.9 GB)" in shown(capsys, "strategy", *FEW, "--config", str(path))
     path.write_text('{"train_batch_size": 8, "torch_autocast": {"enabled": true}}')
     assert "give --dtype, or take it out" in refused(capsys, *FEW, "--config", str(path))
-    assert as_json(capsys, *FEW, "--config", str(path), "--dtype", "fp16")["deepspeed"]["fp16"]["enabled"]
+    assert main(["strategy", *FEW, "--config", str(path), "--dtype", "fp16"]) == 0
+    captured = capsys.readouterr()
+    assert "mini in float16" in captured.out
+    assert "torch_autocast.enabled = True" in captured.err
+    path.write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 0}}')
+    assert "zero_stage = 0; give 1" in refused(capsys, *FEW, "--config", str(path), "--device", "a100")
+
+
+@pytest.mark.parametrize(
+    ("keys", "has"),
+    [
+        ({"zero_optimization": {"stage": 1}}, {"zero_stage": 1}),
+        ({"zero_optimization": {"stage": 0}}, {"zero_stage": 0}),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, {"offload_optimizer": True}),
+        ({"train_micro_batch_size_per_gpu": 2}, {"micro_batch_size": 2}),
+        ({"gradient_accumulation_steps": 4}, {"accumulation": 4}),
+        ({"pipeline": {"stages": 4}}, {"pipe": 4}),
+        ({"tensor_parallel": {"autotp_size": 2}}, {"model": 2}),
+        ({"terapipe": {"offload_activations": True}}, {"offload_activations": True}),
+        ({"terapipe": {"schedule": "gpipe", "chunks_per_stage": 1}}, {"schedule": "gpipe"}),
+    ],
+)
+def test_a_deepspeed_json_fixes_what_the_search_takes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], has: dict[str, Any]
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": True}} | keys))
+    document = as_json(capsys, *SMALL, *LENGTH, "--config", str(tmp_path / "ds.json"))
+    assert len(document["ranking"]) > 1
+    ranking = [one | one["grid"] for one in document["ranking"]]
+    assert [{name: one[name] for name in has} for one in ranking] == [has] * len(ranking)
+
+
+def test_a_deepspeed_json_with_sequence_ranks_has_them_in_the_answer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text('{"sequence_parallel_size": 2}')
+    answer = as_json(capsys, *SMALL, *LENGTH, "--config", str(tmp_path / "ds.json"))["deepspeed"]
+    assert (answer["sequence_parallel_size"], answer["train_batch_size"]) == (2, 4)
+
+
+def test_keys_of_a_deepspeed_json_that_the_answer_lacks_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = {"gradient_clipping": 1.0, "optimizer": {"type": "SGD"}, "steps_per_print": "auto"}
+    section = {"enabled": True, "recompute": "full", "partition": [0, 1, 3], "verify": None}
+    (tmp_path / "ds.json").write_text(json.dumps(keys | {"terapipe": section}))
+    assert main(["strategy", *FEW, "--config", str(tmp_path / "ds.json")]) == 0
+    named = (
+        "gradient_clipping = 1.0, optimizer.type = 'SGD', terapipe.recompute = 'full', terapipe.partition = [0, 1, 3]"
+    )
+    assert f"neither keeps nor counts of --config: {named}\n" in capsys.readouterr().err
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

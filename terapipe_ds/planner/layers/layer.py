@@ -16,7 +16,7 @@ import numpy as np
 
 from terapipe_ds.costs.fitted import CostModel, window_of
 from terapipe_ds.costs.interface import Costs, method_of
-from terapipe_ds.costs.profile import Overhead, Profile
+from terapipe_ds.costs.profile import LayerProfile, Overhead, Profile
 from terapipe_ds.planner.layers.part_costs import PartCosts
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.model_memory import LARGEST
@@ -39,6 +39,18 @@ class Layer:
     overhead: OverheadCosts | None = None  # of every part, beyond its layers
     send_s: Callable[[Any], Any] | None = None  # of a message of that part
     step_s: float | None = None  # its share of the optimizer's step, by trained parameters
+    attention_bytes: float = 0.0  # per token, of results that it keeps where it recomputes
+    again_costs: Costs | None = None  # whose forward is the second one, where that takes these results
+
+    @property
+    def again_bytes(self) -> float:
+        """Return the bytes per token that a live slice keeps where the layer recomputes."""
+        return self.input_bytes + self.attention_bytes
+
+    @property
+    def again(self) -> Costs:
+        """Return costs whose forward is what recomputation adds."""
+        return self.costs if self.again_costs is None else self.again_costs
 
     def kept_bytes(self, is_whole: bool) -> float:
         """Return the bytes per token of a live slice; a slice that `is_whole` keeps its keys and values itself."""
@@ -89,6 +101,7 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
     costs = [
         CostModel(kind.samples, part_id=index, window=window_of(kind.memory)) for index, kind in enumerate(timed.kinds)
     ]
+    again = [_without_attention(kind, index) for index, kind in enumerate(timed.kinds)]
     layers: list[Layer] = []
     for part, send_s, (start, stop) in zip(profile.parts, sends, itertools.pairwise(timed.bounds), strict=True):
         overhead = OverheadCosts(part.overheads) if part.overheads else None
@@ -109,9 +122,21 @@ def layers_of_profile(profile: Profile) -> list[Layer]:
                     overhead,
                     send_s,
                     None if part.step_s is None else share * part.step_s,
+                    kind.attention_bytes_per_token,
+                    again[index],
                 )
             )
     return layers
+
+
+def _without_attention(kind: LayerProfile, index: int) -> Costs | None:
+    """Return the costs of a kind of layer whose forward leaves attention out; None where that was not measured."""
+    samples = [
+        dataclasses.replace(one, forward_s=one.forward_s - one.attention_s, attention_s=None)
+        for one in kind.samples
+        if one.attention_s is not None
+    ]
+    return CostModel(samples, part_id=index, window=window_of(kind.memory)) if samples else None
 
 
 def memory_of_layers(layers: Sequence[Layer], recompute: int = False) -> dict[str, Any]:

@@ -74,6 +74,9 @@ class MeasuredLayers(Layers):
                 "sequences, or give at most as many"
             )
         self._layers = {size: timed_layers(profile) for size, profile in self._profiles.items()}
+        self._state_ranks = {size: profile.state_ranks or 1 for size, profile in self._profiles.items()}
+        if self.dtype != "bfloat16" and (most := max(self._state_ranks.values())) > 1:
+            raise PlannerError(f"a profile divided the optimizer's states over {most} ranks: measure with ZeRO 0")
         _check_models(self._profiles, self._layers)
         self.num_layers = len(next(iter(self._layers.values())))
         # made once: the search compares layers by identity
@@ -153,7 +156,8 @@ class MeasuredLayers(Layers):
         kept = gradients or 4.0 * trained  # in `static` where the optimizer keeps them
         states = max(0.0, static - parameters - (0.0 if gradients else kept))
         states += parameters if self.dtype == "float32" else 0.0
-        return {"static_bytes": math.ceil(parameters + kept + states / setting.data), "gradient_bytes": 0} | step
+        states *= self._state_ranks[_size(setting)] / setting.data
+        return {"static_bytes": math.ceil(parameters + kept + states), "gradient_bytes": 0} | step
 
 
 def measured_cluster(

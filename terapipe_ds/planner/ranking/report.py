@@ -113,7 +113,8 @@ def _recompute_lines(result: PlanResult) -> list[str]:
         return ["recompute nothing: every stage fits without"]
     lines: list[str] = []
     for stage_id, (layers, seconds) in enumerate(zip(result.recompute, result.recompute_s, strict=True)):
-        what = f"layers {shown_runs(layers)}, {_time(seconds)} more" if layers else "nothing"
+        kept = ", attention kept" if result.keeps_attention else ""
+        what = f"layers {shown_runs(layers)}{kept}, {_time(seconds)} more" if layers else "nothing"
         lines.append(f"{'' if lines else 'recompute':<9} stage {stage_id}: {what}")
     return lines
 

@@ -45,8 +45,8 @@ class PartLayers:
         memory, chosen = self.memory, [self.layers[index] for index in subset.layers]
         if not chosen:
             return memory
-        # the other layers keep the same bytes as before; the chosen ones keep their inputs
-        less = sum(layer.kept_bytes(is_whole=False) - layer.input_bytes for layer in chosen)
+        # the other layers keep the same bytes as before; the chosen ones keep their inputs, and perhaps attention
+        less = sum(layer.kept_bytes(is_whole=False) - layer.again_bytes for layer in chosen)
         whole = memory.whole_bytes_per_token
         if whole is not None:
             whole = max(0.0, whole - sum(layer.whole_bytes for layer in chosen))
@@ -60,7 +60,7 @@ class PartLayers:
 
     def with_costs(self, layer_ids: Collection[int]) -> Costs:
         """Return the costs of the part where these layers of the model recompute."""
-        again = [one.costs for one in self.layers if one.layer_id in layer_ids]
+        again = [one.again for one in self.layers if one.layer_id in layer_ids]
         if not again:
             return self.costs
         kept = {name: method_of(self.costs, name) for name in ("send_s", "send_gradient_s", "step_s")}
@@ -70,9 +70,9 @@ class PartLayers:
         """Return the seconds that recomputing each layer takes in a step."""
         spans, kept = list(zip(plan.lengths, plan.starts, strict=True)), {}
         for layer in self.layers:  # equal layers share their costs
-            if id(layer.costs) not in kept:
-                kept[id(layer.costs)] = sum(float(layer.costs.forward_s(*span)) for span in spans)
-        return [num_micro_batches * kept[id(layer.costs)] for layer in self.layers]
+            if id(layer.again) not in kept:
+                kept[id(layer.again)] = sum(float(layer.again.forward_s(*span)) for span in spans)
+        return [num_micro_batches * kept[id(layer.again)] for layer in self.layers]
 
     def besides_bytes(self, is_whole: bool) -> float:
         """Return the bytes that a live slice keeps for no layer."""

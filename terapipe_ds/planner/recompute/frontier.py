@@ -56,9 +56,9 @@ def frontier(layers: Sequence[Layer], again_s: Sequence[float], besides_bytes: f
     subsets = [Subset(0, round(besides_bytes * _BYTES), 0, ())]
     for index, (layer, seconds) in enumerate(zip(layers, again_s, strict=True)):
         # a layer doubles the subsets, and most of them are no better than another one
-        whole, own, again = layer.kept_bytes(is_whole), round(layer.input_bytes * _BYTES), round(seconds * _SECONDS)
+        whole, own, again = layer.kept_bytes(is_whole), round(layer.again_bytes * _BYTES), round(seconds * _SECONDS)
         without = [one._replace(kept=one.kept + round(whole * _BYTES)) for one in subsets]
-        if layer.input_bytes < whole:  # where it recomputes it keeps less
+        if layer.again_bytes < whole:  # where it recomputes it keeps less
             without += [
                 Subset(one.again + again, one.kept + own, max(one.moment, wider.kept), (*one.layers, index))
                 for one, wider in zip(subsets, without, strict=True)

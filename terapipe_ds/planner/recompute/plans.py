@@ -67,7 +67,8 @@ def plan_with_recompute(
             refused.append(error)
     if not results:
         raise min(refused, key=lambda error: error.need_bytes)
-    return choose(results)
+    keeps = any(layer.again_costs is not None for part in parts for layer in part.layers)
+    return dataclasses.replace(choose(results), keeps_attention=keeps)
 
 
 @dataclasses.dataclass(frozen=True)

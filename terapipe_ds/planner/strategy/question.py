@@ -52,6 +52,9 @@ def rank_strategies(
     offload_optimizer: bool | None = None,
     schedule: str | None = None,
     chunks_per_stage: int | None = None,
+    micro_batch_size: int | None = None,
+    accumulation: int | None = None,
+    zero_stage: int | None = None,
     progress: Progress | None = None,
     stop: Callable[[], bool] | None = None,
 ) -> list[Strategy]:
@@ -68,7 +71,7 @@ def rank_strategies(
         dtype: of parameters and activations: "bfloat16", "float16", "float32", or "auto", the first of
             these that the device has.
         stages, tensor_parallel, data_parallel, sequence_parallel, offload_activations, offload_optimizer, schedule,
-            chunks_per_stage: fixed values; None: the search chooses.
+            chunks_per_stage, micro_batch_size, accumulation, zero_stage: fixed values; None: the search chooses.
         progress: called now and then with (what, work done, of how much).
         stop: called now and then; once it returns true, or with Ctrl-C, the answer is the best strategy so far, marked
             as incomplete.
@@ -86,12 +89,14 @@ def rank_strategies(
     _check_levers(layers, **levers)
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
     fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
+    fixed |= {"micro_batch_size": micro_batch_size, "accumulation": accumulation}
     counts: dict[str, Any] = {
         name: None if value is None else check_count(name, value) for name, value in fixed.items()
     }
     batch, limit_bytes = check_count("global_batch_size", global_batch_size), check_limit(memory_limit_gb, cluster)
     schedule = _checked_schedule(schedule, layers, counts["chunks_per_stage"])
-    space = Space(layers, cluster, batch, length, limit_bytes, Choices(**counts, **levers, schedule=schedule))
+    choices = Choices(**counts, **levers, schedule=schedule, zero_stage=zero_stage)
+    space = Space(layers, cluster, batch, length, limit_bytes, choices)
     # the answers, the best first
     search = Search(space, progress, stop)
     scores = search.run()

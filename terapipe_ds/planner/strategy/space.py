@@ -33,6 +33,9 @@ class Choices:
     offload_optimizer: bool | None = None
     schedule: str | None = None
     chunks_per_stage: int | None = None
+    micro_batch_size: int | None = None
+    accumulation: int | None = None
+    zero_stage: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +66,11 @@ class Space:
                 axes = [(one, two, "sequence" if sequence > 1 else "model") for one, two, _ in orders]
                 own_batch = self.global_batch_size // data
                 sizes = [rows for rows in _divisors(own_batch) if self.layers.refuse_micro_batch(tensor, rows) is None]
+                sizes = [n for n in sizes if n == (choices.micro_batch_size or n)]
+                sizes = [n for n in sizes if own_batch == n * (choices.accumulation or own_batch // n)]
                 for levers, micro_batch, order in itertools.product(self._levers(), sizes, axes):
                     grid = Grid(pipe, data, tensor, order, sequence)
-                    for zero in (1,) if levers.offload_optimizer else self._zeros(data * sequence):
+                    for zero in self._zeros(data * sequence, levers.offload_optimizer):
                         yield Candidate(grid, micro_batch, own_batch // micro_batch, zero, levers)
 
     def _inner_ranks(self) -> Iterator[tuple[int, int]]:
@@ -130,7 +135,7 @@ class Space:
             return
         for times in (2, 4, 8, 16, 32, 64, 128):
             cluster = dataclasses.replace(self.cluster, nodes=times * self.cluster.nodes)
-            free = dict.fromkeys((*_AXES, "schedule", "chunks_per_stage"))
+            free = dict.fromkeys((*_AXES, "schedule", "chunks_per_stage", "micro_batch_size", "accumulation"))
             larger = dataclasses.replace(
                 self,
                 cluster=cluster,
@@ -143,16 +148,24 @@ class Space:
         devices = "; more of these devices do not help: a stage has a layer at least"
         raise self.memory_error(math.ceil(need), candidate, devices, is_bound=True)
 
-    def _zeros(self, data: int) -> tuple[int, ...]:
+    def _zeros(self, data: int, offloads_optimizer: bool) -> tuple[int, ...]:
         """Return the ZeRO stages that differ: DeepSpeed sums gradients of bfloat16 in fp32 under ZeRO-1 alone."""
-        if self.layers.dtype == "bfloat16":
-            return (1,)
-        return (0, 1) if data > 1 else (0,)
+        possible = (1,) if offloads_optimizer or self.layers.dtype == "bfloat16" else (0, 1)
+        if (fixed := self.choices.zero_stage) is not None:
+            return (fixed,) if fixed in possible else ()
+        return possible if data > 1 else possible[:1]
 
     def why_none(self) -> str:
         """Return why there is no candidate, with the nearest question that has one."""
+        cluster = self.cluster
+        asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {self.global_batch_size}"
+        if not self._zeros(1, bool(self.choices.offload_optimizer)):
+            why = "an optimizer on the host" if self.choices.offload_optimizer else self.layers.dtype
+            return f"{asked}: no strategy with {why} has zero_stage = {self.choices.zero_stage}; give 1"
+        return self._why_no_degrees(asked)
+
+    def _why_no_degrees(self, asked: str) -> str:
         cluster, batch = self.cluster, self.global_batch_size
-        asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {batch}"
         # a number of tensor ranks that no layer, or no node, can have
         tensor = self.choices.tensor_parallel
         why = None if tensor is None else self.layers.refuse_tensor(tensor)

@@ -144,12 +144,15 @@ def tied_may_differ(module: Any, optimizer: Any) -> bool:
     """Return whether stages may update their copies of a tied weight to values that differ by more than rounding.
 
     ZeRO lays out all weights of a stage in one vector. Optimizers of bitsandbytes then round moments by blocks of it,
-    and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself.
+    and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself. Frozen weights
+    stay as they are.
     """
     kind = type(optimizer)
     is_by_number = kind.__module__.partition(".")[0] in ("torch", "deepspeed", "apex", "transformer_engine")
     is_by_number &= not any(name in kind.__name__.lower() for name in ("adafactor", "muon", "lamb", "lbfgs"))
-    return optimizer is not None and bool(module.tied_comms) and not is_by_number
+    if optimizer is None or is_by_number:
+        return False
+    return any(weight.requires_grad for _, _, weights in _shared(module) for weight in weights)
 
 
 def problem_of_left_gradients(module: Any, layout: Layout, optimizer: Any) -> str | None:

@@ -35,7 +35,12 @@ _Sample = TypeVar("_Sample", CostSample, LinkSample)
 _Times = TypeVar("_Times", CostSample, Overhead)
 
 
-def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | None = None) -> Profile:
+def combine(
+    key: ProfileKey,
+    costs: Sequence[PartMeasured],
+    num_stages: int | None = None,
+    state_ranks: int | None = None,
+) -> Profile:
     """Return one profile of parts on `num_stages` stages: the slowest tensor-parallel peer, the median of replicas.
 
     Peers meet inside the layers of a slice, so it takes as long as the slowest peer. Replicas meet once per step, so
@@ -59,7 +64,8 @@ def combine(key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | No
         overheads = tuple(Overhead(tokens, seconds, seconds) for tokens, seconds in added.items())
         parts.append(PartProfile(part_id, tuple(samples), None, memory, overheads))
         links += _merged([[rank.links for rank in peers] for peers in replicas.values()])
-    return Profile(key, tuple(parts), _for_every_part(links, len(parts)), num_stages, layers_of_parts(layers))
+    all_links = _for_every_part(links, len(parts))
+    return Profile(key, tuple(parts), all_links, num_stages, layers_of_parts(layers), state_ranks)
 
 
 def layers_of_parts(parts: Sequence[Sequence[Sequence[Sequence[LayerMeasured] | None]]]) -> LayerProfiles | None:

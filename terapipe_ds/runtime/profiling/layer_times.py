@@ -63,7 +63,10 @@ def measure_layers(
         runs.append(seconds)
     # clock readings between layers cost time, so scale the layers to their part
     totals = [[sample.forward_s, sample.backward_s, sample.weight_s or 0.0] for sample in of_part]
-    scaled = np.maximum(_LEAST_S, _shares(np.min(runs, axis=0)) * np.array(totals)[..., None])
+    fastest = np.min(runs, axis=0)
+    scaled = np.maximum(_LEAST_S, _shares(fastest[:, :3]) * np.array(totals)[..., None])
+    # the part of each forward that is attention, which layers that recompute may keep
+    attention = scaled[:, 0] * np.minimum(0.999, fastest[:, 3] / np.maximum(_LEAST_S, fastest[:, 0]))
     # the bytes come from one more slice, of a middle length
     lengths = sorted({sample.tokens for sample in of_part})
     tokens = lengths[len(lengths) // 2]
@@ -73,11 +76,14 @@ def measure_layers(
     layers = []
     for index, (kind, seen) in enumerate(zip(kinds, kept, strict=True)):
         samples = []
-        for sample, (forward_s, backward_s, weight_s) in zip(of_part, scaled[..., index].tolist(), strict=True):
+        of_layer = zip(of_part, scaled[..., index].tolist(), attention[:, index].tolist(), strict=True)
+        for sample, (forward_s, backward_s, weight_s), attention_s in of_layer:
             w_s = None if sample.weight_s is None else min(weight_s, backward_s)
             times = {"forward_s": forward_s, "backward_s": backward_s, "weight_s": w_s}
+            times["attention_s"] = attention_s if seen.attention else None
             samples.append(dataclasses.replace(sample, **times, repeats=_RUNS))
-        profile = LayerProfile(tuple(samples), *counts[index], seen.sent / tokens, memories[index])
+        attention_bytes = seen.attention / tokens
+        profile = LayerProfile(tuple(samples), *counts[index], seen.sent / tokens, memories[index], attention_bytes)
         # layers with other attention windows are of other kinds, which their arguments need not show
         layers.append(LayerMeasured(f"{kind}{seen.windows}", profile))
     return tuple(layers)
@@ -86,7 +92,7 @@ def measure_layers(
 def _run(
     timer: SliceTimer, points: Sequence[CostSample], trials: Trials
 ) -> tuple[list[list[list[float]]], TrialFailure | None]:
-    """Return the seconds of F, B and W of the layers at each of the points."""
+    """Return the seconds of F, B, W and attention of the layers at each of the points."""
     what, seconds = f"timing the layers of part {timer.part_id} one by one", []
     try:
         for point in points:

@@ -27,7 +27,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts, state_ranks
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
@@ -100,7 +100,7 @@ class Profiles:
         self._measured_last = self._engine.train_micro_batch_size_per_gpu(), path
 
         def combined() -> Profile:
-            profile = combine(key, costs, self._engine.num_stages)
+            profile = combine(key, costs, self._engine.num_stages, state_ranks(self._engine))
             write_cache(path, profile)
             return profile
 
@@ -151,6 +151,7 @@ class Profiles:
             "offload_activations": self._config.offload_activations,
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
+            **({"keep_attention": True} if self._config.keep_attention else {}),
             **({} if self._config.links.is_exact else {"links": self._config.links.model_dump()}),
         }
 

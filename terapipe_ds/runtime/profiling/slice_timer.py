@@ -21,7 +21,11 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors, as_
 from terapipe_ds.runtime.batch.handed_inputs import HandedInputs
 from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.batch.loss_weights import weighted_loss
-from terapipe_ds.runtime.layers.activation_checkpointing import checkpointing_with_gradients, keeps_attention
+from terapipe_ds.runtime.layers.activation_checkpointing import (
+    checkpointing_with_gradients,
+    keeps_attention,
+    kept_calls,
+)
 from terapipe_ds.runtime.layers.loss_of_hidden import LossOfHidden
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
 from terapipe_ds.runtime.links.specs import MessageSpec, TensorSpec
@@ -53,6 +57,7 @@ class LayerKept(NamedTuple):
     stored: int  # for all tokens of the sequence
     sent: int
     windows: tuple[int | None, ...] = ()  # of the layers of its attention
+    attention: int = 0  # results of attention, where layers may keep them
 
 
 Handed = list[tuple[torch.Tensor, torch.Tensor]]  # tensors, and the leaves that a layer takes in their places
@@ -106,16 +111,18 @@ class LayerByLayer:
 
 @dataclass
 class _KeptSeconds:
-    """Time the attention of layers whose second run takes its results from the first one."""
+    """Time the attention of layers whose second run takes its results from the first one, and count these results."""
 
     now_s: Callable[[], float]
     by_layer: list[float] = field(default_factory=list)
+    bytes_by_layer: list[int] = field(default_factory=list)
 
     def of(self, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Return a layer whose attention is added up from its start on."""
 
         def run(inputs: Any) -> Any:
             self.by_layer.append(0.0)
+            self.bytes_by_layer.append(0)
             return function(inputs)
 
         return run
@@ -125,6 +132,7 @@ class _KeptSeconds:
         begin_s = self.now_s()
         results = call()
         self.by_layer[-1] += self.now_s() - begin_s
+        self.bytes_by_layer[-1] += sum(result.nbytes for result in results[:2])
         return results
 
 
@@ -204,8 +212,10 @@ class SliceTimer:
         self.weights.compute(self._key, nullcontext)
         return self.now_s() - begin_s
 
-    def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float, float]]:
-        """Return the seconds of F, of B with W, and of W alone of every layer, for a slice after `prefix` tokens.
+    def layer_seconds(self, tokens: int, prefix: int = 0) -> list[tuple[float, float, float, float]]:
+        """Return the seconds of F, of B with W, of W alone and of attention that may be kept, of every layer.
+
+        The slice comes after `prefix` tokens.
 
         Each layer runs with inputs that have no graph. The loss counts with the last layer. With activation
         checkpointing a layer's B includes its F, but not the F of the loss, nor attention that is kept.
@@ -215,7 +225,7 @@ class SliceTimer:
         # each layer has a graph of its own, so that its backward can be timed alone
         layers = LayerByLayer([kernels.of(function) for function in self.module.forward_funcs], self.now_s)
         with self.leaving_weights():
-            live = self._forward(active.replace(kept=kernels.attend) if active.keeps_attention else active, layers)
+            live = self._forward(self._watched(active, kernels), layers)
             begin_s = self.now_s()
             self.issue_backward(live)
             loss = (begin_s - layers.ended_s, self.now_s() - begin_s) if self.is_last else (0.0, 0.0)
@@ -223,8 +233,14 @@ class SliceTimer:
                 seconds = layers.backward(lambda: self.weights.deferred(self._key), self._weight)
         # DeepSpeed runs a checkpointed layer again inside its backward
         both = zip(seconds, kernels.by_layer, strict=True)
-        found = [(f, b + w + (f - kept_s if self.checkpoints else 0.0), w) for (f, b, w), kept_s in both]
-        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1], found[-1][2])] if found else []
+        found = [(f, b + w + (f - kept_s if self.checkpoints else 0.0), w, kept_s) for (f, b, w), kept_s in both]
+        return [*found[:-1], (found[-1][0] + loss[0], found[-1][1] + loss[1], *found[-1][2:])] if found else []
+
+    def _watched(self, active: ActiveSlice, kernels: _KeptSeconds) -> ActiveSlice:
+        """Return the slice, whose attention runs in `kernels` where layers keep it, or will once they recompute."""
+        if kept_calls(self.module) is None:
+            return active
+        return active.replace(kept=kernels.attend, keeps_attention=True)
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
@@ -266,6 +282,7 @@ class SliceTimer:
         """
         self.store.reset()
         found: list[LayerKept] = []
+        kernels = _KeptSeconds(lambda: 0.0)
 
         def watched(function: Callable[[Any], Any], inputs: Any) -> Any:
             before = len(self.store.layers_of(self.part_id, 0))
@@ -277,12 +294,12 @@ class SliceTimer:
             found.append(LayerKept(kept, keys_values, sent, tuple(one.window for one in stored)))
             return outputs
 
-        layers = LayerByLayer([partial(watched, function) for function in self.module.forward_funcs])
+        layers = LayerByLayer([kernels.of(partial(watched, function)) for function in self.module.forward_funcs])
         active = self._active(tokens, 0)
-        self.issue_backward(self._forward(active, layers))
+        self.issue_backward(self._forward(self._watched(active, kernels), layers))
         with push_slice(active):
             layers.backward()
-        return found
+        return [one._replace(attention=num) for one, num in zip(found, kernels.bytes_by_layer, strict=True)]
 
     # -- runs --------------------------------------------------------------------------------------------------------
 

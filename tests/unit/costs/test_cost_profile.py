@@ -35,10 +35,10 @@ def document(profile: Profile | None = None) -> dict[str, Any]:
 def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
     written = document()
     assert (written["format"], written["version"]) == ("terapipe_ds.profile", 2)
-    assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages", "layers"}
+    assert set(written) == {"format", "version", "key", "parts", "links", "pipeline_stages", "layers", "state_ranks"}
     assert written["parts"][0]["samples"][1] == {
         "tokens": 256, "prefix": 512, "forward_s": 0.013, "backward_s": 0.029, "forward_spread": 0.01,
-        "backward_spread": 0.02, "repeats": 5, "weight_s": None,
+        "backward_spread": 0.02, "repeats": 5, "weight_s": None, "attention_s": None,
     }  # fmt: skip
     (link,) = written["links"]
     assert link == {"tokens": 256, "send_s": 1e-4, "part_id": 0, "spread": 0.1, "repeats": 9, "num_bytes": None}
@@ -46,7 +46,15 @@ def test_the_file_says_what_it_is_and_holds_plain_numbers() -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["parts.0.overheads", "parts.0.memory", "pipeline_stages", "key.layers_fingerprint", "links.0.num_bytes"]
+    "path",
+    [
+        "parts.0.overheads",
+        "parts.0.memory",
+        "pipeline_stages",
+        "state_ranks",
+        "key.layers_fingerprint",
+        "links.0.num_bytes",
+    ],
 )
 def test_what_is_not_known_may_be_missing(path: str) -> None:
     shorter = document()

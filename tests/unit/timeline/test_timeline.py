@@ -6,6 +6,7 @@ import json
 import math
 import re
 import resource
+import struct
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from terapipe_ds.timeline import (
     TimelineError,
     TimelineEvent,
     parse_file_name,
+    picture,
     timeline_file_name,
 )
 from terapipe_ds.timeline.export import to_chrome_trace, to_csv
 from terapipe_ds.timeline.picture import build_figure, draw_timelines
+from terapipe_ds.timeline.waits import find_waits
 from tests.unit.timeline.drawn_texts import overlaps, texts_of
 
 
@@ -291,6 +294,26 @@ LARGE = ((8, 64, 4), (16, 200, 2), (8, 64, 16))
 def test_no_text_runs_into_another_or_out_of_the_picture(shape: tuple[int, int, int]) -> None:
     figure = build_figure([("stock", large(*shape)), ("sliced", large(*shape))])
     assert not overlaps(figure)
+
+
+def test_a_picture_of_many_stages_goes_over_the_events_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per stage, or per wait, takes minutes for thousands of stages."""
+    passes, computations = [], Timeline.computations
+    monkeypatch.setattr(Timeline, "computations", lambda timeline: passes.append(1) or computations(timeline))
+    timeline = large(40, 4)
+    build_figure([("", timeline)])
+    assert len(find_waits(timeline)) > 40
+    assert len(passes) < 20
+
+
+@pytest.mark.parametrize(("name", "most"), [("_MOST_PIXELS", 1e5), ("_MOST_ACROSS", 300)])
+def test_a_png_has_at_most_so_many_pixels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, most: float
+) -> None:
+    monkeypatch.setattr(picture, name, most)
+    draw_timelines([("", two_stages())], tmp_path / "step.png")
+    size = struct.unpack(">II", (tmp_path / "step.png").read_bytes()[16:24])
+    assert 0.9 * most < (math.prod(size) if name == "_MOST_PIXELS" else max(size)) <= 1.01 * most
 
 
 def test_what_the_picture_says() -> None:

@@ -159,6 +159,13 @@ def test_memory_of_a_cut_of_recompute_and_of_zero() -> None:
     half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER, LENGTH)
     sums_in_bf16, sums_in_fp32 = (half.memory_of_spans(setting, [Span(1, 5)])[0] for setting in (ONE, divided))
     assert (sums_in_bf16.step_bytes, sums_in_fp32.step_bytes) == (4 * sum(counts[1:5]), 2 * sum(counts[1:5]))
+    # a profile of two replicas, which divided the states of bf16, and one of ZeRO-1
+    two = MeasuredLayers([dataclasses.replace(profile(dtype="bfloat16"), state_ranks=2)], CLUSTER, LENGTH)
+    own, of_two = (one.memory_of_spans(divided, [Span(1, 5)])[0].static_bytes for one in (half, two))
+    lasting = (2 + 4) * sum(counts[1:5])  # parameters and sums
+    assert of_two - lasting == 2 * (own - lasting) > 0
+    with pytest.raises(PlannerError, match="divided the optimizer's states over 2 ranks: measure with ZeRO 0"):
+        MeasuredLayers([dataclasses.replace(profile(), state_ranks=2)], CLUSTER, LENGTH)
     # a bucket of the reduction, and the share of the gradients
     assert (memory.step_bytes, zero.step_bytes) == (4 * sum(counts[1:5]), 4 / 2 * sum(counts[1:5]))
 

@@ -53,12 +53,16 @@ def part_of(layers: Sequence[Layer], besides: float = 3.0, **memory: Any) -> Par
     return PartLayers(Costs(forward, backward), PartMemory(slice_bytes_per_token=kept, **known | memory), tuple(layers))
 
 
-def random_part(rng: random.Random, count: int, first: int, alike: bool) -> PartLayers:
+def random_part(rng: random.Random, count: int, first: int, alike: bool, keeps: bool = False) -> PartLayers:
     shared = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
     layers = []
     for index in range(count):
         own = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
-        layers.append(layer_of(first + index, *(shared if alike else own)))
+        layer = layer_of(first + index, *(shared if alike else own))
+        if keeps:  # the results of attention, of which a second forward takes no time
+            again = Costs(layer.costs.forward / 4, 0)
+            layer = replace(layer, attention_bytes=1 + layer.input_bytes / 2, again_costs=again)
+        layers.append(layer)
     return part_of(layers)
 
 
@@ -67,13 +71,14 @@ def every_memory(part: PartLayers, is_whole: bool) -> Iterator[tuple[tuple[int, 
     memory, layers = part.memory, part.layers
     for count in range(len(layers) + 1):
         for chosen in itertools.combinations(range(len(layers)), count):
-            kept = [x.input_bytes if i in chosen else x.kept_bytes(is_whole) for i, x in enumerate(layers)]
+            own = [x.input_bytes + x.attention_bytes for x in layers]
+            kept = [own[i] if i in chosen else x.kept_bytes(is_whole) for i, x in enumerate(layers)]
             besides = memory.slice_bytes_per_token - sum(layer.kept_bytes(False) for layer in layers)
             moments = [besides + sum(kept[:index]) + layers[index].kept_bytes(is_whole) for index in chosen]
             beyond = max([0.0, *(moment - besides - sum(kept) for moment in moments)])
             stays = [layer for index, layer in enumerate(layers) if index not in chosen]
             slices = besides + sum(layer.kept_bytes(False) for layer in stays)
-            slices += sum(layers[index].input_bytes for index in chosen)
+            slices += sum(own[index] for index in chosen)
             rates = {"slice_bytes_per_token": slices, "whole_bytes_per_token": sum(x.whole_bytes for x in stays)}
             yield chosen, replace(memory, **rates, working_bytes_per_token=memory.working_bytes_per_token + beyond)
 
@@ -86,7 +91,8 @@ def fastest_by_hand(parts: Sequence[PartLayers], schedule: Schedule, plan: Slice
         for chosen, memory in every_memory(part, plan.num_slices == 1):
             model = MemoryModel(tuple(memory if k == stage_id else other.memory for k, other in enumerate(parts)))
             if replay.peak_bytes(plan, model)[stage_id] <= limit:
-                again = sum(part.layers[index].costs.forward for index in chosen)
+                chosen_layers = [part.layers[index] for index in chosen]
+                again = sum((layer.again_costs or layer.costs).forward for layer in chosen_layers)
                 fitting.append(replace(part.costs, backward=part.costs.backward + again))
         options.append(list(dict.fromkeys(fitting)))
     return min((replay.makespan(plan, list(one)) for one in itertools.product(*options)), default=None)
@@ -99,13 +105,14 @@ CASES = [("seq1f1b", 2, 3), ("1f1b", 2, 2), ("terapipe", 2, 2), ("seq1f1b-zb", 2
 @pytest.mark.parametrize(("name", "stages", "layers"), CASES)
 @pytest.mark.parametrize("lengths", [(8,), (3, 5), (4, 2, 2)], ids=str)
 @pytest.mark.parametrize("alike", [False, True])
+@pytest.mark.parametrize("keeps", [False, True])
 def test_no_subset_makes_a_shorter_step(
-    name: str, stages: int, layers: int, lengths: tuple[int, ...], alike: bool
+    name: str, stages: int, layers: int, lengths: tuple[int, ...], alike: bool, keeps: bool
 ) -> None:
     rng, plan, answers = random.Random(f"{name} {lengths} {alike}"), SlicePlan(lengths), set()
     schedule = build(name, stages, 3, len(lengths))
     for _ in range(6):
-        parts = [random_part(rng, layers, stage_id * layers, alike) for stage_id in range(stages)]
+        parts = [random_part(rng, layers, stage_id * layers, alike, keeps) for stage_id in range(stages)]
         peaks = Replay.of(schedule).peak_bytes(plan, MemoryModel(tuple(part.memory for part in parts)))
         for share in (0.5, 0.7, 0.85, 1.0):
             limit = share * max(peaks)

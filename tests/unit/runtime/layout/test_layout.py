@@ -140,11 +140,16 @@ def test_when_copies_may_differ(layout: Layout, optimizer: Any, num_replicas: in
 
 
 def test_when_tied_weights_may_differ() -> None:
-    tied, alone = SimpleNamespace(tied_comms={"words": {}}), SimpleNamespace(tied_comms={})
+    weight = nn.Parameter(torch.zeros(3))
+    comms = {"words": {"module": SimpleNamespace(weight=weight), "weight_attr": ["weight"]}}
+    tied, alone = (SimpleNamespace(tied_comms=c, _recursive_getattr=getattr) for c in (comms, {}))
     usual = torch.optim.Adam(PARAMETERS, fused=True)
     assert not tied_may_differ(tied, usual) and not tied_may_differ(tied, None)
     for optimizer in (Own(PARAMETERS), torch.optim.Adafactor(PARAMETERS)):
+        weight.requires_grad = True
         assert tied_may_differ(tied, optimizer) and not tied_may_differ(alone, optimizer)
+        weight.requires_grad = False
+        assert not tied_may_differ(tied, optimizer)  # under adapters there is nothing to send
 
 
 def test_the_owner_of_a_tied_layer_is_that_of_its_first_part_and_of_the_loss_that_of_the_last() -> None:

@@ -193,7 +193,8 @@ def test_the_loss_is_in_the_last_layers_share(monkeypatch: pytest.MonkeyPatch, i
     assert timer.forward(4, 0)[0] == 1 + 1 + 2 + 4
     again = (1.0, 1.0, 2.0) if interval else (0.0,) * 3
     backward = [s + more for s, more in zip((1.0, 1.0, 2.0 + 12.0), again, strict=True)]
-    assert timer.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, (0.0,) * 3, strict=True))
+    nothing = (0.0,) * 3
+    assert timer.layer_seconds(4) == list(zip((1.0, 1.0, 6.0), backward, nothing, nothing, strict=True))
 
 
 @pytest.mark.parametrize("interval", [0, 1])
@@ -207,8 +208,12 @@ def test_measured_slices_keep_attention_as_training_does(monkeypatch: pytest.Mon
     assert active is not None and active.keeps_attention is bool(interval)
 
 
-@pytest.mark.parametrize(("keeps", "again"), [(False, 1.0 + 5.0), (True, 1.0)])
-def test_attention_that_is_kept_counts_once(monkeypatch: pytest.MonkeyPatch, keeps: bool, again: float) -> None:
+@pytest.mark.parametrize(
+    ("keeps", "interval", "again"), [(False, 1, 1.0 + 5.0), (True, 1, 1.0), (False, 0, 0.0), (True, 0, 0.0)]
+)
+def test_attention_that_is_kept_counts_once(
+    monkeypatch: pytest.MonkeyPatch, keeps: bool, interval: int, again: float
+) -> None:
     """A layer of 1 s each way, beside kernels of attention that take 5 s forward."""
     clock, attend = Clock(), Call._attend
     attention = Attends("a", 16, 2)
@@ -218,9 +223,12 @@ def test_attention_that_is_kept_counts_once(monkeypatch: pytest.MonkeyPatch, kee
         return attend(self, *tensors)
 
     monkeypatch.setattr(Call, "_attend", slow)
-    monkeypatch.setattr(Part, "activation_checkpoint_interval", 1)
+    monkeypatch.setattr(Part, "activation_checkpoint_interval", interval)
     monkeypatch.setattr(Part, "_terapipe_kept_calls", KeptCalls() if keeps else None, raising=False)
     plain = nn.Linear(16, 16)
     timer = timer_of([lambda x: Slow.apply(attention(x), clock, 1.0, 1.0), plain], False, False)
     timer.clock = clock
-    assert timer.layer_seconds(4, 4) == [(1.0 + 5.0, 1.0 + again, 0.0), (0.0, 0.0, 0.0)]
+    kept_s = 5.0 if keeps else 0.0
+    assert timer.layer_seconds(4, 4) == [(1.0 + 5.0, 1.0 + again, 0.0, kept_s), (0.0,) * 4]
+    # output [2 rows, 4 tokens, 16] and log-sum-exp [2 rows, 2 heads, 4 tokens] in fp32
+    assert [one.attention for one in timer.layer_bytes(4, False)] == [2 * 4 * (16 + 2) * 4 if keeps else 0, 0]

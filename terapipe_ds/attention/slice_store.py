@@ -65,7 +65,7 @@ class SliceEntry:
         self.frontier = self.touched = active.sequence_length
         self._own_stop: int | None = None  # the end of the slice whose backward runs, if its own share may stay apart
         self._own: TensorPair | None = None  # this share
-        self.kv_needs_grad = False
+        self.kv_needs_grad: bool | None = None  # None: no node was recorded
         self.closed = False
 
     def __str__(self) -> str:
@@ -78,8 +78,16 @@ class SliceEntry:
         return self.kept.at(start, stop)
 
     def record(self, kv_needs_grad: bool) -> None:
-        """Note that an autograd node was recorded for a slice, and whether it needs `grads`."""
-        self.kv_needs_grad = self.kv_needs_grad or kv_needs_grad
+        """Note that an autograd node was recorded for a slice, and whether it needs `grads`.
+
+        Raises SliceStoreError if an earlier node needs them and this one does not, or the other way round.
+        """
+        if self.kv_needs_grad not in (None, kv_needs_grad):
+            raise SliceStoreError(
+                f"{self}: keys and values require gradients in some slices, and not in others: the layer detaches them "
+                "by slice; let k and v require gradients in all slices of a micro-batch or in none"
+            )
+        self.kv_needs_grad = kv_needs_grad
 
     def add_grads(
         self, offset: int, dk: torch.Tensor, dv: torch.Tensor, again: bool = False, rows: slice | None = None
@@ -235,7 +243,9 @@ class SliceEntry:
         """Raise SliceStoreError if some of the micro-batch's slices or their backwards have not run."""
         if self.mode != "train":
             return
-        # without any backward no gradient is lost: the loss does not use the output
+        # without any backward no gradient is lost, unless the whole sequence has one
+        if self.kv_needs_grad is not None and self.frontier == self.sequence_length == self.filled:
+            self._store.on_unused(self)
         if 0 < self.frontier < self.sequence_length:
             what = f"with the gradients of [0, {self.frontier}) still waiting; run the backward of every slice first"
         elif self.filled < self.sequence_length:
@@ -254,12 +264,14 @@ class SliceEntry:
 class SliceStore:
     """The store of one engine, keyed by (part_id, layer, micro_batch_id).
 
-    The store calls `on_gradients`, if set, after each backward that has added to gradients of the tokens before a stop.
+    The store calls `on_gradients`, if set, after each backward that has added to gradients of the tokens before a stop,
+    and `on_unused` for a layer whose output got no gradient in any slice.
     `pool` counts the bytes of keys, values, their gradients and carried states.
     """
 
     def __init__(self) -> None:
         self.on_gradients: Callable[[SliceEntry, int], None] | None = None
+        self.on_unused: Callable[[SliceEntry], None] = lambda entry: None
         # by part and micro-batch: attention's by layer, carried states' by (CarriedEntry, layer, name)
         self._entries: dict[tuple[int, int], dict[Hashable, Any]] = {}
         self.pool = BufferPool()

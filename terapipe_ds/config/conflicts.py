@@ -63,6 +63,9 @@ CONFLICTS = (
              "DeepSpeed silently ignores it",
              "give partition_method to PipelineModule, or set terapipe.partition to the first layer of each part and "
              "the number of layers"),
+    Conflict("pipeline.activation_checkpoint_interval",
+             lambda value: isinstance(value, int | float) and not (isinstance(value, int) and value >= 0),
+             "DeepSpeed ignores a negative number, and fails with a fraction", "set it to a number of layers, or to 0"),
     Conflict("expert_parallel.enabled", is_on, f"auxiliary losses and expert capacity: {_WHOLE_SEQUENCE}",
              "set it to false"),
     Conflict("hybrid_engine.enabled", is_on, "DeepSpeed's hybrid engine is an engine of its own, without a pipeline",

@@ -13,6 +13,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec
 from torch import Tensor, nn
 
+from terapipe_ds.attention import active_slice, sliced_attention
 from terapipe_ds.models import gpt
 from tests.distributed import engines
 from tests.distributed.engines import ZERO1, batches, build, config, engine_of, gpt_layers, logged, raised_by, section
@@ -36,6 +37,43 @@ def test_experts_with_capacity_are_refused() -> None:
     layers.insert(2, LayerSpec(MixtureLayer))
     [(kind, message)] = rank_pool(1).run(raised_by, act=functools.partial(build, layers, section(), stages=1))
     assert kind == "TeraPipeConfigError" and "deepspeed.moe" in message and "terapipe.enabled" in message
+
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "a name": ({"loss_fn": "mean"}, "loss_fn=...) is 'mean'; it must be a function"),
+    "a class": ({"loss_fn": torch.nn.CrossEntropyLoss}, "is the class CrossEntropyLoss: give an object"),
+    "negative": ({"activation_checkpoint_interval": -1}, "activation_checkpoint_interval=-1): it must be a number"),
+    "no number": ({"activation_checkpoint_interval": None}, "activation_checkpoint_interval=None): it must be"),
+    "no function": ({"activation_checkpoint_func": "full"}, "activation_checkpoint_func='full'): give a function"),
+    "no layer": ({"layers": [*gpt_layers("float32")[:3], None]}, "layer 3 is None: give a module"),
+    "a class as layer": ({"layers": [*gpt_layers("float32")[:3], Mlp]}, "give a module, a LayerSpec"),
+    "too few layers": ({"layers": [LayerSpec(Embedding)]}, "leaves parts [1] of 2 without a layer: give fewer stages"),
+}
+
+
+def job_arguments(arguments: dict[str, Any]) -> tuple[str, str]:
+    layers = arguments.pop("layers", gpt_layers("float32"))
+    return raised_by(lambda: build(layers, section(), module=arguments))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_that_fail_in_a_batch_are_refused_at_the_start(name: str) -> None:
+    """The stock engine takes them, fails in the first batch on some ranks, and hangs on the others."""
+    arguments, told = ARGUMENTS[name]
+    for kind, text in rank_pool(2).run(job_arguments, arguments=arguments, timeout_s=60):
+        assert kind == "TeraPipeConfigError" and told in text
+
+
+def job_checkpointable(names: list[str]) -> list[str]:
+    options = {"checkpointable_layers": names, "activation_checkpoint_interval": 1}
+    with logged() as lines, engine_of(gpt_layers("float32"), section(), module=options):
+        return [line for line in lines if "checkpointable_layers" in line]
+
+
+def test_names_of_no_layer_that_may_recompute_are_a_warning() -> None:
+    told, nothing = rank_pool(2).run(job_checkpointable, names=["DecoderLayr"])
+    assert len(told) == 1 and "Give names of their classes: TokenEmbedding, DecoderLayer" in told[0] and not nothing
+    assert rank_pool(2).run(job_checkpointable, names=["DecoderLayer", "Other"]) == [[], []]
 
 
 class Captured(gpt.CausalSelfAttention):
@@ -67,6 +105,32 @@ def test_plain_attention_by_a_captured_name_is_refused(evaluate: bool, verify: s
     ((name, message),) = rank_pool(1).run(_captured_attention, evaluate=evaluate, verify=verify)
     assert name == refusal
     assert "plain attention was called on slice [0, 8)" in message and "sliced_attention" in message
+
+
+def detach_keys(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> Tensor:
+    is_first = (active := active_slice()) is not None and active.start == 0
+    return sliced_attention(q, k.detach() if is_first else k, v.detach() if is_first else v, *args, **options)
+
+
+def detach_output(*args: Any, **options: Any) -> Tensor:
+    return sliced_attention(*args, **options).detach()
+
+
+def job_detached(attend: Any) -> tuple[tuple[str, str], list[str]]:
+    """Return the error of a step without the check of the first batch, and the warnings of its attention."""
+    with logged() as lines, mock.patch.object(gpt, "sliced_attention", attend):
+        with engine_of(gpt_layers(), section(verify="off"), stages=1) as engine:
+            error = engines.step_error(engine)
+            return error, [line for line in lines if "gets no gradient in any slice" in line]
+
+
+def test_attention_that_slices_detach_is_told_without_a_check() -> None:
+    """Its gradient in the whole sequence, from which it differs, is not known then."""
+    [((kind, text), _)] = rank_pool(1).run(job_detached, attend=detach_keys)
+    assert kind == "SliceStoreError" and "require gradients in some slices, and not in others" in text
+    [(error, warnings)] = rank_pool(1).run(job_detached, attend=detach_output)
+    assert error == ("", "") and len(warnings) == 4  # one for each layer, whatever the micro-batches
+    assert rank_pool(1).run(job_detached, attend=sliced_attention) == [(("", ""), [])]
 
 
 class Steps(Embedding):

@@ -225,8 +225,10 @@ def test_all_ranks_raise_the_error_of_one(phase: str, fault: str, kind: str, tex
 
 
 def test_replicas_need_not_end_an_epoch_together(tmp_path: Path) -> None:
-    """Ranks join the flags of callbacks after steps, not at the end of an epoch."""
-    assert rank_pool(2).run(trainer_jobs.steps_of_uneven_epochs, folder=str(tmp_path), timeout_s=60) == [5, 5]
+    """Ranks join the flags of callbacks after steps, not at the end of an epoch: one that stops there takes a step."""
+    for stops_after, steps in ((9, 5), (2, 3)):
+        job = {"folder": str(tmp_path / str(steps)), "stops_after": stops_after}
+        assert rank_pool(2).run(trainer_jobs.steps_of_uneven_epochs, **job, timeout_s=60) == [steps] * 2
 
 
 def test_arguments_and_data_of_one_rank_are_an_error_on_all(tmp_path: Path) -> None:
@@ -244,6 +246,17 @@ def test_all_ranks_do_what_a_callback_of_one_asks_for(tmp_path: Path) -> None:
     """One whose clock says that the time is over stops the run, for example."""
     for found in rank_pool(2).run(trainer_jobs.asked_by_one_rank, folder=str(tmp_path), timeout_s=60):
         assert found == (4, ["checkpoint-1"], 2)
+
+
+@pytest.mark.parametrize(("stages", "steps"), [(1, 2), (2, 3)])  # of an epoch
+@pytest.mark.parametrize("event", ["on_epoch_begin", "on_step_begin", "on_substep_end", "on_epoch_end"])
+def test_all_ranks_stop_where_a_callback_of_one_asks_outside_of_steps(
+    stages: int, steps: int, event: str, tmp_path: Path
+) -> None:
+    """Within a step they stop at its end: no micro-batch of it has run before."""
+    job = {"folder": str(tmp_path), "stages": stages, "event": event, "step": steps}
+    first, second = rank_pool(2).run(trainer_jobs.stopped_by_one_rank, **job, timeout_s=60)
+    assert first == second and first[0] == steps + (event != "on_epoch_end")
 
 
 def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:

@@ -520,12 +520,13 @@ class Asks(TrainerCallback):
             setattr(control, flag, True)
 
 
-def steps_of_uneven_epochs(folder: str) -> int:
+def steps_of_uneven_epochs(folder: str, stops_after: int) -> int:
     """Return the steps of a run in which one replica has fewer batches in each epoch than the other."""
     uneven = {"max_steps": 5, "gradient_accumulation_steps": 1, "accelerator_config": {"even_batches": False}}
     setting = setting_of({"args": uneven, "rows": 10, "ds": {"pipeline": {"stages": 1}}})
     AcceleratorState._reset_state(True)
     trainer = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    trainer.add_callback(Asks("on_epoch_end", "should_training_stop", stops_after))
     trainer.train()
     return trainer.state.global_step
 
@@ -541,6 +542,16 @@ def asked_by_one_rank(folder: str) -> tuple[int, list[str], int]:
     trainer.train()
     evaluations = sum("eval_loss" in log for log in trainer.state.log_history)
     return trainer.state.global_step, sorted(path.name for path in Path(folder).iterdir()), evaluations
+
+
+def stopped_by_one_rank(folder: str, stages: int, event: str, step: int) -> tuple[int, float]:
+    """Return the steps and the epochs of a run that rank 1 alone asks to stop at an event after some steps."""
+    setting = setting_of({"args": {"max_steps": 8}, "ds": {"pipeline": {"stages": stages}}})
+    AcceleratorState._reset_state(True)
+    trainer: Any = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
+    trainer.add_callback(Asks(event, "should_training_stop", step))
+    trainer.train()
+    return trainer.state.global_step, trainer.state.epoch
 
 
 def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:

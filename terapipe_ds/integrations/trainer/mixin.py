@@ -59,6 +59,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _OF_ENGINE = (*_OF_OPTIMIZER, "max_grad_norm", "bf16", "fp16")
 _FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_IN_STEP = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end")
 _COUNTS_OF_ALL = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names  # labels, in evaluation
 
 
@@ -90,6 +91,7 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
     _has_trained = False
     _joined_at = -1  # the step at whose end the ranks have joined their flags
+    _ends_epochs_together = False  # all replicas have as many batches
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
     _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the training run began
 
@@ -105,6 +107,7 @@ class PipelineTrainerMixin(Trainer):
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)
         self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
+        self._asked = set[str]()  # flags that callbacks have set within a step
         if isinstance(given.get("model"), str | os.PathLike):
             args, kwargs = (), self._with_skeleton(given)
         super().__init__(*args, **kwargs)
@@ -195,6 +198,7 @@ class PipelineTrainerMixin(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._renew_config()
         self._waiting.clear()
+        self._asked.clear()
         self._joined_at = -1
         self._stages.sums()  # of a step that raised
         # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
@@ -217,7 +221,9 @@ class PipelineTrainerMixin(Trainer):
         self._given = [(name, each, each.requires_grad) for name, each in self.model.named_parameters()]
         # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
         once = replaced(self, "create_optimizer", functools.cache(self.create_optimizer))
-        with once, self.accelerator.loaders_of_replicas():  # a resumed run makes a loader that skips batches
+        handler = self.callback_handler
+        joined = replaced(handler, "call_event", functools.partial(self._call_event, handler.call_event))
+        with once, joined, self.accelerator.loaders_of_replicas():  # a resumed run makes a loader that skips batches
             return super()._inner_training_loop(*args, **kwargs)
 
     @over_stages
@@ -291,17 +297,33 @@ class PipelineTrainerMixin(Trainer):
         """Do on all ranks what a callback of one asks for, by its clock for example: that rank would wait for them."""
         # Trainer also calls this at the end of an epoch, which replicas with fewer batches reach earlier
         is_step, self._joined_at = self._joined_at != self.state.global_step, self.state.global_step
-        acts = is_step and self._join_flags()
+        acts = (is_step or self._ends_epochs_together) and self._join_flags()
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if acts:  # callbacks of an evaluation may stop the run
             self._join_flags()
 
     def _join_flags(self) -> bool:
         """Set each flag of `self.control` that is set on some rank; return whether there are any. A collective."""
-        flags = self._stages.on_some_rank([bool(getattr(self.control, name)) for name in _FLAGS])
+        own = [bool(getattr(self.control, name)) or name in self._asked for name in _FLAGS]
+        self._asked.clear()
+        flags = self._stages.on_some_rank(own)
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(self.control, name, flag)
         return any(flags)
+
+    def _call_event(self, call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
+        """Call the callbacks. Keep for the end of the step what they ask in it: this rank would leave it alone."""
+        before = [getattr(self.control, name) for name in _FLAGS[:2]]  # on all ranks
+        control = call(event, *args, **kwargs)
+        if event == "on_train_begin":
+            loader = self.callback_handler.train_dataloader
+            lengths = {*gather(len(loader) if has_length(loader) else None)}
+            self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
+        if event in _IN_STEP or (event == "on_epoch_end" and not self._ends_epochs_together):
+            for name in [name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag]:
+                self._asked.add(name)
+                setattr(control, name, False)
+        return control
 
     def _check_model(self) -> None:
         """Raise ModelRefusedError if a callback, which gets the model, has frozen or hooked weights."""

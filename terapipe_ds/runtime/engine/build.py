@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +23,14 @@ from terapipe_ds.runtime.agreement import everywhere, gather, refuse_everywhere
 from terapipe_ds.runtime.engine.batch_results import BatchResults
 from terapipe_ds.runtime.engine.own_time import OwnTime
 from terapipe_ds.runtime.engine.part_runner import DeepSpeedCalls, Stage
-from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits, problem_of_split
+from terapipe_ds.runtime.engine.refused_calls import (
+    check_checkpointing,
+    problem_of_arguments,
+    problem_of_device_waits,
+    problem_of_split,
+    warn_of_checkpointable,
+    warn_of_unused,
+)
 from terapipe_ds.runtime.engine.step_report import peak_flops
 from terapipe_ds.runtime.engine.trace import Tracer
 from terapipe_ds.runtime.engine.trained_parameters import (
@@ -96,7 +104,8 @@ class EngineSetup:
             refuse_other_stages(module, raw)
             refuse_other_tensor_ranks(module, raw)
             # before DeepSpeed turns autocast on, for this process and all engines to come
-            problem = faults.problem_of_grad_scaler(options["config_class"], module.num_stages)
+            problem = problem_of_arguments(module)
+            problem = problem or faults.problem_of_grad_scaler(options["config_class"], module.num_stages)
             problem = problem or faults.problem_of_curriculum(options["config_class"], module.num_stages)
             problem = problem or problem_of_sequence_axis(module, config, raw)
             if problem is not None:
@@ -151,6 +160,7 @@ class EngineSetup:
             refuse_everywhere(problem_of_compile(engine.module, engine.flops_profiler_enabled(), has_sequence_ranks))
         if engine.global_rank == 0:
             warn_of_links(config)
+            warn_of_checkpointable(engine.module)
             tell_of_schedules(config)
             warn_of_unread(config)
 
@@ -166,6 +176,8 @@ def build_stage(engine: PipelineEngine, setup: EngineSetup, groups: PipelineGrou
         logger.warning("%s", warning)
     # features that only some configs enable
     config, module, store = setup.config, engine.module, SliceStore()
+    if config.verify == "off":
+        store.on_unused = functools.partial(warn_of_unused, set())
     # rank 0 writes, and programs may configure its monitors alone; all its pipeline sends it the figures
     engine.monitor.enabled = gather(engine.monitor.enabled, groups.world)[0]
     is_monitored = engine.monitor.enabled and 0 in groups.ranks

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from deepspeed.comm import comm as ds_comm
+from deepspeed.pipe import LayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 
+from terapipe_ds.attention.slice_store import SliceEntry
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.config.combinations import UNSPLIT, splits_backwards
-from terapipe_ds.messages import show_value
+from terapipe_ds.messages import logger, show_value
 
 
 def check_checkpointing(in_stock_order: bool) -> None:
@@ -50,6 +53,51 @@ def check_eval_call(has_monitor: bool, *args: Any, **kwargs: Any) -> tuple[bool,
     has_loss = bool(bound.arguments["compute_loss"])
     sends = has_loss and bool(bound.arguments["bcast_loss"])
     return reduction is None, has_loss, f"compute_loss={has_loss}, reduce_output={reduction!r}, bcast_loss={sends}"
+
+
+def problem_of_arguments(module: PipelineModule) -> str | None:
+    """Return an error about an argument of `PipelineModule` that DeepSpeed takes, and that fails in a batch."""
+    loss_fn, function = module.loss_fn, module.activation_checkpoint_func
+    interval = module.activation_checkpoint_interval
+    if isinstance(loss_fn, type) or not (loss_fn is None or callable(loss_fn)):
+        is_class = isinstance(loss_fn, type)
+        kind = f"the class {loss_fn.__name__}: give an object of it" if is_class else show_value(loss_fn)
+        return f"PipelineModule(loss_fn=...) is {kind}; it must be a function of outputs and labels, or a module"
+    if not isinstance(interval, int) or interval < 0:
+        shown = f"PipelineModule(activation_checkpoint_interval={show_value(interval)})"
+        return f"{shown}: it must be a number of layers, or 0, which recomputes nothing"
+    if not callable(function):
+        return f"PipelineModule(activation_checkpoint_func={show_value(function)}): give a function, or leave it out"
+    for layer_id, spec in enumerate(module._layer_specs):
+        called = getattr(spec, "forward_fn", None) or spec
+        if isinstance(called, type) or not (callable(called) or isinstance(called, LayerSpec)):
+            return f"layer {layer_id} is {show_value(called)}: give a module, a LayerSpec or a function"
+    return None
+
+
+def warn_of_checkpointable(module: PipelineModule) -> None:
+    """Warn of `checkpointable_layers` that name no layer: nothing is recomputed, whatever the interval."""
+    named, kinds = module.checkpointable_layers, [getattr(each, "typename", type(each)) for each in module._layer_specs]
+    names = dict.fromkeys(kind.__name__ for kind in kinds)
+    if named and names.keys().isdisjoint(named) and not type(module).__name__.startswith("GPT"):
+        logger.warning(
+            "PipelineModule(checkpointable_layers=%s): no layer is of such a class, so that no layer is recomputed. "
+            "Give names of their classes: %s",
+            show_value(named),
+            ", ".join(names),
+        )
+
+
+def warn_of_unused(told: set[Hashable], entry: SliceEntry) -> None:
+    """Warn once of attention without gradients, if nothing compares its layer with whole sequences."""
+    if entry.layer not in told:
+        told.add(entry.layer)
+        logger.warning(
+            "attention %r gets no gradient in any slice. This is right only if the layer detaches its output, or the "
+            "loss does not use it, on whole sequences too. terapipe.verify is off, so that nothing compares them: set "
+            'it to "first_batch" once',
+            entry.layer,
+        )
 
 
 def problem_of_split(module: object, schedule: str) -> str | None:

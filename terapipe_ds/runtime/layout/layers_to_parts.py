@@ -68,6 +68,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
     if layout.is_plain and layout.bounds in (None, tuple(module.parts)):
         if layout.bounds is not None:
             _log_cut(module, "by hand", ", as the module is cut already")
+        _refuse_empty(module.parts, getattr(module, PARTITION_METHOD, None))
         _tell(module)
         return parameters
     # its parameters would belong to layers that leave this stage
@@ -203,19 +204,24 @@ def _method_of(module: Any, layout: Layout) -> str:
 
 def _cut(module: Any, bounds: list[int], method: str | None) -> None:
     """Set `module.parts` to the bounds of all parts, from the layout or from DeepSpeed's partition method."""
-    # uneven layers may leave a part without layers, which no stage could run
-    empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
-    if empty:
-        raise TeraPipeConfigError(
-            f"partition_method {method!r} leaves parts {empty} of {len(bounds) - 1} without a layer: give fewer "
-            "chunks_per_stage, or another partition_method"
-        )
+    _refuse_empty(bounds, method)
     module.parts = bounds
     if method is None:
         stock = getattr(module, PARTITION_METHOD, None) or "of the module"
         _log_cut(module, "by hand", f", instead of partition_method {stock!r}")
     else:
         _log_cut(module, f"by {method!r}")
+
+
+def _refuse_empty(bounds: Sequence[int], method: str | None) -> None:
+    """Refuse parts without layers, which no stage could run; uneven layers may leave some."""
+    empty = [part_id for part_id, (start, stop) in enumerate(itertools.pairwise(bounds)) if start == stop]
+    if empty:
+        cut = "the cut" if method is None else f"partition_method {method!r}"
+        raise TeraPipeConfigError(
+            f"{cut} leaves parts {empty} of {len(bounds) - 1} without a layer: give fewer stages or chunks_per_stage, "
+            "or another partition_method"
+        )
 
 
 def _log_cut(module: Any, by: str, more: str = "") -> None:

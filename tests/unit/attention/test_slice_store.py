@@ -115,12 +115,19 @@ def test_keys_that_begin_to_need_gradients_in_the_middle() -> None:
     slices = slices_of((5, 5), store)
     k = torch.zeros(1, 1, 5, 4)
     entry, _ = (store.write(active, 0, k, k) for active in slices)
-    entry.record(kv_needs_grad=False)
     entry.begin_backward(5, 10)
     assert entry.end_backward(5, 10) is None
     entry.record(kv_needs_grad=True)
     with pytest.raises(SliceStoreError, match="their share is lost"):
         entry.begin_backward(0, 5)
+
+
+def test_keys_that_only_some_slices_detach() -> None:
+    store = SliceStore()
+    entry = store.write(slices_of((5, 5), store)[0], 0, *[torch.zeros(1, 1, 5, 4)] * 2)
+    entry.record(kv_needs_grad=False)
+    with pytest.raises(SliceStoreError, match="in some slices, and not in others: the layer detaches them"):
+        entry.record(kv_needs_grad=True)
 
 
 # -- end of life --------------------------------------------------------------------------------------------------

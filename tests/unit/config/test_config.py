@@ -319,6 +319,7 @@ CONFLICTS: list[tuple[str, Any, Any]] = [  # key, a value that conflicts, one th
     ("compile.deepcompile", True, False),
     ("tensor_parallel", {"autotp_size": 2, "preset_model": "llama"}, {"autotp_size": 2}),
     ("pipeline", {"stagess": 2}, {"stages": 2, "use_reentrant": False, "seed_layers": True}),
+    ("pipeline.activation_checkpoint_interval", -1, 0),
     ("pipeline.partition", [0, 3, 6], "best"),
     ("pipeline.partition", "type:transformer", "auto"),
     ("expert_parallel.enabled", True, False),

@@ -84,8 +84,9 @@ class SliceEntry:
         """
         if self.kv_needs_grad not in (None, kv_needs_grad):
             raise SliceStoreError(
-                f"{self}: keys and values require gradients in some slices, and not in others: the layer detaches them "
-                "by slice; let k and v require gradients in all slices of a micro-batch or in none"
+                f"{self}: keys and values require gradients in some slices, and not in others; let k and v require "
+                "gradients in all slices of a micro-batch or in none: detach none by slice, and add what is trained to "
+                "the hidden states of all slices, with zeros where it adds nothing"
             )
         self.kv_needs_grad = kv_needs_grad
 

@@ -533,6 +533,9 @@ def _search_recompute(setup: PlanSetup) -> PlanResult:
     options = setup.options
     if setup.measured is None or options.memory_limit_gb is None:
         raise CommandError("--choose-recompute: give --profile, of a measured model, and --memory-limit-gb")
+    if options.activation_checkpointing:
+        problem = f"--choose-recompute: in {options.profile} layers recompute already"
+        raise CommandError(f"{problem}; measure without activation checkpointing")
     given = f"--chunks-per-stage {options.chunks_per_stage}" if options.chunks_per_stage not in (None, 1) else None
     given = f"--schedule {options.schedule}" if options.schedule in (*CHUNKED_SCHEDULES, SEARCH) else given
     if given := given or (options.order and "--order"):

@@ -732,6 +732,10 @@ def test_a_measured_plan_says_which_layers_recompute(
     assert again["terapipe"]["keep_attention"] is True and "keep_attention" not in full["terapipe"]
     assert ", attention kept, " in shown(capsys, "plan", *words)
     (tmp_path / "ds.json").write_text('{"terapipe": {"keep_attention": true}}')
+    key = dataclasses.replace(measured.key, activation_checkpointing=True)
+    dataclasses.replace(measured, key=key).save(tmp_path / "again.json")
+    words = ("--profile", str(tmp_path / "again.json"), *given[2:], "--memory-limit-gb", "1")
+    assert "layers recompute already; measure without" in refused(capsys, *words)
     told = refused(capsys, *given, "--memory-limit-gb", "1", "--config", str(tmp_path / "ds.json"))
     assert "nobody timed that" in told and "leave it out" in told
     # a process has CUDA's context and NCCL's buffers as well

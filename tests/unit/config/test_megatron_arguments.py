@@ -131,7 +131,8 @@ def test_all_problems_at_once() -> None:
     for value in ("--initial-loss-scale inf", "--clip-grad nan", "--micro-batch-size 0"):
         assert f"{value}: give a value" in str(raised.value)
     for part in (
-        "--bf16 and --fp16: give one", "--num-layer: leave", "did you mean --num-layers?", "--nonsense", "--lr x",
+        "--bf16 and --fp16: give one", "--num-layer: leave it out", "did you mean --num-layers?", "--nonsense",
+        "--lr x",
         "WSD: DeepSpeed has", "$MORE: give", "--context-parallel-size 8: give 1",
         "--expert-model-parallel-size 4: give 1",
     ):  # fmt: skip

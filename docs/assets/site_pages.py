@@ -182,7 +182,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turn links that leave docs/."""
+    """Turn links that leave docs/, and let the search show other pages before the changelog, which has every word."""
+    if page.file.src_uri == PROJECT["CHANGELOG.md"]:
+        page.meta["search"] = {"boost": 0.1}
     return with_project_links(markdown, page.file.src_uri)
 
 

@@ -3,6 +3,7 @@
 from terapipe_ds.compat.hooks import require_hooks as require_hooks
 from terapipe_ds.compat.hooks import require_megatron as require_megatron
 from terapipe_ds.compat.hooks import require_transformers as require_transformers
+from terapipe_ds.compat.hooks import require_trl as require_trl
 from terapipe_ds.compat.versions import TESTED_VERSIONS as TESTED_VERSIONS
 from terapipe_ds.compat.versions import CompatError as CompatError
 from terapipe_ds.compat.versions import MissingExtraError as MissingExtraError

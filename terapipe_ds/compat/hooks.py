@@ -93,6 +93,12 @@ def require_transformers(what: str) -> None:
         )
 
 
+def require_trl(what: str) -> None:
+    """Raise MissingExtraError unless TRL is installed; `what` needs it."""
+    if not versions.is_there("trl"):
+        raise versions.MissingExtraError(f"{what} needs TRL, which is not installed: pip install '.[trl]' in a clone")
+
+
 def _missing(hooks: Mapping[str, str]) -> list[str]:
     missing = []
     for owner, names in hooks.items():

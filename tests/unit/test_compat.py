@@ -18,6 +18,7 @@ from terapipe_ds.compat import hooks, versions
 from terapipe_ds.runtime import register
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.layout.parted_module import PartedModule
+from tests.processes import run_python
 
 TESTED = dict(versions.TESTED_VERSIONS)
 ROOT = Path(register.__file__).parents[2]
@@ -185,6 +186,13 @@ def test_megatron_core_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     says = r"megatron-core .*RowParallelLinear._forward_impl. megatron-core 0.16"
     with pytest.raises(compat.CompatError, match=says):
         compat.require_megatron("a test")
+
+
+@pytest.mark.parametrize(("missing", "name"), [("transformers", "PipelineTrainer"), ("trl", "PipelineSFTTrainer")])
+def test_a_trainer_without_its_extra(missing: str, name: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from terapipe_ds.integrations.trainer import {name}"
+    done = run_python("-c", code)
+    assert re.search(f"MissingExtraError: .* needs {missing}, which is not installed: pip install", done.stderr, re.I)
 
 
 # --- optional packages

@@ -77,6 +77,10 @@ SEARCHES = {
     "packing": "tutorials/packed_documents.md",
     "hang": "failures.md",
     "SLURM": "several_machines.md",
+    "benchmark": "bench.md",
+    "MFU": "monitors.md",
+    "NaN": "how-it-works.md",
+    "accelerate": "trainer.md",
 }
 """The page that the site's search shows first for these words."""
 

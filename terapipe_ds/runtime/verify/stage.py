@@ -401,9 +401,9 @@ def _shown_by(difference: Difference, plan: SlicePlan, adds_loss: bool) -> str:
         )
     else:
         meaning = (
-            "slices after the first differ: they see no tokens before them, or their positions start at 0 (positions "
-            "start at `active_slice().start`): use sliced_attention and active_slice(), carry the state of a "
-            "recurrence (docs/carried_states.md), or set terapipe.slices to 1"
+            "slices after the first differ: they see no tokens before them, or their positions start at 0. Use "
+            "sliced_attention, let positions start at `active_slice().start`, carry the state of a recurrence "
+            "(docs/carried_states.md), or set terapipe.slices to 1"
         )
     return f"{difference}: {meaning}"
 

@@ -327,10 +327,8 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
             ) from error
         if not isinstance(error, ModelRefusedError):
             raise
-        raise ModelRefusedError(
-            f"{config.model_type} cannot be trained in stages and token slices: {error}. Write its layers as a "
-            "PipelineModule (docs/models.md), or train it on one device"
-        ) from error
+        text = f"{config.model_type} cannot be trained in stages and token slices: {error}. {error.remedy}"
+        raise type(error)(text) from error
 
 
 def _problem_of_version() -> str:

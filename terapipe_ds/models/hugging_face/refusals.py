@@ -53,6 +53,14 @@ _INSTEAD = {
 class ModelRefusedError(ValueError):
     """Report a model that cannot be trained in token slices; the message names the cause, and the remedy."""
 
+    remedy = "Write its layers as a PipelineModule (docs/models.md), or train it on one device"
+
+
+class NotCausalError(ModelRefusedError):
+    """Report a model whose tokens attend to later ones: slices of them cannot run one after the other."""
+
+    remedy = 'Take a causal language model, or train this one without a "terapipe" section'
+
 
 def gathered(value: T) -> list[T]:
     """Return the values of all ranks, by rank. A collective on the CPU: ranks may have no device yet."""
@@ -185,8 +193,13 @@ def check_config(config: Any) -> None:
         raise ModelRefusedError("return_dict is False: stages read the outputs of its forward by name. Set it to True")
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
-    if family is None or other:
-        raise ModelRefusedError(f"it is {f'a {other[0]}' if other else 'none'} and no causal language model")
+    if other:
+        raise NotCausalError(f"it is a {other[0]} and no causal language model")
+    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    if is_encoder and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
+        raise NotCausalError("its tokens attend to later ones, which slices of tokens have yet to compute")
+    if family is None:
+        raise NotCausalError(f"transformers has no causal language model of a {type(config).__name__}")
     if getattr(family, "_is_stateful", False) and not hasattr(cache_utils, "LinearAttentionCacheLayerMixin"):
         raise ModelRefusedError(
             f"transformers {transformers.__version__} has a cache of a kind of its own for the states of its layers; "

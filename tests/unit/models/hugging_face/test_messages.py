@@ -12,7 +12,14 @@ pytest.importorskip("peft", reason="needs the extra hf: pip install terapipe_ds[
 import torch
 from huggingface_hub.utils import filter_repo_objects
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForCausalLM, T5Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    LlamaForCausalLM,
+    T5Config,
+    XLMConfig,
+)
 from transformers import __version__ as installed
 
 import terapipe_ds
@@ -167,8 +174,13 @@ def test_other_kinds_of_models() -> None:
     config.architectures = ["LlamaForSequenceClassification"]  # of a folder
     with pytest.raises(ModelRefusedError, match="is a LlamaForSequenceClassification and no causal language model"):
         check_config(config)
-    with pytest.raises(ModelRefusedError, match="t5 cannot be trained in stages.*it is none and no causal"):
-        terapipe_ds.from_config(T5Config())
+    later = "tokens attend to later ones"
+    reasons = (T5Config(), "no causal language model of a T5Config"), (BertConfig(), later), (XLMConfig(), later)
+    for config, why in reasons:
+        with pytest.raises(ModelRefusedError, match=f"{config.model_type} cannot be trained.*{why}") as raised:
+            terapipe_ds.from_config(config)
+        # their layers fail in a PipelineModule too
+        assert "PipelineModule" not in str(raised.value) and "Take a causal language model" in str(raised.value)
 
 
 @pytest.mark.parametrize("weight_map", [None, ["key"], {"key": 1}, {"key": "../a"}, {"key": "/a"}])

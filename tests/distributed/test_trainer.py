@@ -13,7 +13,13 @@ pytest.importorskip("accelerate", reason="needs the extra trl: pip install terap
 from tests.distributed import trainer_jobs
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_strategy_runs import written
-from tests.distributed.trainer_classes import compare_busy, refusals, train_by_plugin, without_section
+from tests.distributed.trainer_classes import (
+    compare_busy,
+    compare_two_rates,
+    refusals,
+    train_by_plugin,
+    without_section,
+)
 
 EVALUATE = {"eval_strategy": "steps", "eval_steps": 3}
 SAVE = {"save_strategy": "steps", "save_steps": 4}
@@ -283,6 +289,13 @@ def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_methods_that_stages_replace_change_batches_count_and_log(tmp_path: Path) -> None:
     check_same(rank_pool(2).run(compare_busy, folder=str(tmp_path))[0], 1e-4)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_an_optimizer_of_own_groups_is_made_once_for_a_training(stage: int, tmp_path: Path) -> None:
+    """Of the weights of each stage by their names, though an evaluation has started the engine before."""
+    found = rank_pool(2).run(compare_two_rates, folder=str(tmp_path), stage=stage)[0]
+    check_same(found, 1e-4 if stage else 1e-12)
 
 
 def test_a_framework_takes_the_class_from_the_plugin_in_the_docs(tmp_path: Path) -> None:

@@ -66,6 +66,28 @@ def compare_busy(folder: str) -> dict[str, Any]:
     return trainer_jobs.compare({"args": args, "metrics": "logits"}, folder, (Busy, over_stages(Busy)))
 
 
+class TwoRates(Trainer):
+    """Make groups of the model's parameters, of which a stage may lack all, and double the rates at each call."""
+
+    def create_optimizer(self, *_: Any) -> Any:
+        if self.optimizer is None:
+            parts: dict[bool, list[Any]] = {True: [], False: []}
+            for name, parameter in self.model.named_parameters():
+                parts["embed" in name].append(parameter)
+            groups = [{"params": parts[True], "lr": 1e-3}, {"params": parts[False]}]
+            self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, eps=1e-4)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 2
+        return self.optimizer
+
+
+def compare_two_rates(folder: str, stage: int) -> dict[str, Any]:
+    """Compare runs whose engine starts before the training, with a stage of ZeRO."""
+    given = {"fp64": stage == 0, "ds": {"zero_optimization": {"stage": stage}}, "phases": ["evaluate", "train"]}
+    over = type("TwoRates", (TwoRates, trainer_jobs.PipelineTrainer), {})
+    return trainer_jobs.compare(given, folder, (TwoRates, over))
+
+
 class ReadsLoss(Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().compute_loss(*args, **kwargs)

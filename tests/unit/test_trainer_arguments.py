@@ -276,19 +276,17 @@ def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> 
         assert bool(trainer.prediction_step(None, {}, True)[0].isnan()) == (count == 0)
 
 
-def test_a_training_asks_once_for_its_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Trainer without DeepSpeed: a method that changes the rate of the parent's optimizer would change it again."""
-    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
-    monkeypatch.setattr(
-        Trainer, "_inner_training_loop", lambda self: (self.create_optimizer(), self.create_optimizer())
-    )
-    monkeypatch.setattr(OtherOrder, "create_optimizer", lambda self: object())
+def test_another_training_refuses_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainer would begin anew with it, and the engine keeps the first one."""
     monkeypatch.setattr(OtherOrder, "_own_parameters", lambda self: [])
-    stages = types.SimpleNamespace(sums=dict)
-    fields = {"_stages": stages, "_waiting": [], "_renew_config": lambda: None}
-    fields["accelerator"] = types.SimpleNamespace(loaders_of_replicas=contextlib.nullcontext)
-    first, second = without_start(OtherOrder, model=torch.nn.Module(), **fields)._inner_training_loop()
-    assert first is second
+    first, other = (torch.optim.SGD(torch.nn.Linear(2, 2).parameters()) for _ in range(2))
+    engine = types.SimpleNamespace(optimizer=types.SimpleNamespace(), basic_optimizer=first)
+    stages = types.SimpleNamespace(engine=engine, module=torch.nn.Module())
+    trainer = without_start(OtherOrder, model=torch.nn.Module(), _stages=stages)
+    assert trainer._make_optimizer(lambda: first) is first
+    trainer._made = None
+    with pytest.raises(ModelRefusedError, match="let it return self.optimizer where that is not None"):
+        trainer._make_optimizer(lambda: other)
 
 
 def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ class PipelineTrainerMixin(Trainer):
     _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
     _has_trained = False
+    _made: Any = None  # the optimizer of the training run, or of the next one
     _joined_at = -1  # the step at whose end the ranks have joined their flags
     _ends_epochs_together = False  # all replicas have as many batches
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
@@ -176,7 +177,8 @@ class PipelineTrainerMixin(Trainer):
         self._stages.section.setdefault("loss_reduction", "mean_of_step" if accepts_counts else "mean_valid")
         config = self._stages.engine_config(self.args, self.model)
         self._started_with = tuple((name, getattr(self.args, name)) for name in _OF_ENGINE)
-        self._stages.start_engine(config, None if "optimizer" in config else self.create_optimizer())
+        optimizer = None if "optimizer" in config else self._make_optimizer(self.create_optimizer)
+        self._stages.start_engine(config, optimizer)
 
     @over_stages
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -219,12 +221,40 @@ class PipelineTrainerMixin(Trainer):
                     raise ModelRefusedError(_changed_late([name], "the Trainer was built"))
         self._has_trained = True
         self._given = [(name, each, each.requires_grad) for name, each in self.model.named_parameters()]
-        # Trainer asks twice for the optimizer under DeepSpeed, and the engine once: an override may change it each time
-        once = replaced(self, "create_optimizer", functools.cache(self.create_optimizer))
+        once = replaced(self, "create_optimizer", functools.partial(self._make_optimizer, self.create_optimizer))
         handler = self.callback_handler
         joined = replaced(handler, "call_event", functools.partial(self._call_event, handler.call_event))
-        with once, joined, self.accelerator.loaders_of_replicas():  # a resumed run makes a loader that skips batches
-            return super()._inner_training_loop(*args, **kwargs)
+        try:
+            with (
+                once,
+                joined,
+                self.accelerator.loaders_of_replicas(),
+            ):  # a resumed run makes a loader that skips batches
+                return super()._inner_training_loop(*args, **kwargs)
+        finally:
+            self._made = None  # Trainer asks again for the next run
+
+    def _make_optimizer(self, create: Callable[[], Any]) -> Any:
+        """Return what `create` makes of the parameters of this stage, which are the model's meanwhile.
+
+        Trainer asks once for a run, and under DeepSpeed twice; the engine may start before. An override of
+        `create_optimizer` may change the parent's optimizer each time.
+        """
+        if self._made is None:
+            engine = getattr(self._stages, "engine", None)
+            if engine is None:  # the layers come to their stages before the optimizer lists their parameters
+                lay_out(self._stages.module, self._stages.engine_config(self.args, self.model))
+            own, modules = self._own_parameters(), self._stages.module.modules
+            named = replaced(self.model, "named_parameters", lambda *_, **__: own)
+            with named, replaced(self.model, "modules", modules):
+                self._made = create()
+            kept = () if engine is None else (engine.optimizer, engine.basic_optimizer)
+            if engine is not None and not any(getattr(self._made, "optimizer", self._made) is each for each in kept):
+                raise ModelRefusedError(
+                    "create_optimizer made another optimizer, and the engine keeps that of the first training run: "
+                    "let it return self.optimizer where that is not None, or build another Trainer"
+                )
+        return self._made
 
     @over_stages
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -232,11 +262,7 @@ class PipelineTrainerMixin(Trainer):
         if hasattr(self._stages, "engine"):  # another training run goes on with its state
             self.optimizer = DeepSpeedOptimizerWrapper(self._stages.engine.optimizer)
             return self.optimizer
-        # the layers come to their stages before the optimizer lists their parameters
-        lay_out(self._stages.module, self._stages.engine_config(self.args, self.model))
-        own, modules = self._own_parameters(), self._stages.module.modules
-        with replaced(self.model, "named_parameters", lambda *_, **__: own), replaced(self.model, "modules", modules):
-            return super().create_optimizer()
+        return self._make_optimizer(super().create_optimizer)
 
     def _own_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of this stage by their names in the model."""

@@ -182,8 +182,9 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module, d
     own = {id(each) for each in module.parameters()}
     if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
         raise ModelRefusedError(
-            "the optimizer has parameters that no stage trains, such as those of the empty trainer.model: let "
-            'create_optimizer call super().create_optimizer(), and give no "params" in optimizer_cls_and_kwargs'
+            "the optimizer has parameters that no stage trains, such as those of the empty trainer.model: in "
+            "create_optimizer take them from self.model.named_parameters(), or call super().create_optimizer(), and "
+            'give no "params" in optimizer_cls_and_kwargs'
         )
     name = type(optimizer).__name__
     if _needs_more(name, ds_config) or hasattr(optimizer, "train"):

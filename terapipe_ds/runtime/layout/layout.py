@@ -173,8 +173,8 @@ def _layout_of_schedule(config: TeraPipeConfig, num_stages: int) -> Layout:
             held = {layout.placement[stage_id, chunk_id] for stage_id in range(num_stages)}
             if missing := sorted({*layout.placement.values()} - held):
                 raise TeraPipeConfigError(
-                    f"{what}: parts are at several places, and chunk {chunk_id} lacks {missing}: a micro-batch stays in "
-                    "one chunk from the first part to the last, so place every part once in each chunk"
+                    f"{what}: parts are at several places, and chunk {chunk_id} lacks {missing}: a micro-batch stays "
+                    "in one chunk from the first part to the last, so place every part once in each chunk"
                 )
         return layout
     name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule

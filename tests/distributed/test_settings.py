@@ -170,6 +170,16 @@ def test_a_step_of_deepspeeds_optimizer_before_the_first_is_told() -> None:
         assert told == [stage == 0, False]
 
 
+def job_misspelt() -> list[str]:
+    layers = engines.fp32_layers()
+    with engines.logged() as lines, engines.engine_of(layers, engines.unchecked(), pipelin={"stages": 2}):
+        return [line for line in lines if "pipelin" in line]
+
+
+def test_a_misspelt_key_of_deepspeed_is_told_at_the_start() -> None:
+    assert rank_pool(2).run(job_misspelt) == [["pipelin: DeepSpeed ignores this key; did you mean pipeline?"], []]
+
+
 def job_left_out_in_fp16() -> tuple[str, str]:
     sgd = {"type": "SGD", "params": {"lr": 1e-2}}
     changes = {"fp16": {"enabled": True}, "optimizer": sgd, "zero_optimization": {"stage": 0}}

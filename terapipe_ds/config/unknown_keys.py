@@ -8,12 +8,13 @@ from __future__ import annotations
 import functools
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from terapipe_ds.config.values import SECTION, TeraPipeConfigError, shown_value
+from terapipe_ds.files.user_json import value_at
 from terapipe_ds.messages import closest, nearest, show_key, show_value
 
 Path = tuple[Any, ...]  # of a key, which need not be a word
@@ -27,6 +28,42 @@ def refuse_misspelt_section(ds_config: Mapping[str, Any]) -> None:
         if is_other and closest(key.strip().lower(), [SECTION], cutoff=0.8):
             shown = f"{show_key(key)} = {show_value(value)}"
             raise TeraPipeConfigError(f"{shown}: unknown section; did you mean {SECTION}?")
+
+
+# Names that DeepSpeed 0.19.8 looks for, in the whole config and in sections whose other names it ignores
+_READ: dict[str, tuple[str, ...]] = {
+    "": (
+        SECTION, "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer",
+        "scheduler", "fp16", "bf16", "bfloat16", "torch_autocast", "zero_optimization", "pipeline", "tensor_parallel",
+        "sequence_parallel_size", "gradient_clipping", "prescale_gradients", "gradient_predivide_factor",
+        "gradient_allreduce_op", "data_types", "communication_data_type", "seq_parallel_communication_data_type",
+        "activation_checkpointing", "checkpoint", "data_efficiency", "flops_profiler", "comms_logger", "compile",
+        "tensorboard", "wandb", "csv_monitor", "comet", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "dataloader_drop_last", "elasticity", "aio",
+        "timers", "dump_state", "disable_allgather", "managed_gradient_accumulation", "expert_parallel", "log_level",
+        "curriculum_learning", "compression_training", "autotuning", "hybrid_engine", "weight_quantization",
+    ),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "scheduler": ("type", "params"),
+    "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
+    "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
+    "checkpoint": ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write"),
+    "activation_checkpointing": (
+        "partition_activations", "contiguous_memory_optimization", "number_checkpoints", "cpu_checkpointing", "profile",
+        "synchronize_checkpoint_boundary",
+    ),
+}  # fmt: skip
+
+
+def misspelt_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each key of DeepSpeed's own that is nearly one it reads: it ignores others without a word."""
+    for section, known in _READ.items():
+        keys = value_at(ds_config, section) if section else ds_config
+        for key in keys if isinstance(keys, Mapping) else ():
+            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.8)
+            if close is not None:
+                before = f"{section}." if section else ""
+                yield f"{before}{show_key(key)}: DeepSpeed ignores this key; did you mean {before}{close}?"
 
 
 @functools.cache

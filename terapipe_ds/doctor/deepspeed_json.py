@@ -28,6 +28,7 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
     """Yield the lines on a config; with None, the number of stages, replicas or tokens is not known."""
     from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
     from terapipe_ds.config.strategy_file import sizes_of
+    from terapipe_ds.config.unknown_keys import misspelt_keys
 
     try:
         content = read_json(path, "--config")
@@ -48,6 +49,8 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
         text = "there is none that is enabled: DeepSpeed's own engine trains whole sequences"
         yield Line("note", "section", text, 'set "terapipe": {"enabled": true}')
         return
+    for problem in misspelt_keys(content):
+        yield Line("warning", "misspelt", *_text_and_fix(problem))
     # a strategy has the sizes of a batch that the config leaves out
     keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
     yield from _batch(keys, replicas)

@@ -343,6 +343,16 @@ class Both(NamedTuple):
     y: Tensor
 
 
+# Within a range that is recomputed layers get what the layer before returns.
+IN_ONE_RANGE: dict[str, Any] = {"pipeline": {"activation_checkpoint_interval": 3, "use_reentrant": False}}
+add("OneInARange", [Embedding, lambda x: (x,), lambda one: one[0], Mlp, Mlp, Head], engine=IN_ONE_RANGE)
+add(
+    "NamedInARange",
+    [Embedding, lambda x: Both(x, 2 * x), lambda both: both.x + both.y, Mlp, Mlp, Head],
+    engine=IN_ONE_RANGE,
+)
+
+
 class Mapped(Mlp):
     """Return a dict and nothing else, which the next layer takes."""
 

@@ -17,6 +17,7 @@ import terapipe_ds.runtime.engine.deepspeed_faults as faults
 from terapipe_ds.attention import SliceStore
 from terapipe_ds.attention.exchange import SequenceRanks
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.config.unknown_keys import misspelt_keys
 from terapipe_ds.files.user_json import is_on
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, gather, refuse_everywhere
@@ -132,6 +133,8 @@ class EngineSetup:
         show_log(rank)
         if rank == 0 and is_on((raw.get("pipeline") or {}).get("seed_layers")) and not module.seed_layers:
             logger.warning("pipeline.seed_layers: DeepSpeed ignores it; give PipelineModule seed_layers=True instead")
+        for text in misspelt_keys(raw) if rank == 0 else ():
+            logger.warning("%s", text)
         sequence = take_sequence_axis(module.mpu())
         if sequence.size > 1 and raw.get("seq_parallel_communication_data_type"):  # DeepSpeed does not see these ranks
             settled = options["config_class"]
@@ -153,6 +156,7 @@ class EngineSetup:
             or problem_of_shared_layers(engine.module, self.layout)
             or problem_of_links(config, self.layout, torch.device(engine.device))
             or problem_of_split(engine.module, config.schedule)
+            or faults.problem_of_round_robin(engine)
             or getattr(engine.module, "training_problem", None)
         )
         if config.compile:

@@ -169,6 +169,13 @@ def _layout_of_schedule(config: TeraPipeConfig, num_stages: int) -> Layout:
         for stage_id in range(num_stages):
             if len({place.part_id for place in layout.places(stage_id)}) < layout.chunks_per_stage:
                 raise TeraPipeConfigError(f"{what}: stage {stage_id} holds a part twice; place it there once")
+        for chunk_id in range(layout.chunks_per_stage if layout.has_copies else 0):
+            held = {layout.placement[stage_id, chunk_id] for stage_id in range(num_stages)}
+            if missing := sorted({*layout.placement.values()} - held):
+                raise TeraPipeConfigError(
+                    f"{what}: parts are at several places, and chunk {chunk_id} lacks {missing}: a micro-batch stays "
+                    "in one chunk from the first part to the last, so place every part once in each chunk"
+                )
         return layout
     name = ("interleaved" if config.chunks_per_stage > 1 else "1f1b") if config.schedule == "auto" else config.schedule
     try:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe_ds.attention import ActiveSlice, active_slice, guard_plain_attention, push_slice
+from terapipe_ds.attention import ActiveSlice, UncompiledMode, active_slice, guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
@@ -88,7 +88,7 @@ class LossAfterLayers(LayerCheck):
         expected, values = whole.outputs[0].double()[None], torch.stack([each[0].double() for each in parts])
         with torch.enable_grad():
             size = max(self.loss.losses(self.slicing.whole()).size, float(values.abs().sum()))
-        difference = _compare_values(values.sum()[None], expected, size, self._dtypes(()))
+        difference = _compare_values(values.sum()[None], expected, size, self._dtypes(()) | self.loss.sums_in)
         return Activations((), tuple, ()), difference if bool(torch.isfinite(expected).all()) else None
 
 
@@ -111,6 +111,23 @@ def reported_so_far(get_additional_losses: Callable[[], Mapping[str, Any] | None
         return {}
 
 
+class _SeesSums(UncompiledMode):
+    """Collect the half precisions in which a loss sums, so that the sums of slices round otherwise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.is_tensor(result) and result.dtype in (torch.float16, torch.bfloat16):
+            summed = (each.numel() > result.numel() for each in args if torch.is_tensor(each))
+            self.dtypes |= {result.dtype} if any(summed) else set()
+        return result
+
+
 @dataclass
 class LossCheck:
     """Check the loss on the last layer's outputs; `slicing` has the weights that training gives the slices' losses.
@@ -130,6 +147,7 @@ class LossCheck:
     other_ignored: tuple[int, ...] = ()  # labels that loss_fn may ignore in place of terapipe.ignore_index
     is_finite: bool = True  # otherwise there is nothing to compare
     head: Callable[[LossCheck], Difference | None] | None = None
+    sums_in: frozenset[torch.dtype] = frozenset()  # half precisions, on whole sequences
 
     @property
     def has_counted_labels(self) -> bool:
@@ -139,7 +157,9 @@ class LossCheck:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""
         # a report that does not change from here on does not come from loss_fn
         before = reported_so_far(self.get_additional_losses)
-        whole = self.losses(self.slicing.whole())
+        with _SeesSums() as seen:
+            whole = self.losses(self.slicing.whole())
+        self.sums_in = frozenset(seen.dtypes)
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))
         if not self.is_finite:
             return None
@@ -204,7 +224,7 @@ class LossCheck:
         )
 
     def _dtypes(self) -> set[torch.dtype]:
-        return {tensor.dtype for tensor in self.outputs.tensors}
+        return {tensor.dtype for tensor in self.outputs.tensors} | self.sums_in
 
     def _tolerance(self) -> Tolerance:
         return tolerance_of(self._dtypes(), of_loss=True)

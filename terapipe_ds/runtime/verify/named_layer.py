@@ -27,11 +27,17 @@ from terapipe_ds.runtime.layout.parted_module import functions_of
 
 @dataclass(frozen=True)
 class NamedLayer:
-    """Name a layer by its number, with the activation checkpointing that training runs it under."""
+    """Name a layer by its number, with the activation checkpointing that training runs it under.
+
+    It may begin or end the range of layers that is checkpointed, where a tuple of one element becomes that element, and
+    a named tuple a plain one. Within the range layers hand on what they return.
+    """
 
     layer_id: int
     function: Callable[[Any], Any]
     checkpoint: Callable[..., Any] | None = None
+    begins: bool = True
+    ends: bool = True
 
     @property
     def module(self) -> nn.Module | None:
@@ -42,7 +48,16 @@ class NamedLayer:
         if self.checkpoint is None:
             return self.function(inputs)
         several = inputs if isinstance(inputs, tuple) else (inputs,)
-        return self.checkpoint(lambda *tensors: self.function(tensors[0] if len(tensors) == 1 else tensors), *several)
+        returned: list[Any] = []
+
+        def call(*tensors: Any) -> Any:
+            value = tensors[0] if len(tensors) == 1 else tensors
+            outputs = self.function(value if self.begins else _formed_as(inputs, tensors))
+            returned[:] = [outputs]
+            return outputs
+
+        outputs = self.checkpoint(call, *several)
+        return outputs if self.ends else _formed_as(returned[0], outputs if isinstance(outputs, tuple) else (outputs,))
 
     def __str__(self) -> str:
         if isinstance(self.function, _Chain):
@@ -50,6 +65,13 @@ class NamedLayer:
         if isinstance(self.function, _WholePart):
             return str(self.function)
         return layer_title(self.function, self.layer_id)
+
+
+def _formed_as(like: Any, values: tuple[Any, ...]) -> Any:
+    """Return values as `like`: a named or a plain tuple, or the only value."""
+    if not isinstance(like, tuple):
+        return values[0] if len(values) == 1 else values
+    return type(like)(*values) if hasattr(like, "_fields") else values
 
 
 class _Chain(nn.Module):
@@ -113,7 +135,8 @@ def layers_of(module: Any) -> list[NamedLayer]:
         around: Callable[..., Any] | None = _run if interval > 0 and index % interval == 0 else None
         if is_checkpointed:
             around = checkpoint_with_gradients(module.activation_checkpoint_func, kept=kept)
-        layers.append(NamedLayer(index + module._local_start, function, around))
+        begins, ends = (interval == 0 or place % interval == 0 for place in (index, index + 1))
+        layers.append(NamedLayer(index + module._local_start, function, around, begins, ends))
     return layers
 
 

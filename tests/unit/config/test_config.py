@@ -11,6 +11,7 @@ import pytest
 from pydantic import ValidationError
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError, conflicts
+from terapipe_ds.config.unknown_keys import misspelt_keys
 from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
@@ -378,6 +379,23 @@ def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
     assert text is not None and text.startswith(f"{key} = {bad!r}: text,") and "without quotes" in text
     assert text in problem({"enabled": True, "slices": 4}, **nested(key, bad))
     assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
+
+
+@pytest.mark.parametrize(("path", "meant"), [
+    ("terapip", "terapipe"), ("pipelin", "pipeline"), ("tensor_paralel", "tensor_parallel"),
+    ("Zero_Optimisation", "zero_optimization"), ("data_types.grad_acum_dtype", "data_types.grad_accum_dtype"),
+    ("scheduler.param", "scheduler.params"), ("mine", None), ("optimizer.mine", None),
+])  # fmt: skip
+def test_misspelt_keys_of_deepspeed(path: str, meant: str | None) -> None:
+    told = [] if meant is None else [f"{path}: DeepSpeed ignores this key; did you mean {meant}?"]
+    assert list(misspelt_keys(nested(path, 1))) == told
+
+
+def test_no_key_of_deepspeed_is_called_misspelt() -> None:
+    from deepspeed.runtime import constants
+
+    names = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    assert len(names) > 50 and not list(misspelt_keys(dict.fromkeys(names, 1)))
 
 
 def test_the_conflicts_name_keys_that_deepspeed_has() -> None:

@@ -222,6 +222,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"gradient_accumulation_steps": 10**7}, "schedule", "note", "a step of 120000000 forwards is not simulated"),
     ({"gradient_accumulation_steps": 10**7, "terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}},
      "schedule", "fail", "chimera on 3 stages"),
+    ({"pipelin": {"stages": 2}}, "misspelt", "warning", "pipelin"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
 def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path) -> None:

@@ -172,3 +172,7 @@ def test_an_order_from_a_file_fits_the_stages_and_places_a_part_once_on_each(tmp
     path.write_text("placement,0/0,1/1\nF0.0c0,F1.0c1,B0.0c0,B1.0c1\nF0.0c0,B0.0c0,F1.0c1,B1.0c1\n")
     with pytest.raises(TeraPipeConfigError, match="stage 0 holds a part twice; place it there once"):
         layout(str(path), 2)
+    # training stays in chunk 1, and an evaluation runs each part at its place in the lowest chunk
+    path.write_text("placement,2/0,2/1,0/2\n" + "F0.0c1,B0.0c1\n" * 3)
+    with pytest.raises(TeraPipeConfigError, match=r"chunk 0 lacks \[1\]: .*place every part once in each chunk"):
+        layout(str(path), 3)

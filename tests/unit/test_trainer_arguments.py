@@ -49,7 +49,8 @@ def test_a_class_may_take_its_arguments_in_another_order() -> None:
 def without_start(kind: type, **fields: Any) -> Any:
     """Return an object whose initializer has not run."""
     made = object.__new__(kind)
-    vars(made).update({"compute_loss_func": None, "label_smoother": None} | fields)
+    handler = types.SimpleNamespace(call_event=None)
+    vars(made).update({"compute_loss_func": None, "label_smoother": None, "callback_handler": handler} | fields)
     return made
 
 

@@ -92,6 +92,7 @@ class PipelineTrainerMixin(Trainer):
     _has_trained = False
     _made: Any = None  # the optimizer of the training run, or of the next one
     _joined_at = -1  # the step at whose end the ranks have joined their flags
+    _asked: frozenset[str] = frozenset()  # flags that callbacks have set within a step
     _ends_epochs_together = False  # all replicas have as many batches
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
     _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the training run began
@@ -108,7 +109,6 @@ class PipelineTrainerMixin(Trainer):
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)
         self._stages, self._waiting = Stages(config), list[tuple[Any, Any]]()
-        self._asked = set[str]()  # flags that callbacks have set within a step
         if isinstance(given.get("model"), str | os.PathLike):
             args, kwargs = (), self._with_skeleton(given)
         super().__init__(*args, **kwargs)
@@ -200,7 +200,7 @@ class PipelineTrainerMixin(Trainer):
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._renew_config()
         self._waiting.clear()
-        self._asked.clear()
+        self._asked = frozenset()
         self._joined_at = -1
         self._stages.sums()  # of a step that raised
         # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
@@ -331,7 +331,7 @@ class PipelineTrainerMixin(Trainer):
     def _join_flags(self) -> bool:
         """Set each flag of `self.control` that is set on some rank; return whether there are any. A collective."""
         own = [bool(getattr(self.control, name)) or name in self._asked for name in _FLAGS]
-        self._asked.clear()
+        self._asked = frozenset()
         flags = self._stages.on_some_rank(own)
         for name, flag in zip(_FLAGS, flags, strict=True):
             setattr(self.control, name, flag)
@@ -347,7 +347,7 @@ class PipelineTrainerMixin(Trainer):
             self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
         if event in _IN_STEP or (event == "on_epoch_end" and not self._ends_epochs_together):
             for name in [name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag]:
-                self._asked.add(name)
+                self._asked |= {name}
                 setattr(control, name, False)
         return control
 

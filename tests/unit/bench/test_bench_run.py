@@ -501,7 +501,7 @@ def test_a_default_granularity_fits_the_slices(words: str, granularity: int) -> 
     (["--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: there is no such folder"),
     (["--json", "/proc/x.json"], "/proc/x.json: "),
     (["--html", "/"], "--html '/' has no file name"),
-    (["--interactive"], "--interactive goes with --html only: give --html, or leave it out"),
+    (["--interactive"], "--interactive goes with --html only: give --html, or leave --interactive out"),
     (["--html", "/usr"], "--html /usr is a folder: give the name of a file"),
     (["--config", "ds.json"], "ds.json"),
     (["--model", "tiny", "--hidden", "64"], "--hidden does not go with --model, which has its own: leave it out"),

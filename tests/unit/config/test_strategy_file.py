@@ -84,7 +84,7 @@ def test_a_file_that_is_no_strategy_is_refused(tmp_path: Path) -> None:
             config_of(tmp_path, strategy=text)
     (tmp_path / "strategy.json").unlink()
     section = {"enabled": True, "strategy": str(tmp_path / "strategy.json")}
-    with pytest.raises(TeraPipeConfigError, match=r"cannot read it \(No such file.*give the path"):
+    with pytest.raises(TeraPipeConfigError, match=r"cannot read it \(No such file.*give a file that"):
         TeraPipeConfig.from_deepspeed({"terapipe": section})
     assert not TeraPipeConfig.from_deepspeed({"terapipe": section | {"enabled": False}}).enabled
 

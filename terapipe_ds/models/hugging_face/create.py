@@ -328,7 +328,7 @@ def _family_named(config: PretrainedConfig) -> Iterator[None]:
         if not isinstance(error, ModelRefusedError):
             raise
         text = f"{config.model_type} cannot be trained in stages and token slices: {error}. {error.remedy}"
-        raise type(error)(text) from error
+        raise type(error)(text) from error.__cause__
 
 
 def _problem_of_version() -> str:

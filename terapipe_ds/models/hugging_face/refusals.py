@@ -87,7 +87,8 @@ def refused_on_all_ranks() -> Iterator[None]:
     problems = gathered(problem)
     if any(problems):
         rank, text = next((rank, text) for rank, text in enumerate(problems) if text)
-        raise ModelRefusedError(text if len({*problems}) == 1 else f"on rank {rank}: {text}") from own
+        cause = own.__cause__ if isinstance(own, ModelRefusedError) else own  # its text is here already
+        raise ModelRefusedError(text if len({*problems}) == 1 else f"on rank {rank}: {text}") from cause
 
 
 def refuse_other_ranks(

@@ -76,13 +76,14 @@ def _run(words: list[str]) -> int:
 
 
 def _one_line(error: Exception, arguments: argparse.Namespace) -> str:
+    from terapipe_ds.costs.analytic import AnalyticCostError
     from terapipe_ds.planner import PlannerError
     from terapipe_ds.schedule import ScheduleError
 
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}; {_REMEDIES.get(type(error), 'give another path')}"
     text = " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
-    return arguments.options.in_options(text) if isinstance(error, PlannerError | ScheduleError) else text
+    return arguments.options.in_options(text) if isinstance(error, PlannerError | ScheduleError | AnalyticCostError) else text
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

@@ -603,7 +603,8 @@ OF_LLAMA = "--model llama-3-8b --device h100 --stages 4 --sequence-length 100000
         "SMALL --schedule seq1f": "; did you mean seq1f1b?",
         "SMALL --granularity 4096": "larger than the sequence",
         "SMALL --sequence-length 4096": "learned positions for 2048 tokens",
-        "SMALL --stages 25": "24",
+        "SMALL --stages 25": "error: --stages 25: gpt3-1b has 24 layers; give at most",
+        "SMALL --tensor-parallel 3": "error: --tensor-parallel 3: num_heads",
         "SMALL --tensor-parallel 2 --sequence-parallel --sequence-length 1025": "2 ranks; give a multiple of 2",
         "SMALL --schedule 1f1b --memory-limit-gb 0.5": "no plan fits in 0.4657 GiB (0.5 GB)",
         "SMALL --dtype fp32 --memory-limit-gb 10": "NCCL; try activation checkpointing, more",  # of all

@@ -83,7 +83,8 @@ def _one_line(error: Exception, arguments: argparse.Namespace) -> str:
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}; {_REMEDIES.get(type(error), 'give another path')}"
     text = " ".join((error.reason if isinstance(error, ScheduleError) else str(error)).split())
-    return arguments.options.in_options(text) if isinstance(error, PlannerError | ScheduleError | AnalyticCostError) else text
+    names_arguments = isinstance(error, PlannerError | ScheduleError | AnalyticCostError)
+    return arguments.options.in_options(text) if names_arguments else text
 
 
 def _complete(parser: argparse.ArgumentParser) -> None:

@@ -170,20 +170,6 @@ def test_a_step_of_deepspeeds_optimizer_before_the_first_is_told() -> None:
         assert told == [stage == 0, False]
 
 
-def job_round_robin() -> tuple[str, str]:
-    zero = {"zero_optimization": {"stage": 1, "round_robin_gradients": True}}
-    return engines.raised_by(lambda: engines.run_training(
-        engines.fp32_layers, engines.unchecked(), engines.batches(1), stages=1, **zero
-    ))  # fmt: skip
-
-
-def test_gradients_in_round_robin_are_refused_with_replicas() -> None:
-    """The stock engine hangs in the first step."""
-    for kind, text in rank_pool(2).run(job_round_robin, timeout_s=60):
-        assert kind == "TeraPipeConfigError" and "round_robin_gradients = true with 2 data-parallel ranks" in text
-    assert rank_pool(1).run(job_round_robin) == [("", "")]
-
-
 def job_misspelt() -> list[str]:
     layers = engines.fp32_layers()
     with engines.logged() as lines, engines.engine_of(layers, engines.unchecked(), pipelin={"stages": 2}):

@@ -156,7 +156,6 @@ class EngineSetup:
             or problem_of_shared_layers(engine.module, self.layout)
             or problem_of_links(config, self.layout, torch.device(engine.device))
             or problem_of_split(engine.module, config.schedule)
-            or faults.problem_of_round_robin(engine)
             or getattr(engine.module, "training_problem", None)
         )
         if config.compile:

@@ -239,16 +239,6 @@ def problem_of_memory(module: nn.Module) -> str | None:
     return None
 
 
-def problem_of_round_robin(engine: PipelineEngine) -> str | None:
-    """Return an error about an order of gradients in which ZeRO-1 steps with other shapes than its parameters have."""
-    if not getattr(engine.optimizer, "round_robin_gradients", False) or engine.seq_dp_world_size == 1:
-        return None
-    return (
-        f"zero_optimization.round_robin_gradients = true with {engine.seq_dp_world_size} data-parallel ranks: "
-        "DeepSpeed's pipelines give gradients to other parameters, and the first step fails; set it to false"
-    )
-
-
 def problem_of_grad_scaler(config: DeepSpeedConfig, num_stages: int) -> str | None:
     """Return an error about `torch_autocast` in fp16 with several stages, which fails in DeepSpeed's first step."""
     if num_stages == 1 or not config.torch_autocast_enabled or config.torch_autocast_dtype != torch.float16:

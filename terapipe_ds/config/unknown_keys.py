@@ -45,6 +45,10 @@ _READ: dict[str, tuple[str, ...]] = {
     ),
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
+    "pipeline": (
+        "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
+        "use_reentrant",
+    ),
     "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
     "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
     "checkpoint": ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write"),
@@ -60,8 +64,9 @@ def misspelt_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     for section, known in _READ.items():
         keys = value_at(ds_config, section) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
-            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.8)
-            if close is not None:
+            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.84)
+            # "_fp16" and "checkpoint_dir" have a whole name and more: a key taken out, or one of the user's own
+            if close is not None and not re.search(rf"[^a-z0-9\s]{close}$|^{close}[^a-z0-9\s]", show_key(key)):
                 before = f"{section}." if section else ""
                 yield f"{before}{show_key(key)}: DeepSpeed ignores this key; did you mean {before}{close}?"
 

@@ -45,10 +45,6 @@ _READ: dict[str, tuple[str, ...]] = {
     ),
     "optimizer": ("type", "params", "legacy_fusion"),
     "scheduler": ("type", "params"),
-    "pipeline": (
-        "stages", "partition", "seed_layers", "activation_checkpoint_interval", "pipe_partitioned", "grad_partitioned",
-        "use_reentrant",
-    ),
     "data_types": ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
     "torch_autocast": ("enabled", "dtype", "lower_precision_safe_modules"),
     "checkpoint": ("tag_validation", "load_universal", "use_node_local_storage", "parallel_write"),

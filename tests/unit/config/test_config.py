@@ -385,7 +385,7 @@ def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
     ("terapip", "terapipe"), ("pipelin", "pipeline"), ("tensor_paralel", "tensor_parallel"),
     ("Zero_Optimisation", "zero_optimization"), ("data_types.grad_acum_dtype", "data_types.grad_accum_dtype"),
     ("scheduler.param", "scheduler.params"), ("mine", None), ("optimizer.mine", None),
-    ("pipeline.stage", "pipeline.stages"), (" pipeline", "pipeline"), ("train_micro_batch_size",
+    (" pipeline", "pipeline"), ("train_micro_batch_size",
     "train_micro_batch_size_per_gpu"), ("comment", None), ("_optimizer", None), ("//fp16", None), ("#fp16", None),
     ("checkpoint_dir", None), ("tensor_parallel_size", None), ("max_train_batch_size", None),
 ])  # fmt: skip

@@ -163,9 +163,7 @@ class Space:
         asked = f"{cluster.nodes} x {cluster.devices_per_node} devices, global_batch_size = {self.global_batch_size}"
         if not self._zeros(1, bool(self.choices.offload_optimizer)):
             why = "an optimizer on the host" if self.choices.offload_optimizer else self.layers.dtype
-            zero = self.choices.zero_stage
-            problem = f"no strategy with {why}" if zero == 0 else "no DeepSpeed pipeline"
-            return f"{asked}: {problem} has zero_stage = {zero}; give 1"
+            return f"{asked}: no strategy with {why} has zero_stage = {self.choices.zero_stage}; give 1"
         return self._why_no_degrees(asked)
 
     def _other_value(self, asked: str, names: Mapping[str, str]) -> str | None:
@@ -200,15 +198,17 @@ class Space:
         if (error := self._other_value(asked, _BATCH)) is not None:
             return error
         # a batch near this one that has a strategy
+        why_not = f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
+        of_batch = {name: getattr(self.choices, name) for name in _BATCH}
+        if shown := " and ".join(f"{name} = {value}" for name, value in of_batch.items() if value is not None):
+            why_not = f"no number of replicas goes with {shown}"
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):
                 if (
                     other >= 1
                     and next(dataclasses.replace(self, global_batch_size=other).candidates(), None) is not None
                 ):
-                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or (
-                        f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
-                    )
+                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or why_not
                     return f"{asked}: {why}; give global_batch_size = {other}, the nearest that works"
         of_grid = {name: f"grid.{attribute}" for name, attribute in _AXES.items()}
         if (error := self._other_value(asked, of_grid)) is not None:

@@ -195,7 +195,7 @@ def test_keys_of_a_deepspeed_json_that_the_answer_lacks_are_named(
     [
         ({"train_micro_batch_size_per_gpu": 3}, "no strategy has train_micro_batch_size_per_gpu = 3; give 2,"),
         ({"gradient_accumulation_steps": 3}, "no strategy has gradient_accumulation_steps = 3; give 2,"),
-        ({"zero_optimization": {"stage": 2}}, "zero_optimization.stage = 2: DeepSpeed's pipelines take 0 and 1; give one"),
+        ({"zero_optimization": {"stage": 2}}, "stage = 2: DeepSpeed's pipelines take 0 and 1; give one"),
         (
             {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3},
             "goes with train_micro_batch_size_per_gpu = 3 and gradient_accumulation_steps = 3; give --global-batch 9,",

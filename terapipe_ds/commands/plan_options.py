@@ -46,7 +46,7 @@ class CostOptions(Options):
     memory_limit_gb: float | None = _search("10^9 bytes per device (default: 0.9 of what it has)", "GB", gt=0)
     as_json: JsonOutput | None = json_option(group="output")
     out: Output | None = _output("write the plan as JSON", "FILE")
-    picture: Picture | None = _output("draw the step, below whole sequences, to a .png, .svg or .pdf file", "FILE")
+    picture: Picture | None = _output("draw the step under one of whole sequences to a .png, .svg or .pdf file", "FILE")
 
 
 class PlanOptions(CostOptions):

@@ -66,7 +66,7 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
         unknown = {key: value for key, value in unknown.items() if key == "terapipe.offload_activations"}
     if unknown:
         shown = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
-        counts = "" if "torch_autocast.enabled" in unknown else "; only `terapipe strategy` counts that"
+        counts = "" if "torch_autocast.enabled" in unknown else "; only `terapipe strategy` has that among its choices"
         raise CommandError(f"{shown} in --config: not among the costs of this command{counts}; take it out to plan")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
@@ -319,7 +319,7 @@ def counted_setup(
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
     notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
-    notes["not counted"] = ", ".join(_uncounted(ds_config or {}))
+    notes["counted otherwise"] = ", ".join(_uncounted(ds_config or {}))
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
@@ -340,7 +340,7 @@ def _uncounted(ds_config: Mapping[str, Any]) -> Iterator[str]:
     }
     for key, (counted, is_other) in keys.items():
         if (value := value_at(ds_config, key)) not in (None, "auto") and is_other(value):
-            yield f"{key} = {show_value(value)} (counted as {counted})"
+            yield f"{key} = {show_value(value)} (as {counted})"
 
 
 def _counted_both_ways(options: PlanOptions, costs_of: PartsOf) -> SecondsOf:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson
 from terapipe_ds.messages import gib, in_runs, limit_text, show_value
 from terapipe_ds.schedule.show import many
 
@@ -46,6 +46,16 @@ _FIXED = (
     *("offload_activations", "offload_optimizer"),
 )
 _ANSWERED = "train_batch_size", "terapipe.planner.memory_limit_gb"  # taken, or an option says another number
+_ABSENT = {
+    **{"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1},
+    "zero_optimization.offload_optimizer.device": "none",
+}
+"""Values that mean the same as no key."""
+_KEYS = {
+    **{"micro_batch_size": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"},
+    "zero_stage": "zero_optimization.stage",
+}
+"""The keys of --config for choices without an option."""
 _FIXED_BY_CONFIG = {"micro_batch_size": "micro_batch_size", "accumulation": "micro_batches", "zero_stage": "zero_stage"}
 
 _cluster_option, _training, _output = (
@@ -84,6 +94,12 @@ class StrategyOptions(CostOptions):
     time_limit: float | None = option("print the best strategy so far after S seconds", "S", group="search", gt=0)
     against: Text | None = _output("compare the best strategy with the one in this file", "FILE")
     strategy_out: Output | None = _output("write the strategy, for terapipe.strategy", "FILE")
+
+    @classmethod
+    def in_options(cls, text: str) -> str:
+        for name, key in _KEYS.items():
+            text = text.replace(f"{name} = ", f"{key} = ")
+        return super().in_options(text)
 
 
 class _Question(NamedTuple):
@@ -169,7 +185,7 @@ def _question(options: StrategyOptions) -> _Question:
     section, ds_config = configured.get("section", {}), configured.get("ds_config", {})
     fixed = {
         "global_batch": configured.get("train_batch_size"),
-        "sequence_parallel": configured.get("unknown", {}).get("sequence_parallel_size"),
+        "sequence_parallel": DeepSpeedJson(ds_config).number("sequence_parallel_size"),
         "offload_activations": section.get("offload_activations"),
         "offload_optimizer": offloads_optimizer(ds_config),
     }
@@ -216,7 +232,9 @@ def _differing(given: Mapping[str, Any], answer: Any, path: str = "") -> Iterato
         name, other = f"{path}{key}", answer.get(key) if isinstance(answer, dict) else None
         if isinstance(value, dict):
             yield from _differing(value, other, f"{name}.")
-        elif value not in (other, "auto") and (value or other) and name not in _ANSWERED:
+        elif other is None and value in (False, _ABSENT.get(name)):
+            continue
+        elif value not in (other, "auto", None) and name not in _ANSWERED:
             yield name, value
 
 

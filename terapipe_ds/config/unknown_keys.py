@@ -60,8 +60,9 @@ def misspelt_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     for section, known in _READ.items():
         keys = value_at(ds_config, section) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
-            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.8)
-            if close is not None:
+            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.84)
+            # "_fp16" and "checkpoint_dir" have a whole name and more: a key taken out, or one of the user's own
+            if close is not None and not re.search(rf"[^a-z0-9\s]{close}$|^{close}[^a-z0-9\s]", show_key(key)):
                 before = f"{section}." if section else ""
                 yield f"{before}{show_key(key)}: DeepSpeed ignores this key; did you mean {before}{close}?"
 

@@ -169,7 +169,7 @@ def test_a_deepspeed_config_fills_what_is_not_given(capsys: pytest.CaptureFixtur
     told = refused(capsys, *options, "--config", str(path))
     assert "terapipe.recompute = [0, 1] and terapipe.keep_attention = True and sequence_parallel_size = 2 in" in told
     path.write_text('{"terapipe": {"offload_activations": true}}')
-    assert "only `terapipe strategy` counts that" in refused(capsys, *options, "--config", str(path))
+    assert "only `terapipe strategy` has that among its choices" in refused(capsys, *options, "--config", str(path))
     path.write_text('{"torch_autocast": {"enabled": true}}')
     assert "torch_autocast.enabled = True in --config: not among" in refused(capsys, *options, "--config", str(path))
     path.write_text('{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}')
@@ -370,9 +370,9 @@ def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.Captur
     config["activation_checkpointing"] = {"cpu_checkpointing": True}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json"))
-    others = "optimizer.type = 'Muon' (counted as Adam), pipeline.activation_checkpoint_interval = 2 (counted as 1)"
-    cpu = "activation_checkpointing.cpu_checkpointing = True (counted as false)"
-    assert found["setup"].splitlines()[-1] == f"not counted: {others}, {cpu}"
+    others = "optimizer.type = 'Muon' (as Adam), pipeline.activation_checkpoint_interval = 2 (as 1)"
+    cpu = "activation_checkpointing.cpu_checkpointing = True (as false)"
+    assert found["setup"].splitlines()[-1] == f"counted otherwise: {others}, {cpu}"
     told = refused(capsys, *SMALL, "--sequence-parallel")
     assert "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel" in told
 

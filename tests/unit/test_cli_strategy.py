@@ -134,7 +134,9 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
     assert "mini in float16" in captured.out
     assert "torch_autocast.enabled = True" in captured.err
     path.write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 0}}')
-    assert "zero_stage = 0; give 1" in refused(capsys, *FEW, "--config", str(path), "--device", "a100")
+    assert "bfloat16 has zero_optimization.stage = 0; give 1" in refused(
+        capsys, *FEW, "--config", str(path), "--device", "a100"
+    )
 
 
 @pytest.mark.parametrize(
@@ -147,6 +149,7 @@ def test_a_deepspeed_json_says_batch_precision_and_limit(capsys: pytest.CaptureF
         ({"gradient_accumulation_steps": 4}, {"accumulation": 4}),
         ({"pipeline": {"stages": 4}}, {"pipe": 4}),
         ({"tensor_parallel": {"autotp_size": 2}}, {"model": 2}),
+        ({"sequence_parallel_size": 1}, {"sequence": 1}),
         ({"terapipe": {"offload_activations": True}}, {"offload_activations": True}),
         ({"terapipe": {"schedule": "gpipe", "chunks_per_stage": 1}}, {"schedule": "gpipe"}),
     ],
@@ -157,7 +160,7 @@ def test_a_deepspeed_json_fixes_what_the_search_takes(
     (tmp_path / "ds.json").write_text(json.dumps({"fp16": {"enabled": True}} | keys))
     document = as_json(capsys, *SMALL, *LENGTH, "--config", str(tmp_path / "ds.json"))
     assert len(document["ranking"]) > 1
-    ranking = [one | one["grid"] for one in document["ranking"]]
+    ranking = [one | {"sequence": 1} | one["grid"] for one in document["ranking"]]
     assert [{name: one[name] for name in has} for one in ranking] == [has] * len(ranking)
 
 
@@ -180,6 +183,30 @@ def test_keys_of_a_deepspeed_json_that_the_answer_lacks_are_named(
         "gradient_clipping = 1.0, optimizer.type = 'SGD', terapipe.recompute = 'full', terapipe.partition = [0, 1, 3]"
     )
     assert f"neither keeps nor counts of --config: {named}\n" in capsys.readouterr().err
+    absent = {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "sequence_parallel_size": 1}
+    absent |= {"tensor_parallel": {"autotp_size": 0}, "pipeline": None, "train_micro_batch_size_per_gpu": None}
+    (tmp_path / "ds.json").write_text(json.dumps(absent | {"terapipe": {"planner": {"memory_limit_gb": 10}}}))
+    assert main(["strategy", *FEW, "--config", str(tmp_path / "ds.json")]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"train_micro_batch_size_per_gpu": 3}, "no strategy has train_micro_batch_size_per_gpu = 3; give 2,"),
+        ({"gradient_accumulation_steps": 3}, "no strategy has gradient_accumulation_steps = 3; give 2,"),
+        ({"zero_optimization": {"stage": 2}}, "stage = 2: DeepSpeed's pipelines take 0 and 1; give one"),
+        (
+            {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 3},
+            "goes with train_micro_batch_size_per_gpu = 3 and gradient_accumulation_steps = 3; give --global-batch 9,",
+        ),
+    ],
+)
+def test_a_deepspeed_json_that_no_strategy_obeys(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, keys: dict[str, Any], told: str
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(keys))
+    assert told in refused(capsys, *SMALL, *LENGTH, "--config", str(tmp_path / "ds.json"))
 
 
 def test_measured_profiles(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

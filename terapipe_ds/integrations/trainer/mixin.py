@@ -235,7 +235,7 @@ class PipelineTrainerMixin(Trainer):
             self._made = None  # Trainer asks again for the next run
 
     def _make_optimizer(self, create: Callable[[], Any]) -> Any:
-        """Return what `create` makes of the parameters of this stage, which are the model's meanwhile.
+        """Return the result of `create`; while it runs, the model has the parameters of this stage.
 
         Trainer asks once for a run, and under DeepSpeed twice; the engine may start before. An override of
         `create_optimizer` may change the parent's optimizer each time.

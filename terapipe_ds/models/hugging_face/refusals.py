@@ -196,7 +196,9 @@ def check_config(config: Any) -> None:
     other = re.search(r"\w+(Classification|QuestionAnswering|MultipleChoice|MaskedLM)\b", str(config.architectures))
     if other:
         raise NotCausalError(f"it is a {other[0]} and no causal language model")
-    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not config.is_encoder_decoder
+    # the causal models of encoder-decoders take their decoders alone
+    of_both = transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    is_encoder = type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING and type(config) not in of_both
     if is_encoder and not (getattr(config, "is_decoder", False) or getattr(config, "causal", False)):
         raise NotCausalError("its tokens attend to later ones, which slices of tokens have yet to compute")
     if family is None:

@@ -90,6 +90,8 @@ def rank_strategies(
     fixed = {"stages": stages, "tensor_parallel": tensor_parallel, "data_parallel": data_parallel}
     fixed |= {"sequence_parallel": sequence_parallel, "chunks_per_stage": chunks_per_stage}
     fixed |= {"micro_batch_size": micro_batch_size, "accumulation": accumulation}
+    if zero_stage is not None and (type(zero_stage) is not int or zero_stage not in (0, 1)):
+        raise PlannerError(f"zero_stage = {show_value(zero_stage)}: DeepSpeed's pipelines take 0 and 1; give one")
     counts: dict[str, Any] = {
         name: None if value is None else check_count(name, value) for name, value in fixed.items()
     }

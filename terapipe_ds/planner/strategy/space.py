@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+import operator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import DATA_FIRST, PIPE_FIRST, Grid
 
 _AXES = {"stages": "pipe", "data_parallel": "data", "tensor_parallel": "model", "sequence_parallel": "sequence"}
+_BATCH = {"micro_batch_size": "micro_batch", "accumulation": "accumulation"}
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ class Space:
             return
         for times in (2, 4, 8, 16, 32, 64, 128):
             cluster = dataclasses.replace(self.cluster, nodes=times * self.cluster.nodes)
-            free = dict.fromkeys((*_AXES, "schedule", "chunks_per_stage", "micro_batch_size", "accumulation"))
+            free = dict.fromkeys((*_AXES, *_BATCH, "schedule", "chunks_per_stage"))
             larger = dataclasses.replace(
                 self,
                 cluster=cluster,
@@ -164,6 +166,21 @@ class Space:
             return f"{asked}: no strategy with {why} has zero_stage = {self.choices.zero_stage}; give 1"
         return self._why_no_degrees(asked)
 
+    def _other_value(self, asked: str, names: Mapping[str, str]) -> str | None:
+        """Return the error about the first of these choices that has strategies with another value; None if none has.
+
+        Args:
+            names: the attribute of a candidate that has the value of each choice.
+        """
+        for name, attribute in names.items():
+            if (value := getattr(self.choices, name)) is not None:
+                free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, **{name: None}))
+                others = set(map(operator.attrgetter(attribute), free.candidates()))
+                if others:
+                    nearest = min(others, key=lambda other: (abs(other - value), other))
+                    return f"{asked}: no strategy has {name} = {value}; give {nearest}, the nearest that works"
+        return None
+
     def _why_no_degrees(self, asked: str) -> str:
         cluster, batch = self.cluster, self.global_batch_size
         # a number of tensor ranks that no layer, or no node, can have
@@ -178,25 +195,24 @@ class Space:
             fits = fits or {t for t in _divisors(cluster.devices_per_node) if self.layers.refuse_tensor(t) is None}
             nearest = min(fits, key=lambda degree: (abs(degree - tensor), degree), default=1)
             return f"{asked}: {why}. Give tensor_parallel = {nearest}, the nearest that works here"
+        if (error := self._other_value(asked, _BATCH)) is not None:
+            return error
         # a batch near this one that has a strategy
+        why_not = f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
+        of_batch = {name: getattr(self.choices, name) for name in _BATCH}
+        if shown := " and ".join(f"{name} = {value}" for name, value in of_batch.items() if value is not None):
+            why_not = f"no number of replicas goes with {shown}"
         for distance in range(1, 4097):
             for other in (batch - distance, batch + distance):
                 if (
                     other >= 1
                     and next(dataclasses.replace(self, global_batch_size=other).candidates(), None) is not None
                 ):
-                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or (
-                        f"no stages x replicas x tensor ranks with at most {self.layers.num_layers} stages divide both"
-                    )
+                    why = self.layers.refuse_micro_batch(tensor or 1, 1) or why_not
                     return f"{asked}: {why}; give global_batch_size = {other}, the nearest that works"
-        # another value of one choice
-        for name, value in vars(self.choices).items():
-            if value is not None and name in _AXES:
-                free = dataclasses.replace(self, choices=dataclasses.replace(self.choices, **{name: None}))
-                others = {getattr(candidate.grid, _AXES[name]) for candidate in free.candidates()}
-                if others:
-                    nearest = min(others, key=lambda other: (abs(other - value), other))
-                    return f"{asked}: no strategy has {name} = {value}; give {nearest}, the nearest that works"
+        of_grid = {name: f"grid.{attribute}" for name, attribute in _AXES.items()}
+        if (error := self._other_value(asked, of_grid)) is not None:
+            return error
         fixed = ", ".join(f"{name} = {value}" for name, value in vars(self.choices).items() if value is not None)
         return f"{asked}: no strategy has {fixed or 'such degrees'}; leave one of them out, or change the devices"
 

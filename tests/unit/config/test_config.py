@@ -385,6 +385,9 @@ def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
     ("terapip", "terapipe"), ("pipelin", "pipeline"), ("tensor_paralel", "tensor_parallel"),
     ("Zero_Optimisation", "zero_optimization"), ("data_types.grad_acum_dtype", "data_types.grad_accum_dtype"),
     ("scheduler.param", "scheduler.params"), ("mine", None), ("optimizer.mine", None),
+    (" pipeline", "pipeline"), ("train_micro_batch_size",
+    "train_micro_batch_size_per_gpu"), ("comment", None), ("_optimizer", None), ("//fp16", None), ("#fp16", None),
+    ("checkpoint_dir", None), ("tensor_parallel_size", None), ("max_train_batch_size", None),
 ])  # fmt: skip
 def test_misspelt_keys_of_deepspeed(path: str, meant: str | None) -> None:
     told = [] if meant is None else [f"{path}: DeepSpeed ignores this key; did you mean {meant}?"]

@@ -17,6 +17,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     LlamaForCausalLM,
+    MvpConfig,
     T5Config,
     XLMConfig,
 )
@@ -181,6 +182,9 @@ def test_other_kinds_of_models() -> None:
             terapipe_ds.from_config(config)
         # their layers fail in a PipelineModule too
         assert "PipelineModule" not in str(raised.value) and "Take a causal language model" in str(raised.value)
+    # a decoder on its own, also where its class makes it causal
+    for config in (BertConfig(is_decoder=True), XLMConfig(causal=True), MvpConfig(is_encoder_decoder=False)):
+        check_config(config)
 
 
 @pytest.mark.parametrize("weight_map", [None, ["key"], {"key": 1}, {"key": "../a"}, {"key": "/a"}])

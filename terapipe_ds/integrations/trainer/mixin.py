@@ -340,6 +340,8 @@ class PipelineTrainerMixin(Trainer):
     def _call_event(self, call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. Keep for the end of the step what they ask in it: this rank would leave it alone."""
         before = [getattr(self.control, name) for name in _FLAGS[:2]]  # on all ranks
+        if event == "on_epoch_begin":  # where Trainer takes back what was asked of the epoch before
+            self._asked -= {"should_epoch_stop"}
         control = call(event, *args, **kwargs)
         if event == "on_train_begin":
             loader = self.callback_handler.train_dataloader

@@ -39,7 +39,7 @@ from terapipe_ds.integrations.trainer.refusals import (
     refuse_other_arguments,
     stock_of,
 )
-from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
+from terapipe_ds.integrations.trainer.stages import Stages, config_of, enabled_config, leave_no_weights, refuse_without_weights
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
@@ -99,12 +99,13 @@ class PipelineTrainerMixin(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
-        config = enabled_config(given.get("args"))
+        raw = config_of(given.get("args"))
+        config = enabled_config(raw)
         if config is None:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK") == "0":
-                logger.warning(
-                    "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
-                )
+            is_forgotten = "enabled" not in (raw.get("terapipe") or ())  # false is a choice
+            if is_forgotten and os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0":
+                text = "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
+                logger.warning(text)
             super().__init__(*args, **kwargs)
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)

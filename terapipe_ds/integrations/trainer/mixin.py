@@ -39,7 +39,13 @@ from terapipe_ds.integrations.trainer.refusals import (
     refuse_other_arguments,
     stock_of,
 )
-from terapipe_ds.integrations.trainer.stages import Stages, config_of, enabled_config, leave_no_weights, refuse_without_weights
+from terapipe_ds.integrations.trainer.stages import (
+    Stages,
+    config_of,
+    enabled_config,
+    leave_no_weights,
+    refuse_without_weights,
+)
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton

@@ -252,7 +252,7 @@ class PipelineTrainerMixin(Trainer):
             if engine is None:  # the layers come to their stages before the optimizer lists their parameters
                 lay_out(self._stages.module, self._stages.engine_config(self.args, self.model))
             own, modules = self._own_parameters(), self._stages.module.modules
-            named = replaced(self.model, "named_parameters", lambda *_, **__: own)
+            named = replaced(self.model, "named_parameters", lambda *_, **__: iter(own))
             with named, replaced(self.model, "modules", modules):
                 self._made = create()
             kept = () if engine is None else (engine.optimizer, engine.basic_optimizer)
@@ -354,7 +354,8 @@ class PipelineTrainerMixin(Trainer):
             loader = self.callback_handler.train_dataloader
             lengths = {*gather(len(loader) if has_length(loader) else None)}
             self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
-        if event in _IN_STEP or (event == "on_epoch_end" and not self._ends_epochs_together):
+        is_before = event in _IN_STEP or self._joined_at < 0  # an evaluation at the start as well
+        if is_before or (event == "on_epoch_end" and not self._ends_epochs_together):
             for name in [name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag]:
                 self._asked |= {name}
                 setattr(control, name, False)

@@ -64,6 +64,23 @@ def test_arguments_that_fail_in_a_batch_are_refused_at_the_start(name: str) -> N
         assert kind == "TeraPipeConfigError" and told in text
 
 
+class Named(gpt.TokenEmbedding):
+    """Have attributes of a layer's own under names that DeepSpeed's specifications use."""
+
+    forward_fn = "gelu"
+    typename = "embedding"
+
+
+def job_named() -> tuple[str, str]:
+    first, *others = gpt_layers()
+    with engine_of([Named(*first.module_args).double(), *others], section(verify="off"), stages=1) as engine:
+        return engines.step_error(engine)
+
+
+def test_attributes_of_a_layer_are_not_those_of_its_specification() -> None:
+    assert rank_pool(1).run(job_named) == [("", "")]
+
+
 def job_checkpointable(names: list[str]) -> list[str]:
     options = {"checkpointable_layers": names, "activation_checkpoint_interval": 1}
     with logged() as lines, engine_of(gpt_layers("float32"), section(), module=options):

@@ -265,6 +265,19 @@ def test_all_ranks_stop_where_a_callback_of_one_asks_outside_of_steps(
     assert first == second and first[0] == steps + (event != "on_epoch_end")
 
 
+@pytest.mark.parametrize(
+    ("event", "flag", "reached"),
+    [
+        # Trainer takes it back as the epoch begins, and all of them have seven micro-batches
+        ("on_train_begin", "should_epoch_stop", (8, 2 + 6 / 7)),
+        ("on_evaluate", "should_training_stop", (1, 3 / 7)),  # of the evaluation at the start
+    ],
+)
+def test_flags_of_one_rank_before_the_first_step(event: str, flag: str, reached: Any, tmp_path: Path) -> None:
+    job = {"folder": str(tmp_path), "stages": 2, "event": event, "step": 0, "flag": flag}
+    assert rank_pool(2).run(trainer_jobs.stopped_by_one_rank, **job, timeout_s=60) == [reached] * 2
+
+
 def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path: Path) -> None:
     job = {"folder": str(tmp_path), "timeout_s": 60}
     # a callback changes weights of one rank, and a refusal that others make is a BatchError

@@ -71,8 +71,9 @@ class TwoRates(Trainer):
 
     def create_optimizer(self, *_: Any) -> Any:
         if self.optimizer is None:
+            named = self.model.named_parameters()
             parts: dict[bool, list[Any]] = {True: [], False: []}
-            for name, parameter in self.model.named_parameters():
+            for name, parameter in [next(named), *named]:
                 parts["embed" in name].append(parameter)
             groups = [{"params": parts[True], "lr": 1e-3}, {"params": parts[False]}]
             self.optimizer = torch.optim.AdamW(groups, lr=self.args.learning_rate, eps=1e-4)

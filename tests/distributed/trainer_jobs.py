@@ -544,12 +544,15 @@ def asked_by_one_rank(folder: str) -> tuple[int, list[str], int]:
     return trainer.state.global_step, sorted(path.name for path in Path(folder).iterdir()), evaluations
 
 
-def stopped_by_one_rank(folder: str, stages: int, event: str, step: int) -> tuple[int, float]:
+def stopped_by_one_rank(
+    folder: str, stages: int, event: str, step: int, flag: str = "should_training_stop"
+) -> tuple[int, float]:
     """Return the steps and the epochs of a run that rank 1 alone asks to stop at an event after some steps."""
-    setting = setting_of({"args": {"max_steps": 8}, "ds": {"pipeline": {"stages": stages}}})
+    args = {"max_steps": 8, "eval_on_start": event == "on_evaluate"}
+    setting = setting_of({"args": args, "ds": {"pipeline": {"stages": stages}}})
     AcceleratorState._reset_state(True)
     trainer: Any = trainer_of(PipelineTrainer, setting, folder, deepspeed_of(setting))
-    trainer.add_callback(Asks(event, "should_training_stop", step))
+    trainer.add_callback(Asks(event, flag, step))
     trainer.train()
     return trainer.state.global_step, trainer.state.epoch
 

@@ -107,12 +107,15 @@ def test_several_ranks_without_stages_are_told(rank: str, monkeypatch: pytest.Mo
     monkeypatch.setenv("RANK", rank)
     kind(args=None)
     assert ("no stages" in caplog.text) == (rank == "0")
+    caplog.clear()
+    kind(args=types.SimpleNamespace(deepspeed={"terapipe": {"enabled": False}}))  # on purpose
+    assert caplog.text == ""
 
 
 def test_sections_that_are_null_are_absent() -> None:
     section = {"terapipe": {"enabled": True, "slices": 2}}
     null = dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"))
-    config = enabled_config(types.SimpleNamespace(deepspeed=section | null))  # type: ignore[arg-type]
+    config = enabled_config(section | null)
     assert config == section
     with mock.patch("torch.distributed.get_world_size", lambda: 3):
         topology = without_start(Stages, _raw=config, section=config["terapipe"])._wanted_topology()

@@ -353,6 +353,16 @@ add(
 )
 
 
+class OneHead(Head):
+    """Return a tuple of one element, in the last range of a stage, which is a shorter one."""
+
+    def forward(self, x: Tensor) -> Any:
+        return (super().forward(x),)
+
+
+add("OneAtTheEnd", [Embedding, *6 * [Mlp], OneHead], engine=IN_ONE_RANGE)
+
+
 class Mapped(Mlp):
     """Return a dict and nothing else, which the next layer takes."""
 

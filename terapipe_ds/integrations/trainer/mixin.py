@@ -39,7 +39,13 @@ from terapipe_ds.integrations.trainer.refusals import (
     refuse_other_arguments,
     stock_of,
 )
-from terapipe_ds.integrations.trainer.stages import Stages, enabled_config, leave_no_weights, refuse_without_weights
+from terapipe_ds.integrations.trainer.stages import (
+    Stages,
+    config_of,
+    enabled_config,
+    leave_no_weights,
+    refuse_without_weights,
+)
 from terapipe_ds.integrations.trainer.token_loss import IGNORED, TokenLoss
 from terapipe_ds.messages import in_short, logger
 from terapipe_ds.models.hugging_face import save_pretrained, skeleton
@@ -99,12 +105,13 @@ class PipelineTrainerMixin(Trainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
-        config = enabled_config(given.get("args"))
+        raw = config_of(given.get("args"))
+        config = enabled_config(raw)
         if config is None:
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("RANK") == "0":
-                logger.warning(
-                    "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
-                )
+            is_forgotten = "enabled" not in (raw.get("terapipe") or ())  # false is a choice
+            if is_forgotten and os.environ.get("WORLD_SIZE", "1") != "1" and os.environ.get("RANK") == "0":
+                text = "no stages, each rank has the whole model: `deepspeed` names no enabled terapipe section"
+                logger.warning(text)
             super().__init__(*args, **kwargs)
             return
         check_arguments(type(self), PipelineTrainerMixin, given, config)
@@ -245,7 +252,7 @@ class PipelineTrainerMixin(Trainer):
             if engine is None:  # the layers come to their stages before the optimizer lists their parameters
                 lay_out(self._stages.module, self._stages.engine_config(self.args, self.model))
             own, modules = self._own_parameters(), self._stages.module.modules
-            named = replaced(self.model, "named_parameters", lambda *_, **__: own)
+            named = replaced(self.model, "named_parameters", lambda *_, **__: iter(own))
             with named, replaced(self.model, "modules", modules):
                 self._made = create()
             kept = () if engine is None else (engine.optimizer, engine.basic_optimizer)
@@ -340,12 +347,15 @@ class PipelineTrainerMixin(Trainer):
     def _call_event(self, call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. Keep for the end of the step what they ask in it: this rank would leave it alone."""
         before = [getattr(self.control, name) for name in _FLAGS[:2]]  # on all ranks
+        if event == "on_epoch_begin":  # where Trainer takes back what was asked of the epoch before
+            self._asked -= {"should_epoch_stop"}
         control = call(event, *args, **kwargs)
         if event == "on_train_begin":
             loader = self.callback_handler.train_dataloader
             lengths = {*gather(len(loader) if has_length(loader) else None)}
             self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
-        if event in _IN_STEP or (event == "on_epoch_end" and not self._ends_epochs_together):
+        is_before = event in _IN_STEP or self._joined_at < 0  # an evaluation at the start as well
+        if is_before or (event == "on_epoch_end" and not self._ends_epochs_together):
             for name in [name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag]:
                 self._asked |= {name}
                 setattr(control, name, False)

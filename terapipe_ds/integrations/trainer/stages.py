@@ -46,12 +46,17 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def enabled_config(args: TrainingArguments | None) -> dict[str, Any] | None:
-    """Return a copy of DeepSpeed's config that `args` name; None unless it has an enabled `terapipe` section."""
+def config_of(args: TrainingArguments | None) -> dict[str, Any]:
+    """Return a copy of DeepSpeed's config that `args` name; an empty one if they name none."""
     of_launcher = getattr(args, "deepspeed_plugin", None)  # `accelerate launch` names a config in its environment
     source = getattr(args, "deepspeed", None) or getattr(of_launcher, "deepspeed_config", None)
-    raw = {} if source is None else HfDeepSpeedConfig(source).config
+    raw: dict[str, Any] = {} if source is None else HfDeepSpeedConfig(source).config
     refuse_misspelt_section(raw)
+    return raw
+
+
+def enabled_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return a DeepSpeed config as Trainer takes it; None unless it has an enabled `terapipe` section."""
     # null means an absent section, and DeepSpeed and Trainer would look into it
     of_ranks = ("pipeline", "tensor_parallel", "sequence_parallel_size")
     present = {key: each for key, each in raw.items() if each is not None or key not in of_ranks}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from deepspeed.comm import comm as ds_comm
-from deepspeed.pipe import LayerSpec
+from deepspeed.pipe import LayerSpec, TiedLayerSpec
 from deepspeed.runtime.activation_checkpointing import checkpointing as ds_checkpointing
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
@@ -69,7 +69,7 @@ def problem_of_arguments(module: PipelineModule) -> str | None:
     if not callable(function):
         return f"PipelineModule(activation_checkpoint_func={show_value(function)}): give a function, or leave it out"
     for layer_id, spec in enumerate(module._layer_specs):
-        called = getattr(spec, "forward_fn", None) or spec
+        called = (spec.forward_fn or spec) if isinstance(spec, TiedLayerSpec) else spec
         if isinstance(called, type) or not (callable(called) or isinstance(called, LayerSpec)):
             return f"layer {layer_id} is {show_value(called)}: give a module, a LayerSpec or a function"
     return None
@@ -77,7 +77,8 @@ def problem_of_arguments(module: PipelineModule) -> str | None:
 
 def warn_of_checkpointable(module: PipelineModule) -> None:
     """Warn of `checkpointable_layers` that name no layer: nothing is recomputed, whatever the interval."""
-    named, kinds = module.checkpointable_layers, [getattr(each, "typename", type(each)) for each in module._layer_specs]
+    named, specs = module.checkpointable_layers, module._layer_specs
+    kinds = [each.typename if isinstance(each, LayerSpec) else type(each) for each in specs]
     names = dict.fromkeys(kind.__name__ for kind in kinds)
     if named and names.keys().isdisjoint(named) and not type(module).__name__.startswith("GPT"):
         logger.warning(

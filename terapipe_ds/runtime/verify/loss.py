@@ -122,7 +122,9 @@ class _SeesSums(UncompiledMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_tensor(result) and result.dtype in (torch.float16, torch.bfloat16):
+        # metrics beside the loss have no gradient, and views sum nothing
+        is_half = torch.is_tensor(result) and result.dtype in (torch.float16, torch.bfloat16)
+        if is_half and result.requires_grad and not result._is_view():  # noqa: SLF001
             summed = (each.numel() > result.numel() for each in args if torch.is_tensor(each))
             self.dtypes |= {result.dtype} if any(summed) else set()
         return result

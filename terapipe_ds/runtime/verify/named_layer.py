@@ -135,7 +135,10 @@ def layers_of(module: Any) -> list[NamedLayer]:
         around: Callable[..., Any] | None = _run if interval > 0 and index % interval == 0 else None
         if is_checkpointed:
             around = checkpoint_with_gradients(module.activation_checkpoint_func, kept=kept)
-        begins, ends = (interval == 0 or place % interval == 0 for place in (index, index + 1))
+        begins, ends = (
+            interval == 0 or place in (0, len(module.forward_funcs)) or place % interval == 0
+            for place in (index, index + 1)
+        )
         layers.append(NamedLayer(index + module._local_start, function, around, begins, ends))
     return layers
 

@@ -175,7 +175,8 @@ class _WithPrefix(torch.autograd.Function):
         assert active.store is not None
         # the model attends to these by itself; the store only appends, and gathers gradients
         entry = active.store.write(active, layer, k, v)
-        entry.record(ctx.needs_input_grad[0] or ctx.needs_input_grad[1])
+        if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:  # else no node comes of this call
+            entry.record(True)
         ctx.entry, ctx.active = entry, active
         keys, values = entry.keys_values(0, active.stop)
         return keys.clone(), values.clone()  # later slices write on in the same memory, and autograd keeps these

@@ -374,6 +374,17 @@ def test_a_loss_in_half_precision_may_differ_by_rounding_alone(dtype: torch.dtyp
     assert look((numbers(dtype),), loss_fn).findings
 
 
+@pytest.mark.parametrize("look_aside", [lambda x: x.detach().bfloat16().mean(), lambda x: x.bfloat16()[:, 1:]])
+def test_half_precision_beside_a_loss_allows_for_nothing(look_aside: Callable[[Tensor], Tensor]) -> None:
+    """Neither a metric, nor a part of a tensor, sums in it."""
+
+    def loss_fn(outputs: Tensor, labels: Tensor) -> Tensor:
+        look_aside(outputs)
+        return outputs.square().mean() + 0.01 * (outputs.shape[1] < LENGTH)
+
+    assert look((numbers(),), loss_fn).findings
+
+
 def problem_of_report(
     get: Callable[[], dict[str, Tensor]], at_start: dict[str, float] | None, loss_fn: Any = lambda out, _: out.mean()
 ) -> str | None:

@@ -143,10 +143,13 @@ def job_chosen(folder: str, schedule: str, slices: Any, options: dict[str, Any],
         torch.distributed.barrier()  # rank 0 has written the profile
         (path,) = Path(folder).iterdir()
         bounds = [int(bound) for bound in engine.module.parts]
-        parts = recomputable_parts(MeasuredParts.of_profile(Profile.load(path)), bounds)
-        timed = [layer for part in parts for layer in part.layers if layer.again_costs is not None]
-        assert bool(timed) == keeps  # a second forward that takes attention from the first is shorter
-        assert all(0 < layer.again.forward_s(4, 0) < layer.costs.forward_s(4, 0) for layer in timed)
+        profile = Profile.load(path)
+        parts = recomputable_parts(MeasuredParts.of_profile(profile), bounds)
+        assert profile.layers is not None
+        timed = [one for kind in profile.layers.kinds for one in kind.samples if one.attention_s is not None]
+        # a second forward that takes attention from the first is shorter
+        assert bool(timed) == keeps and all(0 < (one.attention_s or 0) < one.forward_s for one in timed)
+        assert keeps == any(layer.again_costs is not None for part in parts for layer in part.layers)
     plan, order = SlicePlan.equal(engines.LENGTH, slices, 4), build(schedule, 2, 2, slices)
     replay = Replay.of(order)
     least, most = (

@@ -67,7 +67,7 @@ def compare_busy(folder: str) -> dict[str, Any]:
 
 
 class TwoRates(Trainer):
-    """Make groups of the model's parameters, of which a stage may lack all, and double the rates at each call."""
+    """Make groups of parameters, one of which a stage may lack, and double the rates at each call."""
 
     def create_optimizer(self, *_: Any) -> Any:
         if self.optimizer is None:

@@ -258,7 +258,7 @@ class PipelineTrainerMixin(Trainer):
             kept = () if engine is None else (engine.optimizer, engine.basic_optimizer)
             if engine is not None and not any(getattr(self._made, "optimizer", self._made) is each for each in kept):
                 raise ModelRefusedError(
-                    "create_optimizer made another optimizer, and the engine keeps that of the first training run: "
+                    "create_optimizer made another optimizer, and the engine keeps the one of the first training run: "
                     "let it return self.optimizer where that is not None, or build another Trainer"
                 )
         return self._made
@@ -347,7 +347,7 @@ class PipelineTrainerMixin(Trainer):
     def _call_event(self, call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. Keep for the end of the step what they ask in it: this rank would leave it alone."""
         before = [getattr(self.control, name) for name in _FLAGS[:2]]  # on all ranks
-        if event == "on_epoch_begin":  # where Trainer takes back what was asked of the epoch before
+        if event == "on_epoch_begin":  # Trainer forgets here that the epoch before was to stop
             self._asked -= {"should_epoch_stop"}
         control = call(event, *args, **kwargs)
         if event == "on_train_begin":

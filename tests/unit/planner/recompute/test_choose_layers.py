@@ -59,7 +59,7 @@ def random_part(rng: random.Random, count: int, first: int, alike: bool, keeps: 
     for index in range(count):
         own = Costs(rng.randint(1, 9), rng.randint(1, 20)), rng.randint(2, 30), rng.randint(1, 9), rng.randint(0, 9)
         layer = layer_of(first + index, *(shared if alike else own))
-        if keeps:  # the results of attention, of which a second forward takes no time
+        if keeps:  # a second forward takes the results of attention, which need no time
             again = Costs(layer.costs.forward / 4, 0)
             layer = replace(layer, attention_bytes=1 + layer.input_bytes / 2, again_costs=again)
         layers.append(layer)

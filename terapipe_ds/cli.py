@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from terapipe_ds.compat import CompatError
-from terapipe_ds.messages import colored, nearest
+from terapipe_ds.messages import colored, nearest, unknown
 from terapipe_ds.version import __version__
 
 COMMANDS = ("profile", "plan", "strategy", "simulate", "show", "timeline", "bench", "verify", "doctor", "convert")
@@ -100,15 +100,14 @@ def _complete(parser: argparse.ArgumentParser) -> None:
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Return the parsed words; refuse an unknown command or option and name the nearest known one."""
     if not words[0].startswith("-") and words[0] not in COMMANDS:
-        hint = nearest(words[0], COMMANDS).replace("?", "? Known") or "; known"
-        parser.error(f"unknown command {words[0]!r}{hint}: {', '.join(COMMANDS)}")
-    arguments, unknown = parser.parse_known_args(words, argparse.Namespace(words=words))
-    if unknown:
+        parser.error(unknown("command", words[0], COMMANDS, COMMANDS))
+    arguments, rest = parser.parse_known_args(words, argparse.Namespace(words=words))
+    if rest:
         options = re.findall(r"--[a-z][a-z-]*", arguments.parser.format_help())
-        hint = nearest(unknown[0].partition("=")[0], options)
+        hint = nearest(rest[0].partition("=")[0], options)
         if not hint and arguments.command == "convert":
             hint = "; put all of Megatron's arguments in one pair of quotes"
-        arguments.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return arguments
 
 

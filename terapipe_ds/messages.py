@@ -66,6 +66,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return "" if close is None else f"; did you mean {close}?"
 
 
+def unknown(what: str, name: Any, known: Iterable[str], listed: Iterable[str]) -> str:
+    """Return an error about a name that is not among the `known` ones, with the nearest one and those to list."""
+    close = closest(name.lower() if isinstance(name, str) else "", known)
+    hint = "known" if close is None else f"did you mean {close!r}? Known"
+    return f"unknown {what} {show_value(name)}; {hint}: {', '.join(listed)}"
+
+
 def describe(error: BaseException) -> str:
     """Return the class and the text of an error."""
     return f"{type(error).__name__}: {text_of(error)}"
@@ -120,6 +127,4 @@ def look_up(name: str, known: Mapping[str, T], what: str, listed: Iterable[str],
     wanted = name.lower() if isinstance(name, str) else ""
     if wanted in known:
         return known[wanted]
-    close = closest(wanted, known)
-    hint = "known" if close is None else f"did you mean {close!r}? Known"
-    raise error(f"unknown {what} {show_value(name)}; {hint}: {', '.join(listed)}")
+    raise error(unknown(what, name, known, listed))

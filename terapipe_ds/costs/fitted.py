@@ -48,10 +48,10 @@ class FitErrors:
         names = "error at fitted points", "at points left out of the fit", "at points without a prefix left out of it"
         texts = []
         for name, errors in zip(names, (self.in_sample, self.held_out, self.held_out_base), strict=True):
-            known = (
-                errors and f"at most {max(errors):.2%}, {statistics.median(errors):.2%} in the median of {len(errors)}"
-            )
-            texts.append(f"{name} {known or 'unknown (no points)'}")
+            shown = "unknown (no points)"
+            if errors:
+                shown = f"at most {max(errors):.2%}, {statistics.median(errors):.2%} in the median of {len(errors)}"
+            texts.append(f"{name} {shown}")
         return "; ".join(texts)
 
 

@@ -161,9 +161,8 @@ class ModelSize:
 
     def about_tensor_ranks(self, degree: int) -> str:
         """Return a line about weights that models of Hugging Face keep whole on `degree` ranks, or an empty one."""
-        kinds = " and ".join(name for name in ("latent", "experts") if getattr(self, name)).replace(
-            "latent", "latent attention"
-        )
+        has = {"latent attention": self.latent, "experts": self.experts}
+        kinds = " and ".join(name for name, value in has.items() if value)
         if degree == 1 or not kinds:
             return ""
         return f"{kinds} counted as divided, as megatron-core does; models of Hugging Face keep them whole"

@@ -67,7 +67,7 @@ def compare_busy(folder: str) -> dict[str, Any]:
 
 
 class TwoRates(Trainer):
-    """Make groups of parameters, one of which a stage may lack, and double the rates at each call."""
+    """Make two groups of parameters, and double the rates at each call. A stage may lack the parameters of a group."""
 
     def create_optimizer(self, *_: Any) -> Any:
         if self.optimizer is None:

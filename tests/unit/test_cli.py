@@ -148,7 +148,7 @@ def test_show_prints_what_one_stage_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 SHOW, OF_TWO, SIMULATE = f"show {' '.join(SEQ1F1B)}", "show --schedule gpipe --stages 2", f"simulate {' '.join(UNIT)}"
 ERRORS = {
-    "shwo": "unknown command 'shwo'; did you mean show?",
+    "shwo": "unknown command 'shwo'; did you mean 'show'?",
     "--shwo": "required: COMMAND",
     "help": "unknown command 'help'; known: profile, plan,",
     "convert --megatron-args --micro-batch-size 1": "1; put all of Megatron's arguments in one pair of quotes",

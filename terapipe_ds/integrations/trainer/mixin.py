@@ -232,11 +232,8 @@ class PipelineTrainerMixin(Trainer):
         handler = self.callback_handler
         joined = replaced(handler, "call_event", functools.partial(self._call_event, handler.call_event))
         try:
-            with (
-                once,
-                joined,
-                self.accelerator.loaders_of_replicas(),
-            ):  # a resumed run makes a loader that skips batches
+            # a resumed run makes a loader that skips batches
+            with once, joined, self.accelerator.loaders_of_replicas():
                 return super()._inner_training_loop(*args, **kwargs)
         finally:
             self._made = None  # Trainer asks again for the next run
@@ -258,7 +255,7 @@ class PipelineTrainerMixin(Trainer):
             kept = () if engine is None else (engine.optimizer, engine.basic_optimizer)
             if engine is not None and not any(getattr(self._made, "optimizer", self._made) is each for each in kept):
                 raise ModelRefusedError(
-                    "create_optimizer made another optimizer, and the engine keeps the one of the first training run: "
+                    "create_optimizer made another optimizer, but the engine keeps its first one: "
                     "let it return self.optimizer where that is not None, or build another Trainer"
                 )
         return self._made
@@ -356,8 +353,9 @@ class PipelineTrainerMixin(Trainer):
             self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
         is_before = event in _IN_STEP or self._joined_at < 0  # an evaluation at the start as well
         if is_before or (event == "on_epoch_end" and not self._ends_epochs_together):
-            for name in [name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag]:
-                self._asked |= {name}
+            asked = {name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag}
+            self._asked |= asked
+            for name in asked:
                 setattr(control, name, False)
         return control
 

@@ -182,7 +182,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, module: torch.nn.Module, d
     own = {id(each) for each in module.parameters()}
     if any(id(each) not in own for group in optimizer.param_groups for each in group["params"]):
         raise ModelRefusedError(
-            "the optimizer has parameters that no stage trains, such as those of the empty trainer.model: in "
+            "the optimizer has parameters that no stage trains, for example of the empty trainer.model. In "
             "create_optimizer take them from self.model.named_parameters(), or call super().create_optimizer(), and "
             'give no "params" in optimizer_cls_and_kwargs'
         )

@@ -80,7 +80,9 @@ def warn_of_checkpointable(module: PipelineModule) -> None:
     named, specs = module.checkpointable_layers, module._layer_specs
     kinds = [each.typename if isinstance(each, LayerSpec) else type(each) for each in specs]
     names = dict.fromkeys(kind.__name__ for kind in kinds)
-    if named and names.keys().isdisjoint(named) and not type(module).__name__.startswith("GPT"):
+    # DeepSpeed recomputes layers of these two by their names
+    is_megatrons = type(module).__name__ in ("GPTModelPipe", "GPT2ModelPipe")
+    if named and names.keys().isdisjoint(named) and not is_megatrons:
         logger.warning(
             "PipelineModule(checkpointable_layers=%s): no layer is of such a class, so that no layer is recomputed. "
             "Give names of their classes: %s",

@@ -144,8 +144,8 @@ def tied_may_differ(module: Any, optimizer: Any) -> bool:
     """Return whether stages may update their copies of a tied weight to values that differ by more than rounding.
 
     ZeRO lays out all weights of a stage in one vector. Optimizers of bitsandbytes then round moments by blocks of it,
-    and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself. Frozen weights
-    stay as they are.
+    and others scale updates by its norm. Torch's and DeepSpeed's usual ones treat each number by itself. No step
+    changes frozen weights.
     """
     kind = type(optimizer)
     is_by_number = kind.__module__.partition(".")[0] in ("torch", "deepspeed", "apex", "transformer_engine")

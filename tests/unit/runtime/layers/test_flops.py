@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from terapipe_ds.runtime.layers.flops import StageFlops, attention_formula
 from terapipe_ds.schedule.action import Action, Kind
@@ -30,10 +31,18 @@ def tensor(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
+class NothingRuns(TorchDispatchMode):
+    """Return `out` of a call: torch 2.11 has no kernel without values for `addmm` with a dtype of its result."""
+
+    def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return kwargs["out"] if kwargs and "out" in kwargs else call(*args, **(kwargs or {}))
+
+
 def test_a_weight_gradient_that_adds_to_a_sum_in_fp32() -> None:
     total, rows, inputs = tensor(8, 16, dtype=torch.float32), tensor(TOKENS, 8), tensor(TOKENS, 16)
     product: Any = lambda: torch.addmm(total, rows.t(), inputs, out_dtype=torch.float32, out=total)  # noqa: E731
-    assert counted(product) == 2 * TOKENS * 8 * 16
+    with NothingRuns():
+        assert counted(product) == 2 * TOKENS * 8 * 16
 
 
 def scores(tokens: int, keys: int) -> int:

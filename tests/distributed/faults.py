@@ -478,7 +478,7 @@ fault(
     CHECKPOINTED,
     "layers are recomputed without a slice",
     f"{RUNNER}:push_slice",
-    stopped_by="mat1 and mat2 shapes",
+    stopped_by="is invalid for input of size",
 )(
     recomputed_without_a_slice=lambda push, active: (
         contextlib.nullcontext() if active.mode == "recompute" else push(active)

@@ -465,9 +465,8 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
 
 def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool | None:
     """Return whether a DeepSpeed JSON puts the states of the optimizer on the host; None: it does not say."""
-    names = "offload_optimizer.device", "cpu_offload"
-    device, offloads = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
-    return None if device is None and offloads is None else device not in (None, "none") or is_on(offloads)
+    device = value_at(ds_config, "zero_optimization.offload_optimizer.device")
+    return None if device is None else device != "none"
 
 
 def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
@@ -491,9 +490,7 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
         "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
         "offload_optimizer": offloads and options.zero_stage == 1,
         "reduce_bucket": max(0, int(bucket)),
-        "narrow_states": any(
-            is_on(value_at(ds_config, f"{name}.bf16_optimizer_states")) for name in ("bf16", "bfloat16")
-        ),
+        "narrow_states": is_on(value_at(ds_config, "bf16.bf16_optimizer_states")),
     }
 
 

@@ -36,8 +36,26 @@ def value_at(ds_config: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def with_new_names(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a DeepSpeed config with new names and forms for the old ones that DeepSpeed 0.19.8 still reads.
+
+    A `bfloat16` beside `bf16` stays: DeepSpeed ignores it.
+    """
+    config = dict(ds_config)
+    if config.get("bf16") is None and "bfloat16" in config:
+        config["bf16"] = config.pop("bfloat16")
+    zero = config.get("zero_optimization")
+    if isinstance(zero, bool):
+        config["zero_optimization"] = {"stage": int(zero)}
+    elif isinstance(zero, Mapping) and "cpu_offload" in zero and "offload_optimizer" not in zero:
+        device = "cpu" if is_on(zero["cpu_offload"]) else "none"
+        others = {key: value for key, value in zero.items() if key != "cpu_offload"}
+        config["zero_optimization"] = others | {"offload_optimizer": {"device": device}}
+    return config
+
+
 def read_json(path: str, option: str) -> dict[str, Any]:
-    """Return the object in a JSON file that `option` names; a DeepSpeed config may have comments.
+    """Return the object in a JSON file that `option` names; a DeepSpeed config may have comments and old names.
 
     Raises:
         CommandError: no JSON, or no object.
@@ -50,7 +68,7 @@ def read_json(path: str, option: str) -> dict[str, Any]:
         raise CommandError(f"{option} {path} is no JSON: {error}; make it one JSON object") from None
     if not isinstance(content, dict):
         raise CommandError(f"{option} {path} holds {show_value(content)}: give an object")
-    return content
+    return with_new_names(content) if option == "--config" else content
 
 
 def _parse_config(data: bytes) -> Any:
@@ -68,7 +86,7 @@ def _parse_config(data: bytes) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class DeepSpeedJson:
-    """Hold the content of the file of `--config`. A key `a.b` is key `b` of the object `a`.
+    """Hold the content of the file of `--config`, with new names. A key `a.b` is key `b` of the object `a`.
 
     All methods raise CommandError where a key has an impossible value.
     """
@@ -106,14 +124,13 @@ class DeepSpeedJson:
 
     @property
     def precision(self) -> str | None:
-        """Return the enabled one of "bf16", which has a second name, and "fp16"."""
-        names = {"bf16": "bf16", "bfloat16": "bf16", "fp16": "fp16"}
-        return next((dtype for name, dtype in names.items() if self.is_on(f"{name}.enabled")), None)
+        """Return the enabled one of "bf16" and "fp16"."""
+        return next((name for name in ("bf16", "fp16") if self.is_on(f"{name}.enabled")), None)
 
     @property
     def leaves_precision(self) -> bool:
         """Return whether Trainer or `torch.autocast` decides the precision."""
-        enabled = [self._value(f"{name}.enabled") for name in ("bf16", "bfloat16", "fp16")]
+        enabled = [self._value(f"{name}.enabled") for name in ("bf16", "fp16")]
         return "auto" in enabled or self.is_on("torch_autocast.enabled")
 
     @property

@@ -26,8 +26,8 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-from terapipe_ds.commands.user_model import model_of
-from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
+from terapipe_ds.commands.user_model import model_of, read_config
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
@@ -221,7 +221,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
 
     if own := [name for name in options.given if name in ("hidden", "layers", "heads")]:
         raise CommandError(f"{flag(own[0])} does not go with --model, which has its own: leave it out")
-    ds_config = read_json(options.config, "--config") if options.config else None
+    ds_config = read_config(options.config) if options.config else None
     section = (ds_config or {}).get("terapipe")
     if isinstance(section, dict) and section.get("strategy") is not None:
         given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"

@@ -14,6 +14,22 @@ from terapipe_ds.messages import show_value
 DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32": "float32", "fp64": "float64"}
 """Short names of dtypes, and torch's."""
 
+_ON = {
+    *("bf16.check_grad_overflow", "comms_logger.prof_all", "flops_profiler.detailed", "managed_gradient_accumulation"),
+    *("pipeline.grad_partitioned", "pipeline.pipe_partitioned", "pipeline.use_reentrant"),
+    *("timers.throughput.enabled", "timers.throughput.synchronized", "zero_force_ds_cpu_optimizer"),
+    *("zero_optimization.allgather_partitions", "zero_optimization.compute_grad_norm"),
+    *("zero_optimization.contiguous_gradients", "zero_optimization.ignore_unused_parameters"),
+    *("zero_optimization.load_from_fp32_weights", "zero_optimization.memory_efficient_linear"),
+    *("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.override_module_apply"),
+    *("zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"),
+}
+"""Switches that are on in DeepSpeed 0.19.8 where the JSON does not say."""
+_ABSENT = {
+    **{"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1},
+    "zero_optimization.offload_optimizer.device": "none",
+}
+
 _COMMENT = re.compile(rb"(^|[\s,])(#|//|/\*)")
 
 
@@ -26,6 +42,11 @@ def is_on(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in ("true", "yes", "on", "1")
     return isinstance(value, int | float) and value == 1
+
+
+def says_nothing(key: str, value: Any) -> bool:
+    """Return whether a value means the same as no key at all."""
+    return value in (None, "auto", _ABSENT.get(key)) or value == (key in _ON)
 
 
 def value_at(ds_config: Mapping[str, Any], path: str) -> Any:

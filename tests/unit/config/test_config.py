@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError, conflicts
 from terapipe_ds.config.unknown_keys import misspelt_keys
-from terapipe_ds.files.user_json import DeepSpeedJson, with_new_names
+from terapipe_ds.files.user_json import DeepSpeedJson, says_nothing, with_new_names
 from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
@@ -416,6 +416,22 @@ def test_old_names_mean_what_deepspeed_reads(raw: dict[str, Any]) -> None:
     told = "bfloat16: DeepSpeed ignores this key beside bf16; leave one of them out"
     is_passed_over = raw.get("bfloat16") is not None and not enabled["bf16"]
     assert (told in misspelt_keys(raw)) == is_passed_over
+
+
+def test_switches_that_are_on_are_those_of_deepspeed() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    for section, model in {
+        "zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "comms_logger": CommsLoggerConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }.items():  # fmt: skip
+        for name, field in model.model_fields.items():
+            if isinstance(field.default, bool):
+                assert says_nothing(f"{section}.{name}", field.default)
+                assert not says_nothing(f"{section}.{name}", not field.default)
 
 
 def test_no_key_of_deepspeed_is_called_misspelt() -> None:

@@ -95,7 +95,10 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     notes += f"\ncounted otherwise: {otherwise}" if otherwise else ""
     if profile is not None:
         measured = {key: value_at(ds_config or {}, key) for key in _MEASURED} | unknown
-        notes += _note(f"times{'' if options.model else ' and memory'} as measured, not by --config", measured)
+        kinds = "times" if options.model else "times and memory"
+        notes += _note(f"{kinds} as measured, not by --config", measured)
+        alone = f"\n{kinds} as measured: --sequence-parallel decides the multiples of slices alone"
+        notes += alone if options.sequence_parallel else ""
     notes += _note("not taken from --config", _not_taken(options, section, configured.get("train_batch_size")))
     return dataclasses.replace(setup, section=section, notes=notes)
 

@@ -250,6 +250,10 @@ def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
     names = ("within", "between", "node")
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
+    for name in names:
+        if f"{name}_bytes_per_s" in links and (per_node if name == "within" else nodes) == 1:
+            where = "each node has one device" if name == "within" else "all devices are on one node"
+            raise CommandError(f"--{name}-gb-per-s: {where}; leave it out, or give another --devices-per-node")
     if profiles:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)

@@ -44,6 +44,23 @@ class ModelOptions(Options):
         sizes = {} if section.planned is None else sizes_of(section.planned)
         return section, DeepSpeedJson(ds_config | sizes)
 
+    @staticmethod
+    def passed_over(section: TeraPipeConfig, keys: DeepSpeedJson, **more: bool) -> str:
+        """Return the settings that change layers in a job, and that layers without an engine lack; "" for none.
+
+        Args:
+            more: other keys of the section, and whether they are set.
+        """
+        settings = {f"terapipe.{name}": is_set for name, is_set in more.items()} | {
+            "terapipe.compile": section.compile,
+            "terapipe.documents": section.documents != "off",
+            "terapipe.offload_activations": section.offload_activations,
+            "torch_autocast.enabled": keys.is_on("torch_autocast.enabled"),
+            "sequence_parallel_size": (keys.number("sequence_parallel_size") or 1) > 1,
+            "tensor_parallel.autotp_size": (keys.number("tensor_parallel.autotp_size", least=0) or 1) > 1,
+        }
+        return " and ".join(f"{name} = {show_value(keys.at(name))}" for name, is_set in settings.items() if is_set)
+
     def job(self, keys: DeepSpeedJson, num_stages: int, **more: Any) -> OfflineJob:
         """Return the model with random tokens for it."""
         os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")

@@ -53,6 +53,10 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
         yield Line("warning", "misspelt", *_text_and_fix(problem))
     # a strategy has the sizes of a batch that the config leaves out
     keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
+    wanted = keys.number("pipeline.stages")
+    if None not in (stages, wanted) and stages != wanted:  # as the engine does
+        yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
+    stages = stages or wanted
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages, _accumulation(keys, replicas))

@@ -114,6 +114,9 @@ class DeepSpeedJson:
 
     content: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", with_new_names(self.content))
+
     def number(self, key: str, least: int = 1) -> int | None:
         """Return an integer; None where the config has none, or "auto"."""
         value = self._value(key)
@@ -138,6 +141,9 @@ class DeepSpeedJson:
             why = "train_batch_size counts the sequences of all replicas, and this command does not know their number"
             raise CommandError(f"{name} is missing in --config: {why}; give both")
         return self.fixed_number(name)
+
+    def at(self, key: str) -> Any:
+        return value_at(self.content, key)
 
     def is_on(self, key: str) -> bool:
         """Return whether a switch is on, in any form that DeepSpeed takes."""

@@ -400,6 +400,9 @@ def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.Captur
     assert counted.splitlines()[-2:] == ["counted otherwise: optimizer.type = 'Muon' (as Adam)", f"times {line}"]
     path.write_text('{"zero_optimization": {"stage": 0, "contiguous_gradients": true}, "optimizer": {"type": "auto"}}')
     assert "not by --config" not in as_json(capsys, *words)["setup"]
+    measured_profile(tensor_parallel=2, links=False).save(profile_path)
+    told = as_json(capsys, *words, "--sequence-parallel")["setup"]
+    assert told.endswith("\ntimes and memory as measured: --sequence-parallel decides the multiples of slices alone")
 
 
 def test_settings_that_a_plan_does_not_take_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

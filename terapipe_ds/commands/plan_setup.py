@@ -67,11 +67,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
         )
     unknown = configured.pop("unknown", {})
     # a profile knows the others if it was measured with them
-    refused = [key for key in unknown if profile is None or key == "terapipe.offload_activations"]
-    if unknown and refused:
-        unknown = {key: unknown[key] for key in refused}
-        shown = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
-        counts = "" if "torch_autocast.enabled" in unknown else "; only `terapipe strategy` has that among its choices"
+    if refused := [key for key in unknown if profile is None or key == "terapipe.offload_activations"]:
+        shown = " and ".join(f"{key} = {show_value(unknown[key])}" for key in refused)
+        counts = "" if "torch_autocast.enabled" in refused else "; only `terapipe strategy` has that among its choices"
         raise CommandError(f"{shown} in --config: not among the costs of this command{counts}; take it out to plan")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
@@ -93,14 +91,18 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
         setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     notes, otherwise = setup.notes, ", ".join(_uncounted(ds_config or {}) if options.model else ())
     notes += f"\ncounted otherwise: {otherwise}" if otherwise else ""
-    if profile is not None:
-        measured = {key: value_at(ds_config or {}, key) for key in _MEASURED} | unknown
-        kinds = "times" if options.model else "times and memory"
-        notes += _note(f"{kinds} as measured, not by --config", measured)
-        alone = f"\n{kinds} as measured: --sequence-parallel decides the multiples of slices alone"
-        notes += alone if options.sequence_parallel else ""
+    notes += "" if profile is None else _notes_of_measured(options, ds_config or {}, unknown)
     notes += _note("not taken from --config", _not_taken(options, section, configured.get("train_batch_size")))
     return dataclasses.replace(setup, section=section, notes=notes)
+
+
+def _notes_of_measured(options: PlanOptions, ds_config: Mapping[str, Any], unknown: dict[str, Any]) -> str:
+    measured = {key: value_at(ds_config, key) for key in _MEASURED} | unknown
+    if measured["pipeline.activation_checkpoint_interval"] == 1:  # as the key of the profile has it
+        del measured["pipeline.activation_checkpoint_interval"]
+    kinds = "times" if options.model else "times and memory"
+    alone = f"\n{kinds} as measured: --sequence-parallel decides the multiples of slices alone"
+    return _note(f"{kinds} as measured, not by --config", measured) + alone * options.sequence_parallel
 
 
 def _note(title: str, values: Mapping[str, Any]) -> str:
@@ -108,12 +110,25 @@ def _note(title: str, values: Mapping[str, Any]) -> str:
     return f"\n{title}: {', '.join(shown)}" if shown else ""
 
 
+_UNCOUNTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
+    "optimizer.legacy_fusion": ("false", is_on),
+    "zero_optimization.overlap_comm": ("false", is_on),
+    "data_types.keep_in_fp32_modules": ("none", bool),
+    "communication_data_type": ("that of the gradients", bool),
+    "terapipe.compile": ("false", bool),
+    "terapipe.links.exact_until_part": ("no link in another format", bool),
+    "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
+    "activation_checkpointing.cpu_checkpointing": ("false", is_on),
+    "activation_checkpointing.partition_activations": ("false", is_on),
+    "activation_checkpointing.contiguous_memory_optimization": ("false", is_on),
+}
+"""Key of a DeepSpeed JSON -> how costs and memory are counted for all values, and whether a value is another one."""
+
 _MEASURED = (
-    *("optimizer.type", "data_types.grad_accum_dtype", "bf16.bf16_optimizer_states", "communication_data_type"),
-    *("zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.overlap_comm"),
+    *(*_UNCOUNTED, "data_types.grad_accum_dtype", "bf16.bf16_optimizer_states", "terapipe.links.forward"),
+    *("terapipe.links.backward", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"),
     *("zero_optimization.contiguous_gradients", "zero_optimization.reduce_bucket_size"),
-    *("activation_checkpointing.cpu_checkpointing", "pipeline.activation_checkpoint_interval"),
-    *("terapipe.links.forward", "terapipe.links.backward", "terapipe.compile"),
 )
 """Keys of a DeepSpeed JSON whose costs are in a profile, which does not tell their values."""
 
@@ -377,16 +392,7 @@ def counted_setup(
 
 def _uncounted(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings of a DeepSpeed JSON for which the counts take others."""
-    keys = {
-        "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
-        "zero_optimization.overlap_comm": ("false", is_on),
-        "communication_data_type": ("that of the gradients", bool),
-        "terapipe.compile": ("false", bool),
-        "terapipe.links.exact_until_part": ("no link in another format", bool),
-        "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
-        "activation_checkpointing.cpu_checkpointing": ("false", is_on),
-    }
-    for key, (counted, is_other) in keys.items():
+    for key, (counted, is_other) in _UNCOUNTED.items():
         if (value := value_at(ds_config, key)) not in (None, "auto") and is_other(value):
             yield f"{key} = {show_value(value)} (as {counted})"
 

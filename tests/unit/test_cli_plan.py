@@ -368,10 +368,12 @@ def test_the_bucket_of_zero_1_counts_without_a_config(capsys: pytest.CaptureFixt
 
 def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {"optimizer": {"type": "Muon"}, "pipeline": {"activation_checkpoint_interval": 2}}
-    config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    config["activation_checkpointing"] = {"cpu_checkpointing": True, "partition_activations": "false"}
+    config["data_types"] = {"keep_in_fp32_modules": ["norm"]}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json"))
-    others = "optimizer.type = 'Muon' (as Adam), pipeline.activation_checkpoint_interval = 2 (as 1)"
+    others = "optimizer.type = 'Muon' (as Adam), data_types.keep_in_fp32_modules = ['norm'] (as none)"
+    others += ", pipeline.activation_checkpoint_interval = 2 (as 1)"
     cpu = "activation_checkpointing.cpu_checkpointing = True (as false)"
     assert found["setup"].splitlines()[-1] == f"counted otherwise: {others}, {cpu}"
     told = refused(capsys, *SMALL, "--sequence-parallel")
@@ -389,8 +391,8 @@ def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.Captur
     zero = {"stage": 1, "contiguous_gradients": True, "reduce_bucket_size": 9}
     section = {"recompute": [0], "keep_attention": False, "links": {"forward": "bf16"}}
     path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": zero, "terapipe": section}))
-    named = "optimizer.type = 'Muon', zero_optimization.stage = 1, zero_optimization.reduce_bucket_size = 9, "
-    named += "terapipe.links.forward = 'bf16', terapipe.recompute = [0]"
+    named = "optimizer.type = 'Muon', terapipe.links.forward = 'bf16', zero_optimization.stage = 1, "
+    named += "zero_optimization.reduce_bucket_size = 9, terapipe.recompute = [0]"
     line = f"as measured, not by --config: {named}"
     assert as_json(capsys, *words)["setup"].splitlines()[-1] == f"times and memory {line}"
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}

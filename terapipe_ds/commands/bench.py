@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,8 +27,8 @@ from terapipe_ds.commands.options import (
     switch,
     write_json,
 )
-from terapipe_ds.commands.user_model import model_of
-from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, read_json
+from terapipe_ds.commands.user_model import model_of, read_config
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson
 from terapipe_ds.messages import show_value
 from terapipe_ds.schedule import SCHEDULE_NAMES, SEARCH
 
@@ -167,13 +168,17 @@ def job_of(options: BenchOptions) -> Job:
         ds_config, gpt, sizes = _own_model(options)
     elif options.device == "cuda":
         ds_config, gpt = BF16_SETTINGS, {"dtype": "bfloat16"}
+    own = sizes.pop("accumulation", None)
     values = options.filled(sizes, dataclasses.asdict(preset.work), {"pairs": preset.pairs})
     work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
     _check_sizes(work, gpt)
-    accumulations = options.accumulation or (preset.full_accumulations if options.full else preset.accumulations)
+    of_preset = preset.full_accumulations if options.full else preset.accumulations
+    accumulations = options.accumulation or ((own,) if own and not options.full else of_preset)
     accumulations = tuple(dict.fromkeys(accumulations))
     slices = _slices(options.slices, work.sequence_length)
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
+    if slices is not None and not any(case.system == "terapipe" and case.slices in slices for case in cases):
+        raise CommandError("--slices: none of these runs has slices; leave it out, or give --systems or --schedules")
     if ds_config is not None and options.slices is None and options.schedules is None:
         cases = tuple(dict.fromkeys((*cases, *_configured(ds_config, options.systems))))
     # A run at the preset's largest accumulation also runs at accumulations that the preset lacks.
@@ -221,7 +226,7 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
 
     if own := [name for name in options.given if name in ("hidden", "layers", "heads")]:
         raise CommandError(f"{flag(own[0])} does not go with --model, which has its own: leave it out")
-    ds_config = read_json(options.config, "--config") if options.config else None
+    ds_config = read_config(options.config) if options.config else None
     section = (ds_config or {}).get("terapipe")
     if isinstance(section, dict) and section.get("strategy") is not None:
         given = f"--config: terapipe.strategy = {show_value(section['strategy'])}"
@@ -236,8 +241,16 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
     sizes["sequence_length"] = config.max_sequence_length
-    if (granularity := keys.number("terapipe.granularity_tokens")) is not None:
-        sizes["granularity"] = granularity
+    of_config = {
+        "granularity": keys.number("terapipe.granularity_tokens"),
+        "stages": keys.number("pipeline.stages"),
+        "accumulation": keys.number("gradient_accumulation_steps"),
+    }
+    sizes |= {name: number for name, number in of_config.items() if number is not None}
+    planner = (section.get("planner") if isinstance(section, dict) else None) or {}
+    if passed := [f"terapipe.planner.{name} = {show_value(value)}" for name, value in planner.items()]:
+        why = "costs are measured in this run, and plans keep no limit of memory"
+        print(f"terapipe bench: note: --config: not taken: {', '.join(passed)}: {why}", file=sys.stderr)
     if options.micro_batch is None:
         sizes["micro_batch"] = keys.micro_batch
     longest = max(options.sequence_length or 0, config.max_sequence_length)

@@ -14,6 +14,7 @@ from terapipe_ds.commands.options import (
     MAX_DEVICES,
     MAX_FORWARDS,
     MAX_STAGES,
+    STDOUT,
     JsonOutput,
     Options,
     Text,
@@ -59,6 +60,10 @@ def run(options: DoctorOptions) -> None:
     if options.data is not None and options.stages is None:
         raise CommandError("--data goes with --stages: give both, or neither")
     options.refuse_without("config", "sequence_length")
+    if options.quiet and options.as_json == STDOUT:
+        raise CommandError(
+            "--quiet is for the text, and --json prints all findings: leave one out, or give --json FILE"
+        )
     ranks = None if options.stages is None else options.stages * (options.data or 1)
     checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
     if options.config is not None:

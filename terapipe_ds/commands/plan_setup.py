@@ -14,14 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from terapipe_ds.commands.plan_options import CostOptions, PlanOptions
+from terapipe_ds.commands.user_model import read_config
 from terapipe_ds.config import TeraPipeConfig
+from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import device_card
 from terapipe_ds.costs.fitted import CostModel
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.costs.utilisation import Utilisation
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, read_json, value_at
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, is_on, says_nothing, value_at
 from terapipe_ds.messages import bytes_of_gb, show_value
 from terapipe_ds.planner import (
     MemoryLimitError,
@@ -56,17 +58,18 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
     section, ds_config = configured.pop("section", {}), configured.pop("ds_config", None)
+    if conflicts := list(conflicting_keys(ds_config or {})):  # as a job with the plan would
+        raise CommandError(" - ".join(conflicts))
     if "strategy" in configured:
         raise CommandError(
             f"terapipe.strategy = {show_value(configured['strategy'])} in --config: it has its schedule and slices; "
             "take the key out to find others, or price it with `terapipe strategy --against`"
         )
     unknown = configured.pop("unknown", {})
-    if profile is not None:  # it knows the others if it was measured with them
-        unknown = {key: value for key, value in unknown.items() if key == "terapipe.offload_activations"}
-    if unknown:
-        shown = " and ".join(f"{key} = {show_value(value)}" for key, value in unknown.items())
-        counts = "" if "torch_autocast.enabled" in unknown else "; only `terapipe strategy` has that among its choices"
+    # a profile knows the others if it was measured with them
+    if refused := [key for key in unknown if profile is None or key == "terapipe.offload_activations"]:
+        shown = " and ".join(f"{key} = {show_value(unknown[key])}" for key in refused)
+        counts = "" if "torch_autocast.enabled" in refused else "; only `terapipe strategy` has that among its choices"
         raise CommandError(f"{shown} in --config: not among the costs of this command{counts}; take it out to plan")
     options = complete(options, profile, configured)
     if bounds and (profile is None or options.recompute):
@@ -86,7 +89,60 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
             raise CommandError(f"{name} {value}: the profile has no memory of all parts; give --model as well")
     if section.get("compile") and options.schedule in ("auto", SEARCH):  # the engine refuses split backwards
         setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
-    return dataclasses.replace(setup, section=section)
+    notes, otherwise = setup.notes, ", ".join(_uncounted(ds_config or {}) if options.model else ())
+    notes += f"\ncounted otherwise: {otherwise}" if otherwise else ""
+    notes += "" if profile is None else _notes_of_measured(options, ds_config or {}, unknown)
+    notes += _note("not taken from --config", _not_taken(options, section, configured.get("train_batch_size")))
+    return dataclasses.replace(setup, section=section, notes=notes)
+
+
+def _notes_of_measured(options: PlanOptions, ds_config: Mapping[str, Any], unknown: dict[str, Any]) -> str:
+    measured = {key: value_at(ds_config, key) for key in _MEASURED} | unknown
+    if measured["pipeline.activation_checkpoint_interval"] == 1:  # as the key of the profile has it
+        del measured["pipeline.activation_checkpoint_interval"]
+    kinds = "times" if options.model else "times and memory"
+    alone = f"\n{kinds} as measured: --sequence-parallel decides the multiples of slices alone"
+    return _note(f"{kinds} as measured, not by --config", measured) + alone * options.sequence_parallel
+
+
+def _note(title: str, values: Mapping[str, Any]) -> str:
+    shown = [f"{key} = {show_value(value)}" for key, value in values.items() if not says_nothing(key, value)]
+    return f"\n{title}: {', '.join(shown)}" if shown else ""
+
+
+_UNCOUNTED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
+    "optimizer.legacy_fusion": ("false", is_on),
+    "zero_optimization.overlap_comm": ("false", is_on),
+    "data_types.keep_in_fp32_modules": ("none", bool),
+    "communication_data_type": ("that of the gradients", bool),
+    "terapipe.compile": ("false", bool),
+    "terapipe.links.exact_until_part": ("no link in another format", bool),
+    "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
+    "activation_checkpointing.cpu_checkpointing": ("false", is_on),
+    "activation_checkpointing.partition_activations": ("false", is_on),
+    "activation_checkpointing.contiguous_memory_optimization": ("false", is_on),
+}
+"""Key of a DeepSpeed JSON -> how costs and memory are counted for all values, and whether a value is another one."""
+
+_MEASURED = (
+    *(*_UNCOUNTED, "data_types.grad_accum_dtype", "bf16.bf16_optimizer_states", "terapipe.links.forward"),
+    *("terapipe.links.backward", "zero_optimization.stage", "zero_optimization.offload_optimizer.device"),
+    *("zero_optimization.contiguous_gradients", "zero_optimization.reduce_bucket_size"),
+)
+"""Keys of a DeepSpeed JSON whose costs are in a profile, which does not tell their values."""
+
+
+def _not_taken(options: PlanOptions, section: Mapping[str, Any], total: int | None) -> dict[str, Any]:
+    """Return the settings in place of which the plan has others; no option of the user's says so."""
+    batch = options.data_parallel * options.micro_batches * options.micro_batch_size
+    values = {"slices": section.get("slices"), "planner.profile": value_at(section, "planner.profile")}
+    if values["planner.profile"] in ("measure", options.profile):
+        del values["planner.profile"]
+    if not options.schedule_options:
+        values |= {f"schedule_options.{key}": value for key, value in (section.get("schedule_options") or {}).items()}
+    values = {f"terapipe.{key}": value for key, value in values.items()}
+    return values if total in (None, batch) else values | {"train_batch_size": total}
 
 
 def _unsplit(costs_of: PartsOf) -> PartsOf:
@@ -135,13 +191,17 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 
 
 def _rest_of_batch(options: PlanOptions, values: dict[str, Any]) -> dict[str, int]:
-    """Return the number that `train_batch_size` leaves for micro-batches or their sequences, as DeepSpeed counts it."""
+    """Return the number that `train_batch_size` leaves: of sequences, micro-batches or replicas, as DeepSpeed counts.
+
+    Options for the others leave no number of replicas: they need not go with the JSON.
+    """
     numbers = values | options.given
-    total, names = numbers.get("train_batch_size"), ("micro_batch_size", "micro_batches")
+    total, names = numbers.get("train_batch_size"), ("micro_batch_size", "micro_batches", "data_parallel")
     missing = next((name for name in names if name not in numbers), None)
-    if total is None or missing is None:
+    is_free = missing == "data_parallel" and any(name in options.given for name in names)
+    if total is None or missing is None or is_free:
         return {}
-    known = options.data_parallel * math.prod(numbers.get(name, 1) for name in names)
+    known = math.prod(numbers.get(name, 1) for name in names)
     if total % known:
         problem = f"train_batch_size = {total} in --config is no multiple of {known}, the replicas times the sequences"
         raise CommandError(f"{problem} or micro-batches of each; give --micro-batches and --micro-batch-size")
@@ -167,7 +227,7 @@ def from_config(path: str | None, *, is_measured: bool) -> dict[str, Any]:
     """
     if path is None:
         return {}
-    ds_config = read_json(path, "--config")
+    ds_config = read_config(path)
     given = ds_config.get("terapipe", {})
     if not isinstance(given, dict):
         raise CommandError(f"terapipe = {show_value(given)} in --config: give an object")
@@ -319,7 +379,6 @@ def counted_setup(
         return None if num_parts > max(size.num_layers, options.stages) else count(num_stages=num_parts)
 
     notes = {"experts": size.about_experts(), "tensor ranks": size.about_tensor_ranks(options.tensor_parallel)}
-    notes["counted otherwise"] = ", ".join(_uncounted(ds_config or {}))
     return PlanSetup(
         options,
         f"{size.name} in {dtype} on {devices * options.data_parallel} x {card.title}, costs counted",
@@ -333,12 +392,7 @@ def counted_setup(
 
 def _uncounted(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings of a DeepSpeed JSON for which the counts take others."""
-    keys = {
-        "optimizer.type": ("Adam", lambda value: str(value).lower() not in OPTIMIZER_STATES),
-        "pipeline.activation_checkpoint_interval": ("1", lambda value: value > 1),
-        "activation_checkpointing.cpu_checkpointing": ("false", is_on),
-    }
-    for key, (counted, is_other) in keys.items():
+    for key, (counted, is_other) in _UNCOUNTED.items():
         if (value := value_at(ds_config, key)) not in (None, "auto") and is_other(value):
             yield f"{key} = {show_value(value)} (as {counted})"
 
@@ -465,9 +519,8 @@ def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: st
 
 def offloads_optimizer(ds_config: Mapping[str, Any]) -> bool | None:
     """Return whether a DeepSpeed JSON puts the states of the optimizer on the host; None: it does not say."""
-    names = "offload_optimizer.device", "cpu_offload"
-    device, offloads = (value_at(ds_config, f"zero_optimization.{name}") for name in names)
-    return None if device is None and offloads is None else device not in (None, "none") or is_on(offloads)
+    device = value_at(ds_config, "zero_optimization.offload_optimizer.device")
+    return None if device is None else device != "none"
 
 
 def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSize, dtype: str) -> dict[str, Any]:
@@ -491,9 +544,7 @@ def _training(ds_config: Mapping[str, Any], options: PlanOptions, size: ModelSiz
         "gradient_dtype": {"half": "float16", "float": "float32", **DTYPE_NAMES}.get(sums, sums),
         "offload_optimizer": offloads and options.zero_stage == 1,
         "reduce_bucket": max(0, int(bucket)),
-        "narrow_states": any(
-            is_on(value_at(ds_config, f"{name}.bf16_optimizer_states")) for name in ("bf16", "bfloat16")
-        ),
+        "narrow_states": is_on(value_at(ds_config, "bf16.bf16_optimizer_states")),
     }
 
 

@@ -32,7 +32,7 @@ gives the micro-batch size, accumulation, precision, activation checkpointing an
 
 class ProfileOptions(ModelOptions):
     out: Output | None = option("where to write the profile; --json needs none", "FILE")
-    stages: int = option("pipeline stages (default: 1)", "K", default=1, ge=1, le=MAX_THREADS)
+    stages: int = option("pipeline stages (default: those of the config, or 1)", "K", default=1, ge=1, le=MAX_THREADS)
     as_json: JsonOutput | None = json_option("the profile")
 
 
@@ -40,15 +40,15 @@ def run(options: ProfileOptions) -> None:
     if options.out is None and options.as_json is None:
         raise CommandError("--out is missing: give it, or print the profile by --json")
     section, keys = options.settings()
+    options = options.filled({"stages": keys.number("pipeline.stages") or 1})
     job = options.job(keys, options.stages, num_micro_batches=keys.fixed_number("gradient_accumulation_steps"))
     length = job.inputs.shape[1]
     granularity = min(section.granularity_tokens, length)
     bounds = _bounds(section.partition, options.stages, job.layers)
-    autocast = "torch_autocast.enabled"
-    if section.keep_attention or keys.is_on(autocast):
+    if passed := options.passed_over(section, keys, keep_attention=section.keep_attention):
         raise CommandError(
-            f"{'terapipe.keep_attention' if section.keep_attention else autocast} = true in --config: such layers are "
-            'timed in the running job alone; set planner.profile to "measure", or leave the key out'
+            f"{passed} in --config: such layers are timed in the running job alone; set planner.profile to "
+            '"measure", or leave the key out'
         )
     from terapipe_ds.runtime.layers.activation_checkpointing import stages_to_recompute
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from terapipe_ds.commands.options import MAX_DEVICES, MAX_FORWARDS, Output, Progress, Text, option, write_json
 from terapipe_ds.commands.plan_options import CostOptions
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError, DeepSpeedJson, says_nothing
 from terapipe_ds.messages import gib, in_runs, limit_text, show_value
 from terapipe_ds.schedule.show import many
 
@@ -46,11 +46,6 @@ _FIXED = (
     *("offload_activations", "offload_optimizer"),
 )
 _ANSWERED = "train_batch_size", "terapipe.planner.memory_limit_gb"  # taken, or an option says another number
-_ABSENT = {
-    **{"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1},
-    "zero_optimization.offload_optimizer.device": "none",
-}
-"""Values that mean the same as no key."""
 _KEYS = {
     **{"micro_batch_size": "train_micro_batch_size_per_gpu", "accumulation": "gradient_accumulation_steps"},
     "zero_stage": "zero_optimization.stage",
@@ -232,9 +227,7 @@ def _differing(given: Mapping[str, Any], answer: Any, path: str = "") -> Iterato
         name, other = f"{path}{key}", answer.get(key) if isinstance(answer, dict) else None
         if isinstance(value, dict):
             yield from _differing(value, other, f"{name}.")
-        elif other is None and value in (False, _ABSENT.get(name)):
-            continue
-        elif value not in (other, "auto", None) and name not in _ANSWERED:
+        elif not (value in (other, "auto", None) or name in _ANSWERED or (other is None and says_nothing(name, value))):
             yield name, value
 
 
@@ -257,6 +250,10 @@ def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
     names = ("within", "between", "node")
     rates = {f"{name}_bytes_per_s": getattr(options, f"{name}_gb_per_s") for name in names}
     links = {name: 1e9 * rate for name, rate in rates.items() if rate is not None}
+    for name in names:
+        if f"{name}_bytes_per_s" in links and (per_node if name == "within" else nodes) == 1:
+            where = "each node has one device" if name == "within" else "all devices are on one node"
+            raise CommandError(f"--{name}-gb-per-s: {where}; leave it out, or give another --devices-per-node")
     if profiles:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from terapipe_ds.commands.options import Options, Text, option
@@ -17,6 +18,16 @@ if TYPE_CHECKING:
 MAX_TOKENS, MAX_THREADS = 2**26, 4096
 
 
+def read_config(path: str) -> dict[str, Any]:
+    """Return the DeepSpeed JSON of `--config`; name on stderr the keys that are nearly some of DeepSpeed's."""
+    from terapipe_ds.config.unknown_keys import misspelt_keys
+
+    ds_config = read_json(path, "--config")
+    for text in misspelt_keys(ds_config):
+        print(f"terapipe: note: --config {path}: {text}", file=sys.stderr)
+    return ds_config
+
+
 class ModelOptions(Options):
     config: Text = option("the DeepSpeed config", "DS.json", required=True)
     model: Text = option("a named size, or a JSON file", "NAME_OR_JSON", required=True)
@@ -28,10 +39,27 @@ class ModelOptions(Options):
         from terapipe_ds.config import TeraPipeConfig
         from terapipe_ds.config.strategy_file import sizes_of
 
-        ds_config = read_json(self.config, "--config")
+        ds_config = read_config(self.config)
         section = TeraPipeConfig.from_deepspeed(ds_config)
         sizes = {} if section.planned is None else sizes_of(section.planned)
         return section, DeepSpeedJson(ds_config | sizes)
+
+    @staticmethod
+    def passed_over(section: TeraPipeConfig, keys: DeepSpeedJson, **more: bool) -> str:
+        """Return the settings that change layers in a job, and that layers without an engine lack; "" for none.
+
+        Args:
+            more: other keys of the section, and whether they are set.
+        """
+        settings = {f"terapipe.{name}": is_set for name, is_set in more.items()} | {
+            "terapipe.compile": section.compile,
+            "terapipe.documents": section.documents != "off",
+            "terapipe.offload_activations": section.offload_activations,
+            "torch_autocast.enabled": keys.is_on("torch_autocast.enabled"),
+            "sequence_parallel_size": (keys.number("sequence_parallel_size") or 1) > 1,
+            "tensor_parallel.autotp_size": (keys.number("tensor_parallel.autotp_size", least=0) or 1) > 1,
+        }
+        return " and ".join(f"{name} = {show_value(keys.at(name))}" for name, is_set in settings.items() if is_set)
 
     def job(self, keys: DeepSpeedJson, num_stages: int, **more: Any) -> OfflineJob:
         """Return the model with random tokens for it."""

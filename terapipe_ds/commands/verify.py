@@ -47,6 +47,8 @@ def run(options: VerifyOptions) -> None:
     section, keys = options.settings()
     from terapipe_ds.runtime.profiling.one_device import single_process
 
+    if passed := options.passed_over(section, keys):
+        print(f"terapipe verify: note: the layers run without {passed} of --config", file=sys.stderr)
     job = options.job(keys, num_stages=1)
     plan, begin_s = _plan(section, job.inputs.shape[1], options.slices), time.monotonic()
     with single_process(), redirect_stdout(sys.stderr):  # DeepSpeed prints how it partitions

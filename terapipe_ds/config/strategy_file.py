@@ -7,7 +7,7 @@ from typing import Any
 
 from terapipe_ds.config.values import tuples_to_lists
 from terapipe_ds.files.bounded import read_bytes
-from terapipe_ds.files.user_json import is_on, value_at
+from terapipe_ds.files.user_json import is_on, value_at, with_new_names
 from terapipe_ds.messages import show_value
 from terapipe_ds.strategy import Strategy, StrategyError
 
@@ -44,6 +44,7 @@ def contradictions(strategy: Strategy, section: Mapping[str, Any], ds_config: Ma
     Args:
         section: the keys that the `terapipe` section sets, validated.
     """
+    ds_config = with_new_names(ds_config)
     for name, wanted in section_of(strategy).items():
         if name in section and not _is_same(strategy, name, section[name], wanted):
             yield _line(f"terapipe.{name}", tuples_to_lists(section[name]), wanted)
@@ -72,7 +73,7 @@ def _is_same(strategy: Strategy, name: str, given: Any, wanted: Any) -> bool:
 
 
 def _precision(ds_config: Mapping[str, Any]) -> str:
-    kinds = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16", "torch_autocast": "torch_autocast"}
+    kinds = {"bf16": "bfloat16", "fp16": "float16", "torch_autocast": "torch_autocast"}
     enabled = (dtype for name, dtype in kinds.items() if is_on(value_at(ds_config, f"{name}.enabled")))
     return next(enabled, "float32")
 

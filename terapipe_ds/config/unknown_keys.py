@@ -55,16 +55,23 @@ _READ: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+_MEANT = {"bfloat16": "bf16", "float16": "fp16"}
+"""The names to advise for one that DeepSpeed reads as an old name, and for one that it never reads."""
+
+
 def misspelt_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each key of DeepSpeed's own that is nearly one it reads: it ignores others without a word."""
+    if ds_config.get("bf16") is not None and "bfloat16" in ds_config:
+        yield "bfloat16: DeepSpeed ignores this key beside bf16; leave one of them out"
     for section, known in _READ.items():
         keys = value_at(ds_config, section) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
-            close = None if key in known else closest(show_key(key).strip().lower(), known, cutoff=0.84)
+            close = None if key in known else closest(show_key(key).strip().lower(), (*known, *_MEANT), cutoff=0.84)
             # "_fp16" and "checkpoint_dir" have a whole name and more: a key taken out, or one of the user's own
             if close is not None and not re.search(rf"[^a-z0-9\s]{close}$|^{close}[^a-z0-9\s]", show_key(key)):
                 before = f"{section}." if section else ""
-                yield f"{before}{show_key(key)}: DeepSpeed ignores this key; did you mean {before}{close}?"
+                meant = _MEANT.get(close, close)
+                yield f"{before}{show_key(key)}: DeepSpeed ignores this key; did you mean {before}{meant}?"
 
 
 @functools.cache

@@ -51,8 +51,13 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
         return
     for problem in misspelt_keys(content):
         yield Line("warning", "misspelt", *_text_and_fix(problem))
+    yield from _refused_by_deepspeed(content)
     # a strategy has the sizes of a batch that the config leaves out
     keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
+    wanted = keys.number("pipeline.stages")
+    if None not in (stages, wanted) and stages != wanted:  # as the engine does
+        yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
+    stages = stages or wanted
     yield from _batch(keys, replicas)
     yield from _cut(config, sequence_length)
     yield from _runs(config, keys, stages, _accumulation(keys, replicas))
@@ -61,6 +66,20 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
     yield from _folders(config)
     text = "only a TeraPipeEngine reads the section: without register() DeepSpeed silently trains whole sequences"
     yield Line("ok", "register", text, "look for lines of terapipe_ds in the log, or print type(engine).__name__")
+
+
+def _refused_by_deepspeed(content: dict[str, Any]) -> Iterator[Line]:
+    """Let the installed DeepSpeed read its own keys, except for the sizes of a batch."""
+    try:
+        from deepspeed.runtime.config import DeepSpeedConfig
+    except Exception:  # the checks of the installation say why
+        return
+    others = {key: value for key, value in content.items() if key not in (*_BATCH, "sequence_parallel_size")}
+    try:
+        DeepSpeedConfig(others | {"train_micro_batch_size_per_gpu": 1})
+    except Exception as error:
+        text = " ".join(str(error).split(" [type=")[0].split())
+        yield Line("fail", "DeepSpeed", f"it refuses this config: {text}", "change what it names, or take it out")
 
 
 def _text_and_fix(problem: str) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from terapipe_ds.planner.model_memory import PartMemory, Setup
 from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 MEMORY_KINDS = {
-    "model_states": ("static_bytes", "gradient_bytes", "tied_bytes"),
+    "model_states": ("static_bytes", "gradient_bytes", "tied_bytes", "tied_gradient_bytes"),
     "keys_and_values": ("store_bytes_per_token", "whole_bytes_per_token", "windowed_store_bytes_per_token"),
     "their_gradients": ("store_grad_bytes_per_token", "windowed_grad_bytes_per_token"),
     "live_slices": (
@@ -94,6 +94,10 @@ class MemoryModel:
     def tied_step_bytes(self, part_ids: Collection[int]) -> int:
         """Return the bytes of the step that count twice if these parts are on one stage."""
         return math.floor(self.parts[-1].tied_step_bytes) if self._has_both_ends(part_ids) else 0
+
+    def tied_gradient_bytes(self, part_ids: Collection[int]) -> int:
+        """Return the bytes of gradients that count twice if these parts are on one stage."""
+        return math.floor(self.parts[-1].tied_gradient_bytes) if self._has_both_ends(part_ids) else 0
 
     def _has_both_ends(self, part_ids: Collection[int]) -> bool:
         last = len(self.parts) - 1

@@ -101,6 +101,7 @@ class PartMemory:
     step_bytes: float = 0  # more, only while gradients are reduced and the optimizer steps; then no slice is live
     tied_bytes: float = 0  # of `static_bytes`, those of a matrix that is the first part's where one stage has both
     tied_step_bytes: float = 0  # the share of that matrix in `step_bytes`
+    tied_gradient_bytes: float = 0  # the share of that matrix in `gradient_bytes`
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -245,7 +246,8 @@ class Setup:
         joins = item < 4 and not (again or self.offload_optimizer)  # `WeightGradients.joins_unsplit`
         matrix = vocabulary * size.hidden_size if size.tied_embedding else 0
         has_copy = is_last and self.num_stages > 1
-        tied = self._static_bytes(matrix) - (gradients * matrix // parameters) if matrix and has_copy else 0
+        tied_gradient = gradients * matrix // parameters if has_copy else 0
+        tied = self._static_bytes(matrix) - tied_gradient if has_copy else 0
         # a table of the turns of all positions, complex numbers, has a power of two of them
         turns = (1 << max(10, (size.max_sequence_length - 1).bit_length())) * size.head_dim * self._wide
         gone = max(0, self._phases[0] - self._phases[1])  # of a layer that runs again, once attention's backward runs
@@ -276,6 +278,7 @@ class Setup:
             whole_bytes_per_token=0 if again else rows * layers * whole * item,
             working_whole_bytes_per_token=rows * min(layers, 1) * whole * item if again else 0,
             tied_bytes=tied,
+            tied_gradient_bytes=tied_gradient,
             tied_step_bytes=self._step_bytes(parameters) - self._step_bytes(parameters - matrix * has_copy),
         )
 

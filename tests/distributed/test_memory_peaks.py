@@ -17,13 +17,16 @@ from studies.levers import host_bytes
 from studies.memory import counted_model, in_place_model, measure_peak
 from studies.options import batches
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, Workload, build_engine
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.costs.profile import Profile
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import model_memory
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.schedule import build
+from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 from terapipe_ds.simulator import Replay
+from terapipe_ds.simulator.peak_memory import bytes_of_stage
 from tests.distributed.engines import few_rounds
 from tests.distributed.harness import RankPool
 
@@ -225,3 +228,41 @@ def test_measured_models_know_the_optimizer_and_the_host(name: str, tmp_path: Pa
     assert all(0.95 <= ratio <= 1.07 for ratio in ratios), ratios
     (path,) = tmp_path.glob("profile-*.json")
     assert Profile.load(path).state_ranks == 2 // (SETTINGS | STEPS)[name][0]
+
+
+def _gradients_of_tied_ends(schedule: str, dtype: str) -> tuple[int, int, int]:
+    """Return the bytes of the gradients as a rank with both ends begins to step, those that are counted, and those of
+    the tied matrix."""
+    work = replace(WORK, stages=1, accumulation=2, sequence_length=64)
+    section = {"enabled": True, "schedule": schedule, "chunks_per_stage": 2, "slices": 2, "verify": "off"}
+    settings = USUAL_SETTINGS | ({"fp16": {"enabled": True}} if dtype == "float16" else {})
+    engine = build_engine(section, work, ds_config=settings, gpt={"tied_embedding": True, "dtype": dtype})
+    step, found = engine.optimizer.step, []
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        gradients = [p.grad.untyped_storage() for p in engine.module.parameters() if p.grad is not None]
+        found.append(sum({each.data_ptr(): each.nbytes() for each in gradients}.values()))
+        return step(*args, **kwargs)
+
+    layers = [layer for layer in engine.module.modules() if isinstance(layer, gpt.DecoderLayer)]
+    try:
+        with mock.patch.object(engine.optimizer, "step", counting):
+            engine.train_batch(batches(work))
+    finally:
+        engine.destroy()
+    of_head, width = layers[0].attention.head_dim, layers[0].feed_forward.down.in_features
+    size = ModelSize("tied", work.layers, work.hidden, work.heads, work.heads, of_head, width, 256, 64,
+                     tied_embedding=True)  # fmt: skip
+    model = MemoryModel.of_model(size, num_stages=2, dtype=dtype, micro_batch=work.micro_batch, on_cpu=True)
+    order, spans = build(schedule, 1, 2, 2, chunks_per_stage=2), [[(0, 32), (32, 64)]] * 2
+    begin, *_, end = bytes_of_stage(order, 0, spans, model, OUTSTANDING_SENDS)
+    steps = model.step_bytes(0) + model.step_bytes(1) - model.tied_step_bytes((0, 1))
+    return found[0], end - begin - steps, 256 * work.hidden * (2 if dtype == "float16" else 4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("schedule", ["seq1f1b-interleaved", "zbv"])
+def test_the_gradient_of_a_tied_matrix_counts_once_where_a_stage_has_both_ends(schedule: str, dtype: str) -> None:
+    with contextlib.closing(RankPool(1)) as pool:
+        ((measured, counted, of_matrix),) = pool.run(_gradients_of_tied_ends, schedule=schedule, dtype=dtype)
+    assert counted == measured > of_matrix

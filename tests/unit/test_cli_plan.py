@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from terapipe_ds.cli import main
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import FILE, device_card
@@ -367,14 +368,69 @@ def test_the_bucket_of_zero_1_counts_without_a_config(capsys: pytest.CaptureFixt
 
 def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = {"optimizer": {"type": "Muon"}, "pipeline": {"activation_checkpoint_interval": 2}}
-    config["activation_checkpointing"] = {"cpu_checkpointing": True}
+    config["activation_checkpointing"] = {"cpu_checkpointing": True, "partition_activations": "false"}
+    config["data_types"] = {"keep_in_fp32_modules": ["norm"]}
     (tmp_path / "ds.json").write_text(json.dumps(config))
     found = as_json(capsys, *SMALL, "--schedule", "1f1b", "--max-slices", "1", "--config", str(tmp_path / "ds.json"))
-    others = "optimizer.type = 'Muon' (as Adam), pipeline.activation_checkpoint_interval = 2 (as 1)"
+    others = "optimizer.type = 'Muon' (as Adam), data_types.keep_in_fp32_modules = ['norm'] (as none)"
+    others += ", pipeline.activation_checkpoint_interval = 2 (as 1)"
     cpu = "activation_checkpointing.cpu_checkpointing = True (as false)"
     assert found["setup"].splitlines()[-1] == f"counted otherwise: {others}, {cpu}"
     told = refused(capsys, *SMALL, "--sequence-parallel")
     assert "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel" in told
+    # a job with the plan would refuse this one
+    (tmp_path / "ds.json").write_text('{"compile": {"deepcompile": true}}')
+    told = refused(capsys, *SMALL, "--config", str(tmp_path / "ds.json"))
+    assert "compile.deepcompile = True cannot be combined" in told and "set it to false" in told
+
+
+def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, profile_path = tmp_path / "ds.json", tmp_path / "profile.json"
+    measured_profile().save(profile_path)
+    words = ("--profile", str(profile_path), "--schedule", "1f1b", "--max-slices", "1", "--config", str(path))
+    zero = {"stage": 1, "contiguous_gradients": True, "reduce_bucket_size": 9}
+    section = {"recompute": [0], "keep_attention": False, "links": {"forward": "bf16"}}
+    path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": zero, "terapipe": section}))
+    named = "optimizer.type = 'Muon', terapipe.links.forward = 'bf16', zero_optimization.stage = 1, "
+    named += "zero_optimization.reduce_bucket_size = 9, terapipe.recompute = [0]"
+    line = f"as measured, not by --config: {named}"
+    assert as_json(capsys, *words)["setup"].splitlines()[-1] == f"times and memory {line}"
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}
+    shape = {"model_type": "llama", "max_position_embeddings": 4096, "hidden_size": 10, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    counted = as_json(capsys, *words, "--model", str(tmp_path / "config.json"), "--device", "a100")["setup"]
+    assert counted.splitlines()[-2:] == ["counted otherwise: optimizer.type = 'Muon' (as Adam)", f"times {line}"]
+    path.write_text('{"zero_optimization": {"stage": 0, "contiguous_gradients": true}, "optimizer": {"type": "auto"}}')
+    assert "not by --config" not in as_json(capsys, *words)["setup"]
+    measured_profile(tensor_parallel=2, links=False).save(profile_path)
+    told = as_json(capsys, *words, "--sequence-parallel")["setup"]
+    assert told.endswith("\ntimes and memory as measured: --sequence-parallel decides the multiples of slices alone")
+
+
+def test_settings_that_a_plan_does_not_take_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path, words = tmp_path / "ds.json", (*SMALL[:-4], "--schedule", "1f1b", "--max-slices", "1", "--dtype", "fp16")
+    words = (*words, "--config", str(path))
+    section = {"slices": 3, "schedule": "zbv", "schedule_options": {"max_live_slices": 9}}
+    path.write_text(json.dumps({"terapipe": section | {"planner": {"profile": "mine.json"}}}))
+    named = "terapipe.slices = 3, terapipe.planner.profile = 'mine.json', terapipe.schedule_options.max_live_slices = 9"
+    assert as_json(capsys, *words)["setup"].splitlines()[-1] == f"not taken from --config: {named}"
+    section["slices"] = "auto"
+    path.write_text(json.dumps({"terapipe": section | {"planner": {"profile": "measure"}}}))
+    assert "not taken" not in as_json(capsys, *words[:6], *words[8:], "--schedule", "zbv")["setup"]
+    # the third number of a batch is that of replicas, unless options are for another batch
+    batch = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+    path.write_text(json.dumps(batch))
+    assert "data parallel 4, 1 micro-batch of 2 x" in as_json(capsys, *words)["setup"]
+    for more in (("--data-parallel", "2"), ("--micro-batches", "3")):
+        assert as_json(capsys, *words, *more)["setup"].endswith("\nnot taken from --config: train_batch_size = 8")
+    path.write_text(json.dumps(batch | {"train_batch_size": 9}))
+    assert "train_batch_size = 9 in --config is no multiple of 2" in refused(capsys, *words)
+    path.write_text('{"gradient_acumulation_steps": 4}')
+    assert main(["plan", *words]) == 0
+    told = capsys.readouterr().err
+    assert told.endswith(
+        "gradient_acumulation_steps: DeepSpeed ignores this key; did you mean gradient_accumulation_steps?\n"
+    )
 
 
 def test_tensor_ranks_of_experts_and_latent_attention_have_a_note(capsys: pytest.CaptureFixture[str]) -> None:

@@ -175,12 +175,15 @@ def test_a_deepspeed_json_with_sequence_ranks_has_them_in_the_answer(
 def test_keys_of_a_deepspeed_json_that_the_answer_lacks_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    zero = {"load_from_fp32_weights": True, "reduce_scatter": False, "round_robin_gradients": False}
     keys = {"gradient_clipping": 1.0, "optimizer": {"type": "SGD"}, "steps_per_print": "auto"}
+    keys |= {"zero_optimization": zero, "bfloat16": {"enabled": False}}
     section = {"enabled": True, "recompute": "full", "partition": [0, 1, 3], "verify": None}
     (tmp_path / "ds.json").write_text(json.dumps(keys | {"terapipe": section}))
     assert main(["strategy", *FEW, "--config", str(tmp_path / "ds.json")]) == 0
     named = (
-        "gradient_clipping = 1.0, optimizer.type = 'SGD', terapipe.recompute = 'full', terapipe.partition = [0, 1, 3]"
+        "gradient_clipping = 1.0, optimizer.type = 'SGD', zero_optimization.reduce_scatter = False, "
+        "terapipe.recompute = 'full', terapipe.partition = [0, 1, 3]"
     )
     assert f"neither keeps nor counts of --config: {named}\n" in capsys.readouterr().err
     absent = {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "sequence_parallel_size": 1}
@@ -357,6 +360,9 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
     (("--offload-activations", "maybe"), "yes or no"),
     (("--sequence-parallel", "3"), "give 2, the nearest that works"),
     (("--micro-batches", "2"), "unrecognized arguments: --micro-batches 2"),
+    (("--devices-per-node", "4", "--between-gb-per-s", "9"), "--between-gb-per-s: all devices are on one node; leave"),
+    (("--devices-per-node", "4", "--node-gb-per-s", "9"), "--node-gb-per-s: all devices are on one node; leave"),
+    (("--devices-per-node", "1", "--within-gb-per-s", "9"), "--within-gb-per-s: each node has one device; leave"),
     (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
     (("--memory-limit-gb", "0.001"), "give --memory-limit-gb above"),
     (("--schedule", "chimera"), "--schedule 'chimera': strategies have"),

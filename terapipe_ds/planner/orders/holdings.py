@@ -138,7 +138,10 @@ def _live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdi
             largest = max(length for plan in nodes.plans for length in plan.lengths)
             base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
     first, last = nodes.stage_of_part[0], nodes.stage_of_part[-1]
-    base[first] -= memory.tied_bytes([0, nodes.num_parts - 1]) if first == last else 0
-    gradients_of = tuple(float(memory.gradient_bytes(part)) for part in range(nodes.num_parts))
+    gradients_of = [float(memory.gradient_bytes(part)) for part in range(nodes.num_parts)]
+    if first == last:  # one stage has both ends, and a tied matrix once
+        ends = 0, nodes.num_parts - 1
+        base[first] -= memory.tied_bytes(ends)
+        gradients_of[0] -= memory.tied_gradient_bytes(ends)
     limits, text = (limit_bytes,) * nodes.num_stages, f"{limit_bytes:.4g} bytes"
-    return Holdings(nodes, limits, tuple(base), gain, after, late, working, gradients_of, text, memory)
+    return Holdings(nodes, limits, tuple(base), gain, after, late, working, tuple(gradients_of), text, memory)

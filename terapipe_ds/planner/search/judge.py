@@ -241,7 +241,7 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
     static = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts)
-    static += sum(map(memory.gradient_bytes, parts))
+    static += sum(map(memory.gradient_bytes, parts)) - memory.tied_gradient_bytes(parts)
     # beside them, at another time than slices
     step = sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts)
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"

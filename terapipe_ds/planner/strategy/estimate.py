@@ -148,7 +148,8 @@ class Estimated(Bounded):
         np.maximum.at(largest, stages, running)
         peaks = np.bincount(stages, (shares[stages].T * held).sum(axis=0) + away[stages]) + largest
         if owners[0] == owners[-1] and len(owners) > 1:  # the stage has a tied matrix once
-            peaks[owners[0]] -= self._rates[recompute]["tied"][cut[-2], cut[-1]]
+            last = cut[-2], cut[-1]
+            peaks[owners[0]] -= self._rates[recompute]["tied"][last] + self._rates[recompute]["tied_gradient"][last]
         return np.asarray(self._process_bytes + peaks)
 
     def _kinds(self, schedule: str) -> Sequence[Again]:

@@ -85,6 +85,7 @@ _SUMMED: dict[str, Callable[[PartMemory, int], float]] = {
     "lasting": lambda part, length: part.static_bytes,
     "static": lambda part, length: part.static_bytes + part.gradient_bytes,
     "tied": lambda part, length: part.tied_bytes,
+    "tied_gradient": lambda part, length: part.tied_gradient_bytes,
     "slice": lambda part, length: part.slice_bytes_per_token * length,
     "store": lambda part, length: part.store_bytes_per_token * length,
     "store_grad": lambda part, length: part.store_grad_bytes_per_token * length,

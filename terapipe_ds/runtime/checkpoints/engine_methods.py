@@ -20,6 +20,7 @@ from torch import Tensor
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
+from terapipe_ds.files.user_json import with_new_names
 from terapipe_ds.messages import describe, in_short, logger
 from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
@@ -355,8 +356,9 @@ def _problem_of_form(
     if fits or not is_read or not isinstance(ds_config, Mapping):
         return None
     ours = "fp16" if engine.fp16_enabled() else precision, engine.zero_optimization_stage()
+    ds_config = with_new_names(ds_config)
     enabled = {name for name, each in ds_config.items() if isinstance(each, Mapping) and each.get("enabled")}
-    theirs = "fp16" if "fp16" in enabled else "bf16" if enabled & {"bf16", "bfloat16"} else "fp32"
+    theirs = next((name for name in ("fp16", "bf16") if name in enabled), "fp32")
     stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
     if (theirs, stage) == ours:  # a file is missing, as DeepSpeed reports
         return None

@@ -275,7 +275,7 @@ def test_the_limit_of_a_plan_holds(planned: PlannedCases) -> None:
     assert counts[0] > 8 and counts[1:] == [8, 5]  # the more, the better
 
 
-def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
+def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "ds.json"
     section = {"enabled": True, "schedule": "terapipe", "slices": [40, 24], "granularity_tokens": 8}
     settings = {"train_micro_batch_size_per_gpu": 3, "optimizer": {"type": "Adam"}, "terapipe": section}
@@ -287,6 +287,16 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path) -> None:
     assert (job.work.micro_batch, job.work.sequence_length) == (3, 64)
     assert job.ds_config == settings and job.cases[-1] == Case("terapipe", "terapipe", (40, 24))
     assert job.cases[:4] == PRESETS["cpu-2stage"].cases[:4]
+    settings |= {"gradient_accumulation_steps": 3, "pipeline": {"stages": 3}}
+    settings["terapipe"] = section | {"planner": {"memory_limit_gb": 1}}
+    config.write_text(json.dumps(settings))
+    job = command.job_of(arguments(*words))
+    assert (job.accumulations, job.work.stages) == ((3,), 3) and job.cases[-1].schedule == "terapipe"
+    assert "not taken: terapipe.planner.memory_limit_gb = 1:" in capsys.readouterr().err
+    assert command.job_of(arguments(*words, "--accumulation", "2", "--stages", "2")).accumulations == (2,)
+    for more in (("--systems", "deepspeed"), ("--schedules", "zb-h1")):
+        with pytest.raises(ValueError, match="--slices: none of these runs has slices; leave it out"):
+            command.job_of(arguments("--slices", "3", *more))
 
 
 def configured(tmp_path: Path, **section: Any) -> Job:

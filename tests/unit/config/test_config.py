@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError, conflicts
 from terapipe_ds.config.unknown_keys import misspelt_keys
+from terapipe_ds.files.user_json import DeepSpeedJson, says_nothing, with_new_names
 from terapipe_ds.plan import PlanError, SlicePlan
 
 DEFAULTS = {
@@ -388,16 +389,56 @@ def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
     (" pipeline", "pipeline"), ("train_micro_batch_size",
     "train_micro_batch_size_per_gpu"), ("comment", None), ("_optimizer", None), ("//fp16", None), ("#fp16", None),
     ("checkpoint_dir", None), ("tensor_parallel_size", None), ("max_train_batch_size", None),
+    ("float16", "fp16"), ("bfloat_16", "bf16"), ("bfloat16", None), ("bf16", None),
 ])  # fmt: skip
 def test_misspelt_keys_of_deepspeed(path: str, meant: str | None) -> None:
     told = [] if meant is None else [f"{path}: DeepSpeed ignores this key; did you mean {meant}?"]
     assert list(misspelt_keys(nested(path, 1))) == told
 
 
+@pytest.mark.parametrize("raw", [
+    {"bfloat16": {"enabled": True}}, {"bf16": {"enabled": False}, "bfloat16": {"enabled": True}},
+    {"bf16": None, "bfloat16": {"enabled": True}}, {"zero_optimization": True}, {"zero_optimization": False},
+    {"zero_optimization": {"stage": 1, "cpu_offload": True}}, {"zero_optimization": {"stage": 1, "cpu_offload": 0}},
+    {"zero_optimization": {"cpu_offload": None}}, {"float16": {"enabled": True}},
+])  # fmt: skip
+def test_old_names_mean_what_deepspeed_reads(raw: dict[str, Any]) -> None:
+    from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
+    from deepspeed.runtime.zero.config import get_zero_config
+
+    ours, zero = DeepSpeedJson(with_new_names(raw)), get_zero_config(dict(raw))
+    enabled = {"bf16": get_bfloat16_config(raw).enabled, "fp16": get_float16_config(raw).enabled}
+    assert ours.precision == next((name for name, is_enabled in enabled.items() if is_enabled), None)
+    assert (ours.number("zero_optimization.stage", least=0) or 0) == zero.stage
+    offload = zero.offload_optimizer
+    device = (ours.content.get("zero_optimization") or {}).get("offload_optimizer", {}).get("device", "none")
+    assert device == ("none" if offload is None else offload.device)
+    told = "bfloat16: DeepSpeed ignores this key beside bf16; leave one of them out"
+    is_passed_over = raw.get("bfloat16") is not None and not enabled["bf16"]
+    assert (told in misspelt_keys(raw)) == is_passed_over
+
+
+def test_switches_that_are_on_are_those_of_deepspeed() -> None:
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
+
+    for section, model in {
+        "zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "comms_logger": CommsLoggerConfig,
+        "timers.throughput": DeepSpeedThroughputTimerConfig,
+    }.items():  # fmt: skip
+        for name, field in model.model_fields.items():
+            if isinstance(field.default, bool):
+                assert says_nothing(f"{section}.{name}", field.default)
+                assert not says_nothing(f"{section}.{name}", not field.default)
+
+
 def test_no_key_of_deepspeed_is_called_misspelt() -> None:
     from deepspeed.runtime import constants
 
     names = {value for name, value in vars(constants).items() if name.isupper() and isinstance(value, str)}
+    names.remove("bfloat16")  # which it reads without `bf16` alone
     assert len(names) > 50 and not list(misspelt_keys(dict.fromkeys(names, 1)))
 
 

@@ -65,6 +65,8 @@ def test_another_way_to_say_the_same_is_no_contradiction(same: dict[str, Any], t
     ({}, {"gradient_accumulation_steps": 1}, "gradient_accumulation_steps = 1", "3"),
     ({}, {"zero_optimization": {"stage": 0}}, "zero_optimization.stage = 0", "1"),
     ({}, {"bf16": {}}, "the precision = 'float32'", "'bfloat16'"),
+    ({}, {"zero_optimization": {"stage": 1, "cpu_offload": True}}, "offload_optimizer.device = 'cpu'", "'none'"),
+    ({}, {"bf16": {}, "bfloat16": {"enabled": True}}, "the precision = 'float32'", "'bfloat16'"),
     ({}, {"bf16": {}, "fp16": {"enabled": True}}, "the precision = 'float16'", "'bfloat16'"),
 ])  # fmt: skip
 def test_contradictions(

@@ -223,6 +223,10 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"gradient_accumulation_steps": 10**7, "terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}},
      "schedule", "fail", "chimera on 3 stages"),
     ({"pipelin": {"stages": 2}}, "misspelt", "warning", "pipelin"),
+    ({"amp": {"enabled": True}}, "DeepSpeed", "fail", "AMP integration has been removed"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket": 9}}, "DeepSpeed", "fail", "reduce_bucket Extra inputs are"),
+    ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "DeepSpeed", "fail", "cannot be simultaneously enabled"),
+    ({"pipeline": {"stages": 2}}, "pipeline.stages", "fail", "2, and the run has 3"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
 def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path) -> None:
@@ -348,6 +352,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["counts"] == {"ok": 2, "note": 1, "fail": 1}
     assert [check["group"] for check in report["checks"]] == ["installation", "machine", "config", "config"]
     assert main(["doctor", "--data", "3"]) == 2 and "--data goes with --stages" in capsys.readouterr().err
+    assert main(["doctor", "--quiet", "--json"]) == 2 and "leave one out" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("quick")

@@ -184,6 +184,9 @@ def test_nothing_fits(length: int) -> None:
     memory = MemoryModel((PartMemory(2**29, 0, step_bytes=2**28, tied_step_bytes=2**28),) * 2)
     with pytest.raises(MemoryLimitError, match="is 1.25 GiB .*with the 0.25 GiB of the optimizer's step"):
         plan_slices(parts_of(2, 2), length, 2, 2, 1, "chimera", memory=memory, memory_limit_bytes=1.2 * 2**30)
+    memory = MemoryModel((PartMemory(2**29, 1, gradient_bytes=2**28, tied_gradient_bytes=2**28),) * 2)
+    with pytest.raises(MemoryLimitError, match="; 1.25 GiB of it are parameters"):
+        plan_slices(parts_of(2, 2), length, 2, 2, 1, "chimera", memory=memory, memory_limit_bytes=1.2 * 2**30)
 
 
 def test_auto_takes_the_schedule_that_fits() -> None:

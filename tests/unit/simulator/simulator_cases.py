@@ -54,6 +54,7 @@ MEMORY: Any = SimpleNamespace(
     store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
     tied_step_bytes=lambda part_ids: 3 * (min(part_ids) == 0) * len(part_ids),
     tied_bytes=lambda part_ids: 17 * (min(part_ids) == 0) * len(part_ids),
+    tied_gradient_bytes=lambda part_ids: 70 * (min(part_ids) == 0) * len(part_ids),
     evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
@@ -215,8 +216,10 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
             if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
                 start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
                 total += memory.sent_bytes(action.part_id + case.schedule.forward_only, stop - start)
+        begun = [part for part in parts if any(now > i for i in indices(part, "B"))]
+        total += sum(map(memory.gradient_bytes, begun))
+        total -= memory.tied_gradient_bytes(parts) if begun and len(begun) == len(parts) else 0
         for part in parts:
-            total += memory.gradient_bytes(part) * any(now > i for i in indices(part, "B"))
             for m, plan in enumerate(case.plans):
                 running = indices(part, "FB", m)
                 if plan.num_slices == 1 and running and running[0] <= now <= running[-1]:

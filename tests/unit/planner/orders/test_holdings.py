@@ -19,14 +19,15 @@ LENGTH = 2048
 PLANS = [SlicePlan((1024, 512, 512)), SlicePlan((LENGTH,)), SlicePlan((1500, 548)), SlicePlan((512,) * 4)]
 
 
-def memory_of(num_parts: int) -> MemoryModel:
-    return MemoryModel.of_model(model_size("gpt3-1b"), num_stages=num_parts, dtype="bfloat16", micro_batch=1)
+def memory_of(num_parts: int, dtype: str = "bfloat16") -> MemoryModel:
+    return MemoryModel.of_model(model_size("gpt3-1b"), num_stages=num_parts, dtype=dtype, micro_batch=1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])  # fp32 has gradients in `.grad`
 @pytest.mark.parametrize(("name", "chunks"), [("seq1f1b-zb", 1), ("zb-h1", 1), ("zbv", 2)])
-def test_bytes_are_those_of_the_simulator(name: str, chunks: int) -> None:
+def test_bytes_are_those_of_the_simulator(name: str, chunks: int, dtype: str) -> None:
     """All but keys and values, whose memory the simulator keeps from one micro-batch to the next."""
-    stages, parts = 3, memory_of(3 * chunks).parts
+    stages, parts = 3, memory_of(3 * chunks, dtype).parts
     memory = MemoryModel(tuple(replace(part, store_bytes_per_token=0, store_grad_bytes_per_token=0) for part in parts))
     schedule = build(name, stages, len(PLANS), [plan.num_slices for plan in PLANS])
     nodes = PricedNodes(placement_for(name, stages, chunks), PLANS, Costs())

@@ -14,6 +14,7 @@ import pytest
 
 import terapipe_ds
 from terapipe_ds.costs import analytic_costs, model_size
+from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.planner import MemoryLimitError, PlannerError
 from terapipe_ds.planner.layers.config_json import size_of_config
 from terapipe_ds.planner.layers.counted import CountedLayers
@@ -476,6 +477,15 @@ def test_large_clusters_are_planned_near_the_bound(model: str, nodes: int, batch
     best = plan_strategy(model, Cluster("h100", nodes, 8), global_batch_size=batch, sequence_length=length)
     assert best.gap < 0.25
     assert max(best.memory_bytes) <= 0.9 * 80 * 2**30
+
+
+def test_a_strategy_whose_stage_has_both_ends_of_a_tied_matrix_is_found_under_its_own_peak() -> None:
+    size = ModelSize("tied", 4, 512, 4, 4, 128, 1024, 400_000, 128, tied_embedding=True)
+    question: Any = {"global_batch_size": 4, "sequence_length": 128, "stages": 2, "schedule": "zbv", "zero_stage": 0}
+    free = rank_strategies(size, Cluster("v100", 1, 2), dtype="float32", **question)[0]
+    limit = max(free.memory_bytes) / 1e9 * (1 + 1e-9)
+    found = rank_strategies(size, Cluster("v100", 1, 2), dtype="float32", memory_limit_gb=limit, **question)[0]
+    assert found.predicted_s == free.predicted_s
 
 
 def test_a_tied_matrix_is_summed_and_stepped_where_it_is() -> None:

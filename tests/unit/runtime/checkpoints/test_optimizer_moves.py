@@ -1,6 +1,8 @@
 """Optimizer states in one order, brought to another: compared with states made in that order from the start."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from terapipe_ds.runtime.checkpoints.engine_methods import refusing_other_optimizer
+from terapipe_ds.runtime.checkpoints.engine_methods import LoadOptions, _problem_of_form, refusing_other_optimizer
 from terapipe_ds.runtime.checkpoints.optimizer_forms import Content, Groups, Piece, Shapes, Shard, StateError, StateForm
 from terapipe_ds.runtime.checkpoints.other_layouts import Holder, Orders, routes_between, shards_of
 
@@ -228,3 +230,16 @@ def test_a_load_of_the_same_optimizer_is_not_taken_for_another_one() -> None:
         pass
     with pytest.raises(KeyError, match="lr"), refusing_other_optimizer(saved):  # of a scheduler, for example
         raise KeyError("lr")
+
+
+@pytest.mark.parametrize(("old", "form"), [
+    ({"zero_optimization": True}, "in fp32 with ZeRO stage 1"),
+    ({"bfloat16": {"enabled": True}}, "in bf16 with ZeRO stage 0"),
+    ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}, "zero_optimization": True}, "in fp32 with ZeRO stage"),
+])  # fmt: skip
+def test_old_names_in_the_saved_config_tell_its_form(old: dict[str, Any], form: str) -> None:
+    off: Any = dict.fromkeys(("bfloat16_enabled", "fp16_enabled", "zero_optimization"), lambda: False)
+    engine: Any = SimpleNamespace(**off, zero_optimization_stage=lambda: 0, optimizer=object())
+    saved = {"ds_config": old, "optimizer": {}}
+    problem = _problem_of_form(engine, saved, Path(), LoadOptions(True, True, True, False, None))
+    assert problem is not None and f"the checkpoint was saved {form}" in problem

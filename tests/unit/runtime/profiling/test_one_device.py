@@ -110,7 +110,11 @@ def test_what_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ({"pipeline": {"activation_checkpoint_interval": "all"}}, "activation_checkpoint_interval = 'all'"),
     ({"terapipe": {"recompute": "off"}, "pipeline": {"activation_checkpoint_interval": 1}}, "says otherwise"),
     ({"terapipe": {"recompute": "full", "keep_attention": True}}, 'set planner.profile to "measure"'),
-    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = true in --config: such layers are timed"),
+    ({"torch_autocast": {"enabled": True}}, "torch_autocast.enabled = True in --config: such layers are timed"),
+    ({"terapipe": {"compile": True}}, "terapipe.compile = True in --config: such layers are timed"),
+    ({"sequence_parallel_size": 2, "tensor_parallel": {"autotp_size": 2}}, "parallel_size = 2 and tensor_para"),
+    ({"terapipe": {"offload_activations": True, "documents": 2, "enabled": True}}, "documents = 2 and terapipe.off"),
+    ({"pipeline": {"stages": 2}, "terapipe": {"partition": [0, 9]}}, "has 1 part, --stages is 2"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, message: str) -> None:
     assert main(["profile", *_files(tmp_path, **config)]) == 2

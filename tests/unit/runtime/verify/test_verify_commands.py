@@ -96,6 +96,17 @@ def test_the_command_recomputes_as_training_does(
     assert re.fullmatch(told, printed.rstrip())
 
 
+def verify_with_notes(folder: Path) -> str:
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        verify_by_command(folder, {"compile": True, "documents": 3}, {})
+    return told.getvalue()
+
+
+def test_the_command_names_settings_that_only_a_job_has(tmp_path: Path) -> None:
+    (told,) = rank_pool(1).run(verify_with_notes, folder=tmp_path)
+    assert "the layers run without terapipe.compile = True and terapipe.documents = 3 of --config" in told
+
+
 @pytest.mark.parametrize(
     ("recompute", "interval"), [([0, 3], 2), ([0, 3], 1), ([1], 1), ("auto", 1), ([0, 1], 1), ("full", 1)]
 )

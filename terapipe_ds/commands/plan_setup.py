@@ -58,7 +58,10 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     configured = from_config(options.config, is_measured=profile is not None)
     bounds, wire_formats = configured.pop("partition", None), configured.pop("wire_formats", (None, None))
     section, ds_config = configured.pop("section", {}), configured.pop("ds_config", None)
-    if conflicts := list(conflicting_keys(ds_config or {})):  # as a job with the plan would
+    own = dict(ds_config or {})
+    if "zero_stage" in options.given and isinstance(zero := own.get("zero_optimization"), dict):
+        own["zero_optimization"] = zero | {"stage": options.zero_stage}
+    if conflicts := list(conflicting_keys(own)):  # as a job with the plan would
         raise CommandError(" - ".join(conflicts))
     if "strategy" in configured:
         raise CommandError(

@@ -382,6 +382,9 @@ def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.Captur
     (tmp_path / "ds.json").write_text('{"compile": {"deepcompile": true}}')
     told = refused(capsys, *SMALL, "--config", str(tmp_path / "ds.json"))
     assert "compile.deepcompile = True cannot be combined" in told and "set it to false" in told
+    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    assert "zero_optimization.stage = 2 cannot" in refused(capsys, *SMALL, "--config", str(tmp_path / "ds.json"))
+    assert as_json(capsys, *SMALL, "--config", str(tmp_path / "ds.json"), "--zero-stage", "1")["setup"]
 
 
 def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

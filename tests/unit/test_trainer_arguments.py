@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import importlib
+import json
+import math
 import threading
 import types
 from pathlib import Path
@@ -14,6 +16,7 @@ import torch
 
 pytest.importorskip("accelerate", reason="needs the extra trl: pip install terapipe_ds[trl]")
 
+from accelerate import DeepSpeedPlugin
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from terapipe_ds.config import TeraPipeConfigError
@@ -27,6 +30,7 @@ from terapipe_ds.integrations.trainer.refusals import (
     outer_arguments,
 )
 from terapipe_ds.integrations.trainer.stages import Stages, enabled_config
+from terapipe_ds.integrations.trainer.stages import config_of as stages_config_of
 from terapipe_ds.integrations.trainer.token_loss import TokenLoss
 from terapipe_ds.models.hugging_face import ModelRefusedError
 from terapipe_ds.models.hugging_face.weights.quantized import quantize
@@ -112,9 +116,31 @@ def test_several_ranks_without_stages_are_told(rank: str, monkeypatch: pytest.Mo
     assert caplog.text == ""
 
 
+@pytest.mark.parametrize("sizes", [{}, {"gradient_accumulation_steps": 2}, {"gradient_accumulation_steps": "auto"}])
+def test_a_file_of_accelerate_launch_may_leave_out_sizes(
+    sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"zero_optimization": {"stage": 0}, "terapipe": {"enabled": True}, **sizes}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision("bf16")  # `accelerate launch --mixed_precision`
+    raw = stages_config_of(types.SimpleNamespace(deepspeed=None, deepspeed_plugin=plugin))  # type: ignore[arg-type]
+    assert {key: raw[key] for key in raw if key in {*config, "gradient_accumulation_steps"}} == config
+    assert raw["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize("norm", [0.0, None])
+def test_a_norm_of_0_or_none_clips_nothing(norm: float | None, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], max_grad_norm=norm)
+    stages = without_start(Stages, _raw={"terapipe": {"enabled": True}}, section={"enabled": True})
+    assert stages.new_config(args).config["gradient_clipping"] == math.inf
+
+
 def test_sections_that_are_null_are_absent() -> None:
     section = {"terapipe": {"enabled": True, "slices": 2}}
-    null = dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size"))
+    null = dict.fromkeys(("pipeline", "tensor_parallel", "sequence_parallel_size", "gradient_clipping"))
     config = enabled_config(section | null)
     assert config == section
     with mock.patch("torch.distributed.get_world_size", lambda: 3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -51,15 +52,20 @@ def config_of(args: TrainingArguments | None) -> dict[str, Any]:
     of_launcher = getattr(args, "deepspeed_plugin", None)  # `accelerate launch` names a config in its environment
     source = getattr(args, "deepspeed", None) or getattr(of_launcher, "deepspeed_config", None)
     raw: dict[str, Any] = {} if source is None else HfDeepSpeedConfig(source).config
+    file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+    if of_launcher is not None and not getattr(args, "deepspeed", None) and file is not None:
+        # accelerate reads 1 where the file has no gradient_accumulation_steps; the arguments name them
+        of_file = HfDeepSpeedConfig(file).config
+        raw = {key: each for key, each in raw.items() if key not in _SIZES or key in of_file}
     refuse_misspelt_section(raw)
     return raw
 
 
 def enabled_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return a DeepSpeed config as Trainer takes it; None unless it has an enabled `terapipe` section."""
-    # null means an absent section, and DeepSpeed and Trainer would look into it
-    of_ranks = ("pipeline", "tensor_parallel", "sequence_parallel_size")
-    present = {key: each for key, each in raw.items() if each is not None or key not in of_ranks}
+    # null means an absent key; DeepSpeed and Trainer would look into sections, and compare null with numbers
+    may_be_null = ("pipeline", "tensor_parallel", "sequence_parallel_size", *_SIZES)
+    present = {key: each for key, each in raw.items() if each is not None or key not in may_be_null}
     return present if is_enabled(raw) else None
 
 
@@ -147,7 +153,7 @@ class Stages:
         raw.pop("tensor_parallel", None)  # Trainer would divide its numbers of ranks and labels by it once more
         filled = HfTrainerDeepSpeedConfig(raw)
         filled.trainer_config_process(args)
-        if filled.config["gradient_clipping"] == 0:  # no clipping, and the norm is still computed
+        if not filled.config["gradient_clipping"]:  # no clipping, and the norm is still computed
             filled.config["gradient_clipping"] = math.inf
         is_bf16, is_fp16 = ((filled.config[key] or {}).get("enabled") for key in ("bf16", "fp16"))
         zero = filled.config["zero_optimization"] or {}

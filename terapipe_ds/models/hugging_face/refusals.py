@@ -160,10 +160,13 @@ def language_model_of(model: nn.Module) -> transformers.PreTrainedModel:
     # stages run the class that this mapping names, and no other
     family = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(base.config), None)
     if type(base) is not family:
-        config, wanted = type(base.config).__name__, "none" if family is None else family.__name__
+        config = type(base.config).__name__
+        problem = f"AutoModelForCausalLM has no class for a {config}: pass a model that decodes text alone"
+        if family is not None:
+            wanted = f"causal language model of a {config}, which is {family.__name__}"
+            problem = f"{type(base).__name__} is not the {wanted}: pass that one"
         raise ModelRefusedError(
-            f"{type(base).__name__} is not the causal language model of a {config}, which is {wanted}: pass that one. "
-            f"Or register your own class: AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
+            f"{problem}. Or register your own class: AutoModelForCausalLM.register({config}, ..., exist_ok=True)"
         )
     is_skeleton, have_values = hasattr(base, SOURCE), [not parameter.is_meta for parameter in base.parameters()]
     if base.device.type == "meta" and not is_skeleton:

@@ -14,6 +14,7 @@ from huggingface_hub.utils import filter_repo_objects
 from peft import AdaLoraConfig, IA3Config, LoraConfig, PeftModel, PromptTuningConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
     LlamaForCausalLM,
@@ -169,6 +170,10 @@ def test_other_kinds_of_models() -> None:
     model = AutoModelForSequenceClassification.from_config(config_of("llama"))
     with pytest.raises(ModelRefusedError, match="LlamaForSequenceClassification is not .*which is LlamaForCausalLM"):
         language_model_of(model)
+    sizes = {"vocab_size": 4, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    encoder_decoder = AutoModelForSeq2SeqLM.from_config(T5Config(**sizes))
+    with pytest.raises(ModelRefusedError, match="has no class for a T5Config: pass a model that decodes text alone"):
+        language_model_of(encoder_decoder)
     causal = AutoModelForCausalLM.from_config(config_of("llama"))
     assert type(language_model_of(get_peft_model(causal, LoraConfig(target_modules=["q_proj"])))) is LlamaForCausalLM
     config = config_of("llama")

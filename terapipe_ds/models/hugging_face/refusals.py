@@ -138,7 +138,8 @@ def check_arguments(dtype: torch.dtype | str | None, options: dict[str, Any]) ->
     for name in options:
         if name not in arguments:
             close = closest(name, arguments)
-            advice = f"known are {', '.join(sorted(arguments))}" if close is None else f"did you mean {close}?"
+            others = f"leave it out, or set it in the config of the model; known are {', '.join(sorted(arguments))}"
+            advice = others if close is None else f"did you mean {close}?"
             advice = next((text for names, text in _INSTEAD.items() if name in names.split()), advice)
             raise TypeError(f"{name} is no argument of from_pretrained or from_config: {advice}")
     return dtype

@@ -44,7 +44,7 @@ from tests.hugging_face_families import config_of
     ({"trust_remote_code": True}, "AutoModelForCausalLM.register"),
     ({"cache_dir": "here"}, "HF_HUB_CACHE"),
     ({"num_stage": 2}, "did you mean num_stages?"),
-    ({"xyz": 2}, "known are .*activation_checkpoint_interval.*topology"),
+    ({"use_cache": False}, "leave it out, or set it in the config .*known are .*checkpoint_interval.*topology"),
     ({"dtype": "bf16"}, "dtype='bf16' is no floating dtype of torch.*leave it out"),
     ({"torch_dtype": "int8"}, "give torch.bfloat16"),
     ({"dtype": torch.int8}, "no floating dtype"),

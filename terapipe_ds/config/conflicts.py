@@ -124,12 +124,14 @@ _TAKEN_UNCHANGED = (
 
 
 def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
-    """Report numbers and switches that are text; return None without any.
+    """Report numbers and switches that are text, and clipping by null; return None without any.
 
     DeepSpeed would fail with a TypeError, in the first step on some ranks alone, or take "false" for true.
     """
     found = {key: value_at(ds_config, key) for key in _TAKEN_UNCHANGED}
     found = {key: value for key, value in found.items() if isinstance(value, str) and value != "auto"}
+    if ds_config.get("gradient_clipping", 0) is None:
+        found["gradient_clipping"] = None
     for section in ("optimizer.params", "scheduler.params"):
         params = value_at(ds_config, section)
         for key, value in params.items() if isinstance(params, Mapping) else ():
@@ -139,8 +141,8 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
         return None
     shown = ", ".join(f"{key} = {show_value(value)}" for key, value in found.items())
     return (
-        f"{shown}: text, where DeepSpeed computes with a number, or reads any text as true; write a number, true or "
-        "false without quotes"
+        f"{shown}: text or null, where DeepSpeed computes with a number, or reads any text as true; write a number, "
+        "true or false without quotes"
     )
 
 

@@ -359,6 +359,7 @@ def test_the_error_about_a_misspelt_key_advises_no_key_that_another_error_refuse
 QUOTED: list[tuple[str, Any, Any]] = [
     ("steps_per_print", "3", 3),
     ("gradient_clipping", "1.0", "auto"),
+    ("gradient_clipping", None, 0.0),
     ("gradient_predivide_factor", "2", None),
     ("train_batch_size", "4", 4),
     ("gradient_accumulation_steps", "2", 2),
@@ -377,7 +378,7 @@ QUOTED: list[tuple[str, Any, Any]] = [
 def test_numbers_in_quotes(key: str, bad: Any, good: Any) -> None:
     assert conflicts.problem_of_quotes(nested(key, good)) is None
     text = conflicts.problem_of_quotes(nested(key, bad))
-    assert text is not None and text.startswith(f"{key} = {bad!r}: text,") and "without quotes" in text
+    assert text is not None and text.startswith(f"{key} = {bad!r}: text or null,") and "without quotes" in text
     assert text in problem({"enabled": True, "slices": 4}, **nested(key, bad))
     assert not TeraPipeConfig.from_deepspeed(nested(key, bad)).enabled
 

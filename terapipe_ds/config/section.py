@@ -191,10 +191,13 @@ class TeraPipeConfig(StrictModel):
         """Return the strategy that the config names; None where it names none."""
         return self._strategy
 
-    def plan_for(self, sequence_length: int, micro_batch_id: int = 0) -> SlicePlan:
+    def plan_for(self, sequence_length: int, micro_batch_id: int = 0, is_short: bool = False) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
 
         Where `slices` has a list for each micro-batch, an evaluation's micro-batches take the lists in turns.
+
+        Args:
+            is_short: a number of slices has fitted longer sequences, so take as many as fit this one.
 
         Raises:
             TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
@@ -215,6 +218,8 @@ class TeraPipeConfig(StrictModel):
             return SlicePlan(lengths)
         granularity, number = self.granularity_for(sequence_length), self.slices
         assert isinstance(number, int)
+        if is_short and (granules := -(-sequence_length // granularity)) < number:
+            number, granularity = granules, min(granularity, sequence_length)
         try:
             return SlicePlan.equal(sequence_length, number, granularity)
         except PlanError as error:

@@ -128,7 +128,8 @@ class TestEvaluation:
 MIXED: list[list[dict[str, int]]] = [
     [{"length": 12}, {"length": engines.LENGTH}, {"length": engines.LENGTH}],
     [{"length": engines.LENGTH}, {"length": 7, "rows": 3}, {"length": 12, "rows": 1}],
-    [{"length": 12, "rows": 1}, {"length": 12}, {"length": 12, "rows": 1}],
+    [{"length": 12, "rows": 1}, {"length": 2}, {"length": 12, "rows": 1}],  # two tokens have no three slices
+    [{"length": 2}, {"length": 2, "rows": 1}, {"length": 2, "rows": 3}],
 ]
 
 

@@ -81,11 +81,16 @@ class Plans:
             raise ValueError(f"slices of {length} tokens are planned when the first such batch comes; ask after it")
         if choice is None:
             count = len(self._config.listed_slices) or 1
-            plans = tuple(self._config.plan_for(length, m).joined(self._shortest) for m in range(count))
+            is_short = bool(self._choices)
+            plans = tuple(self._config.plan_for(length, m, is_short).joined(self._shortest) for m in range(count))
             choice = self._choices[self._key(length)] = Choice(plans, self._config.schedule)
             if self._is_first_rank:
                 logger.info("slice plan for %d tokens: %s", length, choice.described()["slices"])
         return choice
+
+    def _plans(self, lengths: Sequence[int]) -> list[SlicePlan]:
+        self._choice(max(lengths))  # the first one: a number of slices that does not fit it is an error
+        return [self.plan(length, m) for m, length in enumerate(lengths)]
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class Plans:
         if problem is not None and not self._by_hand.keys() >= set(lengths):
             raise TeraPipeConfigError(problem)
         if self._planner is None:
-            plans = [self.plan(length, m) for m, length in enumerate(lengths)]
+            plans = self._plans(lengths)
             self.schedule(self._choice(max(lengths)).schedule, training, tuple(plan.num_slices for plan in plans))
 
     def for_batch(
@@ -152,7 +157,7 @@ class Plans:
         """Return the choice for the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
             self._plan_missing(self._planner, list(zip(drawn, shapes, strict=True)))
-        plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
+        plans = self._plans([shape.length for shape in shapes])
         # one schedule runs the whole batch: the schedule of its longest sequences
         how = self._choice(max(shape.length for shape in shapes))
         choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]

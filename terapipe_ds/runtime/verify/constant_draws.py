@@ -28,6 +28,8 @@ class Draws(NamedTuple):
 class ConstantDraws(TorchDispatchMode):
     """Replace the draws of random operations; dropout keeps every number. Recomputed forwards and backwards do alike.
 
+    Any dropout of rate p scales by 1 / (1 - p), inside a kernel as well: the whole and slices may run different ones.
+
     `unknown` names the operations that still draw. `numbers` gets what they would have drawn, if it is a list.
     """
 
@@ -61,15 +63,18 @@ class ConstantDraws(TorchDispatchMode):
         # a kernel of attention draws only for its dropout
         if "dropout_p" in names:
             self._record(None)
-            self._sizes += [0] * (arguments.get("dropout_p", 0.0) > 0.0)
-            return func(**{**arguments, "dropout_p": 0.0})
+            if (rate := arguments.get("dropout_p", 0.0)) == 0.0:
+                return func(*args, **kwargs)
+            self._sizes.append(0)
+            return _attend_to_all(func, arguments, rate)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        # its backward scales as if some numbers were dropped, for slices and for the whole alike
         if name == "native_dropout":
             self._record(None)
+            rate = arguments["p"] if arguments.get("train") is not False else 0.0
             self._sizes += [arguments["input"].numel()] * (arguments.get("train") is not False)
-            return func(**{**arguments, "p": 0.0})
+            out, mask = func(**{**arguments, "p": 0.0})
+            return out * _scale(rate), mask  # as its backward does
         # the drawn tensor gives shape, dtype and device of the constant
         drawn = func(*args, **kwargs)
         self._record(drawn if drawn.is_floating_point() and "bernoulli" not in name else None)
@@ -84,6 +89,21 @@ class ConstantDraws(TorchDispatchMode):
         """Keep a copy of drawn numbers; for None, which may be equal by chance, keep what equals nothing else."""
         if self.numbers is not None:
             self.numbers.append(object() if drawn is None else drawn.clone())
+
+
+def _scale(rate: float) -> float:
+    return 1.0 / (1.0 - rate) if rate < 1.0 else 0.0
+
+
+def _attend_to_all(func: Any, arguments: dict[str, Any], rate: float) -> Any:
+    """Run the forward or the backward of an attention kernel as if its dropout had kept, and scaled, everything."""
+    arguments = {**arguments, "dropout_p": 0.0}
+    grad = next((each for each in ("grad_out", "grad_out_", "dout") if each in arguments), None)
+    if grad is not None:  # of scale * out
+        arguments |= {grad: arguments[grad] * _scale(rate), "out": arguments["out"] / _scale(rate)}
+        return func(**arguments)
+    results = func(**arguments)  # or a number: the choice of a kernel
+    return (results[0] * _scale(rate), *results[1:]) if isinstance(results, tuple) else results
 
 
 def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:

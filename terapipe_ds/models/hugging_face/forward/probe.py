@@ -80,7 +80,11 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
 def _whole_products() -> Iterator[None]:
     """Multiply fp32 without TF32: its rounding lets a router choose other experts where attentions differ by less."""
     products = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    precision, own = torch.get_float32_matmul_precision(), [each.fp32_precision for each in products]
+    own = [each.fp32_precision for each in products]
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # the program has set newer names, as `Trainer(tf32=True)` does, and not the older one
+        precision = "highest"
     torch.set_float32_matmul_precision("highest")  # torch refuses that its older and newer names differ
     try:
         yield

@@ -6,10 +6,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from terapipe_ds.attention import active_slice
 from terapipe_ds.runtime.verify import compare, layer
+from terapipe_ds.runtime.verify.constant_draws import ConstantDraws
 from tests.small_models import faulty
 from tests.small_models.faulty import WIDTH
 from tests.small_models.parts import Calls
@@ -269,3 +271,19 @@ def test_an_operator_that_is_missing_is_named_with_its_layer_and_all_else_is_com
         note.startswith("layer 0 (Weight): ") and note.endswith("was not compared: Could not run 'aten::much'")
         for note in found.notes
     )
+
+
+def test_dropout_scales_alike_in_any_kernel() -> None:
+    """On a GPU the whole runs a fused kernel where slices in fp32 run plain torch: models with attention dropout were
+    refused. `native_dropout` is what a GPU runs for `F.dropout`.
+    """
+    q, k, v, grad = (torch.randn(2, 3, 7, 8, dtype=torch.float64).requires_grad_() for _ in range(4))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True) / 0.75
+    wanted = [expected, *torch.autograd.grad(expected, (q, k, v), grad), q / 0.75, grad / 0.75]
+    with ConstantDraws() as draws:
+        out, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.25, True)
+        found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
+        dropped, _ = torch.native_dropout(q, 0.25, True)
+        found += [dropped, *torch.autograd.grad(dropped, q, grad)]
+    torch.testing.assert_close(found, wanted)
+    assert not draws.unknown

@@ -173,7 +173,8 @@ def job_of(options: BenchOptions) -> Job:
     work = Workload(accumulation=preset.work.accumulation, **{name: getattr(values, name) for name in _SIZES})
     _check_sizes(work, gpt)
     of_preset = preset.full_accumulations if options.full else preset.accumulations
-    accumulations = options.accumulation or ((own,) if own and not options.full else of_preset)
+    of_config = (own,) if own else ()
+    accumulations = options.accumulation or ((*of_preset, *of_config) if options.full else of_config or of_preset)
     accumulations = tuple(dict.fromkeys(accumulations))
     slices = _slices(options.slices, work.sequence_length)
     cases = choose(preset, full=options.full, systems=options.systems, schedules=options.schedules, slices=slices)
@@ -247,9 +248,12 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
         "accumulation": keys.number("gradient_accumulation_steps"),
     }
     sizes |= {name: number for name, number in of_config.items() if number is not None}
+    if ds_config is not None and isinstance(pipeline := ds_config.get("pipeline"), dict):  # an option may say otherwise
+        ds_config["pipeline"] = {key: value for key, value in pipeline.items() if key != "stages"}
     planner = (section.get("planner") if isinstance(section, dict) else None) or {}
+    planner = {name: value for name, value in planner.items() if (name, value) != ("profile", "measure")}
     if passed := [f"terapipe.planner.{name} = {show_value(value)}" for name, value in planner.items()]:
-        why = "costs are measured in this run, and plans keep no limit of memory"
+        why = "costs are measured in this run and not kept, and plans have no limit of memory"
         print(f"terapipe bench: note: --config: not taken: {', '.join(passed)}: {why}", file=sys.stderr)
     if options.micro_batch is None:
         sizes["micro_batch"] = keys.micro_batch

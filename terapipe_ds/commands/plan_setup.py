@@ -60,8 +60,9 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
     section, ds_config = configured.pop("section", {}), configured.pop("ds_config", None)
     own = dict(ds_config or {})
     if "zero_stage" in options.given and isinstance(zero := own.get("zero_optimization"), dict):
-        own["zero_optimization"] = zero | {"stage": options.zero_stage}
-    if conflicts := list(conflicting_keys(own)):  # as a job with the plan would
+        kept = {key: value for key, value in zero.items() if not key.endswith("offload_param")}  # those are for ZeRO-3
+        own["zero_optimization"] = kept | {"stage": options.zero_stage}
+    if (conflicts := list(conflicting_keys(own))) and is_on(section.get("enabled")):  # as a job with the plan would
         raise CommandError(" - ".join(conflicts))
     if "strategy" in configured:
         raise CommandError(
@@ -94,18 +95,20 @@ def plan_setup(options: PlanOptions) -> PlanSetup:
         setup = dataclasses.replace(setup, costs_of=_unsplit(setup.costs_of))
     notes, otherwise = setup.notes, ", ".join(_uncounted(ds_config or {}) if options.model else ())
     notes += f"\ncounted otherwise: {otherwise}" if otherwise else ""
-    notes += "" if profile is None else _notes_of_measured(options, ds_config or {}, unknown)
+    kinds = "times" if options.model or setup.memory_of is None else "times and memory"
+    notes += "" if profile is None else _notes_of_measured(options, ds_config or {}, unknown, kinds)
     notes += _note("not taken from --config", _not_taken(options, section, configured.get("train_batch_size")))
+    notes += "".join(f"\nto train with this plan: {conflict}" for conflict in conflicts)
     return dataclasses.replace(setup, section=section, notes=notes)
 
 
-def _notes_of_measured(options: PlanOptions, ds_config: Mapping[str, Any], unknown: dict[str, Any]) -> str:
+def _notes_of_measured(options: PlanOptions, ds_config: Mapping[str, Any], unknown: dict[str, Any], kinds: str) -> str:
     measured = {key: value_at(ds_config, key) for key in _MEASURED} | unknown
     if measured["pipeline.activation_checkpoint_interval"] == 1:  # as the key of the profile has it
         del measured["pipeline.activation_checkpoint_interval"]
-    kinds = "times" if options.model else "times and memory"
-    alone = f"\n{kinds} as measured: --sequence-parallel decides the multiples of slices alone"
-    return _note(f"{kinds} as measured, not by --config", measured) + alone * options.sequence_parallel
+    alone = f"\nthe profile decides the {kinds}: --sequence-parallel only decides the multiples of slice lengths"
+    decides = f"the profile decides the {kinds}, not these keys of --config"
+    return _note(decides, measured) + alone * options.sequence_parallel
 
 
 def _note(title: str, values: Mapping[str, Any]) -> str:
@@ -196,7 +199,7 @@ def complete(options: PlanOptions, profile: Profile | None, configured: dict[str
 def _rest_of_batch(options: PlanOptions, values: dict[str, Any]) -> dict[str, int]:
     """Return the number that `train_batch_size` leaves: of sequences, micro-batches or replicas, as DeepSpeed counts.
 
-    Options for the others leave no number of replicas: they need not go with the JSON.
+    With an option for one of the others it leaves no number of replicas: the plan need not be for the JSON's batch.
     """
     numbers = values | options.given
     total, names = numbers.get("train_batch_size"), ("micro_batch_size", "micro_batches", "data_parallel")

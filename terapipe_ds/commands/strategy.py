@@ -253,7 +253,7 @@ def _cluster(options: StrategyOptions, profiles: Sequence[Profile]) -> Cluster:
     for name in names:
         if f"{name}_bytes_per_s" in links and (per_node if name == "within" else nodes) == 1:
             where = "each node has one device" if name == "within" else "all devices are on one node"
-            raise CommandError(f"--{name}-gb-per-s: {where}; leave it out, or give another --devices-per-node")
+            print(f"terapipe strategy: note: --{name}-gb-per-s has no effect: {where}", file=sys.stderr)
     if profiles:
         linked = [one for one in profiles if any(link.num_bytes is not None for link in one.links)]
         return measured_cluster((linked or profiles)[0], nodes, per_node, card, **links)

@@ -106,7 +106,7 @@ def _plan(section: TeraPipeConfig, length: int, lengths: tuple[int, ...] | None)
             raise CommandError(f"{what}: give others, or another --sequence-length")
         return plan
     if section.slices == "auto":
-        section.check_granularity(length)
+        section.check_length(length)
         most = -(-length // section.granularity_tokens) if "granularity_tokens" in section.model_fields_set else length
         section = section.model_copy(update={"slices": min(4, most)})
     return section.plan_for(length)

@@ -142,7 +142,7 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
     shown = ", ".join(f"{key} = {show_value(value)}" for key, value in found.items())
     return (
         f"{shown}: text or null, where DeepSpeed computes with a number, or reads any text as true; write a number, "
-        "true or false without quotes"
+        "true or false without quotes, or leave the key out"
     )
 
 

@@ -191,13 +191,13 @@ class TeraPipeConfig(StrictModel):
         """Return the strategy that the config names; None where it names none."""
         return self._strategy
 
-    def plan_for(self, sequence_length: int, micro_batch_id: int = 0, is_short: bool = False) -> SlicePlan:
+    def plan_for(self, sequence_length: int, micro_batch_id: int = 0, *, strict: bool = True) -> SlicePlan:
         """Return the plan for sequences of `sequence_length` tokens.
 
         Where `slices` has a list for each micro-batch, an evaluation's micro-batches take the lists in turns.
 
         Args:
-            is_short: a number of slices has fitted longer sequences, so take as many as fit this one.
+            strict: raise as `check_length`; otherwise a short sequence has as many slices as fit.
 
         Raises:
             TeraPipeConfigError: `slices` or `granularity_tokens` does not fit that length.
@@ -216,21 +216,17 @@ class TeraPipeConfig(StrictModel):
             if (total := sum(lengths)) != sequence_length:
                 raise TeraPipeConfigError(self._problem_of_sum(lengths, total, sequence_length))
             return SlicePlan(lengths)
+        if strict:
+            self.check_length(sequence_length)
         granularity, number = self.granularity_for(sequence_length), self.slices
         assert isinstance(number, int)
-        if is_short and (granules := -(-sequence_length // granularity)) < number:
-            number, granularity = granules, min(granularity, sequence_length)
-        try:
-            return SlicePlan.equal(sequence_length, number, granularity)
-        except PlanError as error:
-            key, value = ("granularity_tokens", granularity) if granularity > sequence_length else ("slices", number)
-            raise TeraPipeConfigError(f"{shown_value(value, key)}: {error}") from None
+        return SlicePlan.equal(sequence_length, min(number, -(-sequence_length // granularity)), granularity)
 
-    def plans_for(self, sequence_length: int, num_micro_batches: int) -> tuple[SlicePlan, ...]:
+    def plans_for(self, sequence_length: int, num_micro_batches: int, *, strict: bool = True) -> tuple[SlicePlan, ...]:
         """Return the plan of each micro-batch; raise as `plan_for`, or where `slices` lists another number of plans."""
         if problem := self.problem_of_count(num_micro_batches):
             raise TeraPipeConfigError(problem)
-        return tuple(self.plan_for(sequence_length, m) for m in range(num_micro_batches))
+        return tuple(self.plan_for(sequence_length, m, strict=strict) for m in range(num_micro_batches))
 
     def _problem_of_sum(self, lengths: Sequence[int], total: int, sequence_length: int) -> str:
         problem = f"adds up to {total} tokens, but a sequence has {sequence_length}"
@@ -267,17 +263,16 @@ class TeraPipeConfig(StrictModel):
         )
 
     def granularity_for(self, sequence_length: int) -> int:
-        """Return the tokens at whose multiples slices of such sequences end.
+        """Return the tokens at whose multiples slices of such sequences end; at most the length of the sequence.
 
-        A default never refuses: where the config does not set `granularity_tokens`, the default is halved until the
-        number of slices fits, and is at most the length of the sequence. Listed slices may be shorter: the costs of all
-        of them count.
+        Where the config does not set `granularity_tokens`, the default is halved until the number of slices fits.
+        Listed slices may be shorter: the costs of all of them count.
         """
         granularity = math.lcm(self.granularity_tokens, self._multiple)
         if self.listed_slices:
             return min(granularity, sequence_length, *map(min, self.listed_slices))
         if "granularity_tokens" in self.model_fields_set:
-            return granularity
+            return min(granularity, sequence_length)
         fewest = self.slices if isinstance(self.slices, int) else 1
         while -(-sequence_length // granularity) < fewest and granularity % (2 * self._multiple) == 0:
             granularity //= 2
@@ -295,12 +290,20 @@ class TeraPipeConfig(StrictModel):
         config._multiple = multiple  # noqa: SLF001 (of a copy of itself)
         return config
 
-    def check_granularity(self, sequence_length: int) -> None:
-        """Raise TeraPipeConfigError where sequences of that length are shorter than a granule that the config sets."""
-        if (granularity := self.granularity_for(sequence_length)) > sequence_length:
+    def check_length(self, sequence_length: int) -> None:
+        """Raise TeraPipeConfigError where such sequences are too short for the granule or the slices of the config."""
+        if self.slices == 1 or self.listed_slices:
+            return
+        granularity = math.lcm(self.granularity_tokens, self._multiple)
+        if "granularity_tokens" in self.model_fields_set and granularity > sequence_length:
             problem = f"larger than a sequence of {sequence_length} tokens"
             fix = f"give at most {sequence_length}, or longer sequences"
             raise TeraPipeConfigError(f"{shown_value(granularity, 'granularity_tokens')}: {problem}; {fix}")
+        if isinstance(self.slices, int):
+            try:
+                SlicePlan.equal(sequence_length, self.slices, self.granularity_for(sequence_length))
+            except PlanError as error:
+                raise TeraPipeConfigError(f"{shown_value(self.slices, 'slices')}: {error}") from None
 
     @property
     def is_stock_order(self) -> bool:

@@ -66,7 +66,8 @@ def misspelt_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:
     for section, known in _READ.items():
         keys = value_at(ds_config, section) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
-            close = None if key in known else closest(show_key(key).strip().lower(), (*known, *_MEANT), cutoff=0.84)
+            names = known if section else (*known, *_MEANT)
+            close = None if key in known else closest(show_key(key).strip().lower(), names, cutoff=0.84)
             # "_fp16" and "checkpoint_dir" have a whole name and more: a key taken out, or one of the user's own
             if close is not None and not re.search(rf"[^a-z0-9\s]{close}$|^{close}[^a-z0-9\s]", show_key(key)):
                 before = f"{section}." if section else ""

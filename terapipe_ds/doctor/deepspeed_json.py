@@ -54,7 +54,11 @@ def findings(path: str, stages: int | None, replicas: int | None, sequence_lengt
     yield from _refused_by_deepspeed(content)
     # a strategy has the sizes of a batch that the config leaves out
     keys = DeepSpeedJson(content if config.planned is None else sizes_of(config.planned) | content)
-    wanted = keys.number("pipeline.stages")
+    wanted = None
+    try:
+        wanted = keys.number("pipeline.stages")
+    except CommandError as error:
+        yield Line("fail", "pipeline.stages", *_text_and_fix(str(error)))
     if None not in (stages, wanted) and stages != wanted:  # as the engine does
         yield Line("fail", "pipeline.stages", f"{wanted}, and the run has {stages}", "set it to that, or leave it out")
     stages = stages or wanted
@@ -72,13 +76,16 @@ def _refused_by_deepspeed(content: dict[str, Any]) -> Iterator[Line]:
     """Let the installed DeepSpeed read its own keys, except for the sizes of a batch."""
     try:
         from deepspeed.runtime.config import DeepSpeedConfig
+        from pydantic import ValidationError
     except Exception:  # the checks of the installation say why
         return
     others = {key: value for key, value in content.items() if key not in (*_BATCH, "sequence_parallel_size")}
     try:
         DeepSpeedConfig(others | {"train_micro_batch_size_per_gpu": 1})
     except Exception as error:
-        text = " ".join(str(error).split(" [type=")[0].split())
+        found = error.errors() if isinstance(error, ValidationError) else ()
+        text = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in found)
+        text = f"{getattr(error, 'title', '')}: {text}" if found else str(error)
         yield Line("fail", "DeepSpeed", f"it refuses this config: {text}", "change what it names, or take it out")
 
 
@@ -125,7 +132,7 @@ def _cut(config: TeraPipeConfig, sequence_length: int | None) -> Iterator[Line]:
     if sequence_length is None:
         return
     try:
-        config.check_granularity(sequence_length)
+        config.check_length(sequence_length)
         count = len(config.listed_slices) or 1
         plans = () if config.slices == "auto" else config.plans_for(sequence_length, count)
     except ValueError as error:

@@ -40,7 +40,7 @@ class CommandError(ValueError):
 def is_on(value: Any) -> bool:
     """Return whether a switch of DeepSpeed's config is on."""
     if isinstance(value, str):
-        return value.strip().lower() in ("true", "yes", "on", "1")
+        return value.strip().lower() in ("true", "t", "yes", "y", "on", "1")
     return isinstance(value, int | float) and value == 1
 
 

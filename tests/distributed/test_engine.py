@@ -146,6 +146,18 @@ def job_mixed_shapes() -> dict[str, Errors]:
     }
 
 
+def job_short_first() -> list[str]:
+    """Ask one stage alone for a plan, and begin with a batch that is too short for the slices."""
+    kinds = []
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
+        if engine.is_last_stage():
+            engine.slice_plan(12)  # type: ignore[attr-defined]
+        for length in (2, 12, 2):
+            data = [engines.micro_batch(seed, length=length) for seed in range(2)]
+            kinds.append(engines.raised_by(functools.partial(engine.train_batch, iter(data)))[1])
+    return kinds
+
+
 def of_memory(step: int) -> engines.Batch:
     """Return a batch whose inputs have a passenger of another size in each step."""
     memory = torch.ones(2, 5 + 2 * step, parts.WIDTH, dtype=torch.float64)
@@ -215,6 +227,11 @@ class TestShapes:
         assert engines.violations(errors) == {}
         for rank in results:
             assert {name: error for name, error in rank.items() if not error <= engines.EXACT} == {}
+
+    def test_too_short_a_sequence_is_an_error_on_all_stages_before_longer_ones_alone(self) -> None:
+        for first, *later in on_ranks(job_short_first):
+            assert "3 slices cut at multiples of 1 tokens do not fit in a sequence of 2 tokens" in first
+            assert later == ["", ""]
 
     def test_lengths_and_rows_change_between_micro_batches(self) -> None:
         results = on_ranks(job_mixed_shapes, 3)

@@ -379,12 +379,17 @@ def test_settings_of_a_config_that_nobody_counts_are_named(capsys: pytest.Captur
     told = refused(capsys, *SMALL, "--sequence-parallel")
     assert "--sequence-parallel divides tokens over tensor ranks, and there is one: give --tensor-parallel" in told
     # a job with the plan would refuse this one
-    (tmp_path / "ds.json").write_text('{"compile": {"deepcompile": true}}')
-    told = refused(capsys, *SMALL, "--config", str(tmp_path / "ds.json"))
+    words, config = (*SMALL, "--config", str(tmp_path / "ds.json")), {"compile": {"deepcompile": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config | {"terapipe": {"enabled": True}}))
+    told = refused(capsys, *words)
     assert "compile.deepcompile = True cannot be combined" in told and "set it to false" in told
-    (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
-    assert "zero_optimization.stage = 2 cannot" in refused(capsys, *SMALL, "--config", str(tmp_path / "ds.json"))
-    assert as_json(capsys, *SMALL, "--config", str(tmp_path / "ds.json"), "--zero-stage", "1")["setup"]
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    named = as_json(capsys, *words)["setup"].splitlines()[-1]
+    assert named.startswith("to train with this plan: compile.deepcompile = True cannot be combined")
+    config = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}, "terapipe": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    assert "zero_optimization.stage = 3 cannot" in refused(capsys, *words)
+    assert "cannot" not in as_json(capsys, *words, "--zero-stage", "1")["setup"]
 
 
 def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -396,18 +401,22 @@ def test_a_profile_does_not_tell_how_the_optimizer_was_set(capsys: pytest.Captur
     path.write_text(json.dumps({"optimizer": {"type": "Muon"}, "zero_optimization": zero, "terapipe": section}))
     named = "optimizer.type = 'Muon', terapipe.links.forward = 'bf16', zero_optimization.stage = 1, "
     named += "zero_optimization.reduce_bucket_size = 9, terapipe.recompute = [0]"
-    line = f"as measured, not by --config: {named}"
-    assert as_json(capsys, *words)["setup"].splitlines()[-1] == f"times and memory {line}"
+    line = f"not these keys of --config: {named}"
+    assert as_json(capsys, *words)["setup"].splitlines()[-1] == f"the profile decides the times and memory, {line}"
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 1, "intermediate_size": 4, "vocab_size": 8}
     shape = {"model_type": "llama", "max_position_embeddings": 4096, "hidden_size": 10, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     counted = as_json(capsys, *words, "--model", str(tmp_path / "config.json"), "--device", "a100")["setup"]
-    assert counted.splitlines()[-2:] == ["counted otherwise: optimizer.type = 'Muon' (as Adam)", f"times {line}"]
+    assert counted.splitlines()[-2:] == [
+        "counted otherwise: optimizer.type = 'Muon' (as Adam)",
+        f"the profile decides the times, {line}",
+    ]
     path.write_text('{"zero_optimization": {"stage": 0, "contiguous_gradients": true}, "optimizer": {"type": "auto"}}')
-    assert "not by --config" not in as_json(capsys, *words)["setup"]
+    assert "the profile decides" not in as_json(capsys, *words)["setup"]
     measured_profile(tensor_parallel=2, links=False).save(profile_path)
     told = as_json(capsys, *words, "--sequence-parallel")["setup"]
-    assert told.endswith("\ntimes and memory as measured: --sequence-parallel decides the multiples of slices alone")
+    alone = "--sequence-parallel only decides the multiples of slice lengths"
+    assert told.endswith(f"\nthe profile decides the times and memory: {alone}")
 
 
 def test_settings_that_a_plan_does_not_take_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_links_that_are_given_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert "  module: build it on terapipe_ds.topology_of(" in shown(capsys, "strategy", *FEW, *slow)
 
 
+@pytest.mark.parametrize(("per_node", "name", "where"), [
+    ("4", "between", "all devices are on one node"), ("4", "node", "all devices are on one node"),
+    ("1", "within", "each node has one device"),
+])  # fmt: skip
+def test_links_that_nothing_takes_are_named(
+    capsys: pytest.CaptureFixture[str], per_node: str, name: str, where: str
+) -> None:
+    assert main(("strategy", *FEW, "--devices-per-node", per_node, f"--{name}-gb-per-s", "9")) == 0
+    assert f"note: --{name}-gb-per-s has no effect: {where}\n" in capsys.readouterr().err
+
+
 def test_files_run_as_they_are(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, strategy_out = tmp_path / "ds.json", tmp_path / "strategy.json"
     text = shown(capsys, "strategy", *FEW, "--out", str(out), "--strategy-out", str(strategy_out))
@@ -360,9 +371,6 @@ def test_a_device_of_ones_own(capsys: pytest.CaptureFixture[str], tmp_path: Path
     (("--offload-activations", "maybe"), "yes or no"),
     (("--sequence-parallel", "3"), "give 2, the nearest that works"),
     (("--micro-batches", "2"), "unrecognized arguments: --micro-batches 2"),
-    (("--devices-per-node", "4", "--between-gb-per-s", "9"), "--between-gb-per-s: all devices are on one node; leave"),
-    (("--devices-per-node", "4", "--node-gb-per-s", "9"), "--node-gb-per-s: all devices are on one node; leave"),
-    (("--devices-per-node", "1", "--within-gb-per-s", "9"), "--within-gb-per-s: each node has one device; leave"),
     (("--devices-per-node", "3"), "give a multiple of 3, such as 3, or --devices-per-node 2"),
     (("--memory-limit-gb", "0.001"), "give --memory-limit-gb above"),
     (("--schedule", "chimera"), "--schedule 'chimera': strategies have"),

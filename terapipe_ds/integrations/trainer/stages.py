@@ -53,7 +53,7 @@ def config_of(args: TrainingArguments | None) -> dict[str, Any]:
     source = getattr(args, "deepspeed", None) or getattr(of_launcher, "deepspeed_config", None)
     raw: dict[str, Any] = {} if source is None else HfDeepSpeedConfig(source).config
     file = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
-    if of_launcher is not None and not getattr(args, "deepspeed", None) and file is not None:
+    if of_launcher is not None and not getattr(args, "deepspeed", None) and file is not None and os.path.isfile(file):
         # accelerate reads 1 where the file has no gradient_accumulation_steps; the arguments name them
         of_file = HfDeepSpeedConfig(file).config
         raw = {key: each for key, each in raw.items() if key not in _SIZES or key in of_file}

@@ -79,7 +79,7 @@ def best_with_recompute(
         config.searched_granularity(length),
         config.schedule,
         limit_bytes,
-        plan=None if config.slices == "auto" else config.plan_for(length),
+        plan=None if config.slices == "auto" else config.plan_for(length, strict=False),
         schedule_options=config.schedule_options,
     )
     return result, costs_of(parts, result.recompute or ())
@@ -122,7 +122,7 @@ def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes
     options["with_order"] = False  # `terapipe plan --order` finds one: it is run from its file
     costs, shape = cuts.cut(layout.num_parts), (layout.num_stages, stage.engine.micro_batches)
     if config.slices != "auto":
-        return best_schedule(costs, config.plans_for(length, shape[1]), *shape, **options)
+        return best_schedule(costs, config.plans_for(length, shape[1], strict=False), *shape, **options)
     shape_and_name = *shape, config.searched_granularity(length), config.schedule
     return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
 
@@ -179,4 +179,5 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
     shape = stage.layout.num_stages, num_micro_batches
     if config.slices == "auto":
         return rank_schedules(cuts.cut, length, *shape, config.searched_granularity(length), **options)
-    return rank_schedules(cuts.cut, length, *shape, plan=config.plans_for(length, num_micro_batches), **options)
+    plans = config.plans_for(length, num_micro_batches, strict=False)
+    return rank_schedules(cuts.cut, length, *shape, plan=plans, **options)

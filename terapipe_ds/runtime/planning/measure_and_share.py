@@ -92,7 +92,6 @@ class AutoPlanner:
         if self._config.recompute == "auto":  # measure layers without recompute
             recompute_layers(self._engine.module, ())
         ask = self.profiles.from_rank_0
-        ask(lambda: self._config.check_granularity(length))
         profile = self.profiles.get(length, drawn)
         self._note("the search for the best slices")
         choice, log = ask(lambda: self._plan(length, profile))

@@ -81,16 +81,12 @@ class Plans:
             raise ValueError(f"slices of {length} tokens are planned when the first such batch comes; ask after it")
         if choice is None:
             count = len(self._config.listed_slices) or 1
-            is_short = bool(self._choices)
-            plans = tuple(self._config.plan_for(length, m, is_short).joined(self._shortest) for m in range(count))
+            plans = self._config.plans_for(length, count, strict=False)
+            plans = tuple(plan.joined(self._shortest) for plan in plans)
             choice = self._choices[self._key(length)] = Choice(plans, self._config.schedule)
             if self._is_first_rank:
                 logger.info("slice plan for %d tokens: %s", length, choice.described()["slices"])
         return choice
-
-    def _plans(self, lengths: Sequence[int]) -> list[SlicePlan]:
-        self._choice(max(lengths))  # the first one: a number of slices that does not fit it is an error
-        return [self.plan(length, m) for m, length in enumerate(lengths)]
 
     # -- choosing ----------------------------------------------------------------------------------------------------
 
@@ -147,8 +143,10 @@ class Plans:
         problem = self._config.problem_of_count(len(lengths)) if training else None
         if problem is not None and not self._by_hand.keys() >= set(lengths):
             raise TeraPipeConfigError(problem)
+        if not (self._ran or self._by_hand or self._resumed[0]):  # later short sequences have as many slices as fit
+            self._config.check_length(max(lengths))
         if self._planner is None:
-            plans = self._plans(lengths)
+            plans = [self.plan(length, m) for m, length in enumerate(lengths)]
             self.schedule(self._choice(max(lengths)).schedule, training, tuple(plan.num_slices for plan in plans))
 
     def for_batch(
@@ -157,7 +155,7 @@ class Plans:
         """Return the choice for the longest micro-batch, and a plan for each micro-batch. A collective."""
         if self._planner is not None:
             self._plan_missing(self._planner, list(zip(drawn, shapes, strict=True)))
-        plans = self._plans([shape.length for shape in shapes])
+        plans = [self.plan(shape.length, m) for m, shape in enumerate(shapes)]
         # one schedule runs the whole batch: the schedule of its longest sequences
         how = self._choice(max(shape.length for shape in shapes))
         choices = [self._choice(length) for length in dict.fromkeys(shape.length for shape in shapes)]

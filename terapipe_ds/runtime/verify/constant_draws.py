@@ -100,10 +100,14 @@ def _attend_to_all(func: Any, arguments: dict[str, Any], rate: float) -> Any:
     arguments = {**arguments, "dropout_p": 0.0}
     grad = next((each for each in ("grad_out", "grad_out_", "dout") if each in arguments), None)
     if grad is not None:  # of scale * out
-        arguments |= {grad: arguments[grad] * _scale(rate), "out": arguments["out"] / _scale(rate)}
+        arguments[grad] = arguments[grad] * _scale(rate)
+        if "out" in arguments:
+            arguments["out"] = arguments["out"] / (_scale(rate) or 1.0)
         return func(**arguments)
-    results = func(**arguments)  # or a number: the choice of a kernel
-    return (results[0] * _scale(rate), *results[1:]) if isinstance(results, tuple) else results
+    results = func(**arguments)
+    if isinstance(results, tuple):
+        return results[0] * _scale(rate), *results[1:]
+    return results * _scale(rate) if isinstance(results, Tensor) else results  # a number chooses a kernel
 
 
 def drawn_per_call(whole: Draws, slices: Sequence[Draws]) -> tuple[bool, bool]:

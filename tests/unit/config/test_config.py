@@ -492,7 +492,13 @@ def test_plan_for_a_number() -> None:
 ])  # fmt: skip
 def test_a_granularity_that_nobody_set_gives_way(slices: int, length: int, lengths: tuple[int, ...]) -> None:
     assert read({"slices": slices}).plan_for(length) == SlicePlan(lengths)
-    read({"slices": "auto"}).check_granularity(length)
+    read({"slices": "auto"}).check_length(length)
+
+
+def test_after_longer_sequences_a_short_one_has_as_many_slices_as_fit() -> None:
+    config = read({"slices": 8, "granularity_tokens": 64})
+    lengths = {256: (64,) * 4, 130: (64, 64, 2), 63: (63,), 1: (1,), 2048: (256,) * 8}
+    assert {length: config.plan_for(length, strict=False).lengths for length in lengths} == lengths
 
 
 @pytest.mark.parametrize(("multiple", "length", "lengths"), [(6, 48, (24, 24)), (6, 36, (24, 12)), (1, 36, (32, 4))])
@@ -501,7 +507,7 @@ def test_it_gives_way_to_multiples_only(multiple: int, length: int, lengths: tup
     assert config.plan_for(length) == SlicePlan(lengths)
     assert config.granularity_for(5 * 192) == math.lcm(64, multiple)
     given = read({"slices": 2, "granularity_tokens": 8}).with_multiple(multiple)
-    assert given.granularity_for(9) == math.lcm(8, multiple)
+    assert given.granularity_for(48) == math.lcm(8, multiple)
     for listed in ({"slices": [96, 192]}, {"slices": [96, 192], "granularity_tokens": 64}):  # measured with it, too
         assert read(listed).with_multiple(multiple).granularity_for(288) % multiple == 0
 
@@ -551,7 +557,7 @@ def test_plan_for_names_the_key_at_fault() -> None:
     config = read({"slices": 8, "granularity_tokens": 64})
     with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 4,"):
         config.plan_for(256)
-    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.granularity_tokens = 64: .* give at most 63$"):
+    with pytest.raises(TeraPipeConfigError, match=r"^terapipe.granularity_tokens = 64: .* give at most 63, or"):
         config.plan_for(63)
     with pytest.raises(TeraPipeConfigError, match=r"^terapipe.slices = 8: .* give at most 7,"):
         read({"slices": 8}).plan_for(7)

@@ -224,7 +224,7 @@ def test_a_healthy_config(tmp_path: Path) -> None:
      "schedule", "fail", "chimera on 3 stages"),
     ({"pipelin": {"stages": 2}}, "misspelt", "warning", "pipelin"),
     ({"amp": {"enabled": True}}, "DeepSpeed", "fail", "AMP integration has been removed"),
-    ({"zero_optimization": {"stage": 1, "reduce_bucket": 9}}, "DeepSpeed", "fail", "reduce_bucket Extra inputs are"),
+    ({"zero_optimization": {"stage": 1, "reduce_bucket": 9}}, "DeepSpeed", "fail", "reduce_bucket: Extra inputs are"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "DeepSpeed", "fail", "cannot be simultaneously enabled"),
     ({"pipeline": {"stages": 2}}, "pipeline.stages", "fail", "2, and the run has 3"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),

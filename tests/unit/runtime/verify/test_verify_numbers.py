@@ -285,5 +285,8 @@ def test_dropout_scales_alike_in_any_kernel() -> None:
         found = [out, *torch.autograd.grad(out, (q, k, v), grad)]
         dropped, _ = torch.native_dropout(q, 0.25, True)
         found += [dropped, *torch.autograd.grad(dropped, q, grad)]
+        for rate in (0.25, 1.0):  # torch's own dropout gives zeros, and no NaN, where it drops everything
+            out, *_ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, rate, True)
+            assert all(each.isfinite().all() for each in (out, *torch.autograd.grad(out, (q, k, v), grad)))
     torch.testing.assert_close(found, wanted)
     assert not draws.unknown

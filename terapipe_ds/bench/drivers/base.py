@@ -96,12 +96,13 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
 
     Torch may choose another kernel for whole sequences than for slices: their ratio would compare kernels rather than
     slices. Torch's FlashAttention kernel stands for flash-attn 2, which is the same. On CPUs there is one fused kernel.
-    If no fused kernel takes the slices (fp32 on a device), torch chooses the kernel for whole sequences, and the name
-    says so.
+    If no fused kernel takes the slices (fp32, or a device that has none), torch chooses the kernel for whole sequences,
+    and the name says so.
     """
+    has_kernel = dtype in (torch.bfloat16, torch.float16) and "cuda_flash" in available_backends()
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
-    elif dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256:
+    elif has_kernel and head_dim % 8 == 0 and head_dim <= 256:
         by_torch = _TORCHS_NAMES if hasattr(attention, "restore_flash_attention_impl") else ()
         name, others = "cuda_flash", {"cudnn", *by_torch} & {*available_backends()}
         if others:  # and where one of them is the fastest

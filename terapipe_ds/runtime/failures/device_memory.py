@@ -29,9 +29,10 @@ def save_memory_snapshot(folder: Path, rank: int) -> None:
 
 
 def warning_of_allocator(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a warning if memory that slices of many sizes have split cannot grow together again; None if it can."""
+    """Return a warning if memory of a GPU that slices of many sizes have split cannot grow together again, or None."""
     settings = (environment.get(name, "") for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"))
-    if any("expandable_segments:true" in value.lower() for value in settings):
+    can_grow = any("expandable_segments:true" in value.lower() for value in settings)
+    if can_grow or get_accelerator().device_name() != "cuda":
         return None
     return (
         "PYTORCH_CUDA_ALLOC_CONF has no expandable_segments:True: slices of many sizes split the memory, and an "

@@ -26,6 +26,9 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         with bench.one_attention("cuda", dtype, head_dim) as name:
             assert name == "reference for slices, torch's choice for whole sequences"
             assert cuda.cudnn_sdp_enabled() == before[1]
+    monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (7, 5))  # a card without the kernel
+    with bench.one_attention("cuda", torch.float16, 64) as name:
+        assert name == "reference for slices, torch's choice for whole sequences"
     with bench.one_attention("cpu", torch.float32, 8) as name:
         assert name == "cpu_flash"
 

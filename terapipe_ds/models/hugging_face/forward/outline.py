@@ -8,6 +8,7 @@ and caps of logits), so this file contains no code for any family. The run ends 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -239,7 +240,7 @@ class Outline:
 
         device = hidden.device
         # a recomputed forward may need another run where the first one did not: its layers draw the same numbers
-        with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
+        with keeping_random_state(device):
             self._run({}, _without_content(hidden), places, [note] * len(self.layers), attention)
         return found
 
@@ -564,6 +565,11 @@ def _with_weights(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]
 def _put(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, last = name.rpartition(".")
     setattr(model.get_submodule(parent), last, module)
+
+
+def keeping_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Put back torch's random state after the block, and that of the device, whichever accelerator it is."""
+    return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 
 def _without_content(hidden: Tensor) -> Tensor:

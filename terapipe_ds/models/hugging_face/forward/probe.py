@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
-from terapipe_ds.models.hugging_face.forward.outline import Outline
+from terapipe_ds.models.hugging_face.forward.outline import Outline, keeping_random_state
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError
 
 Tensors = tuple[Tensor, Tensor]
@@ -61,10 +61,10 @@ def find_way(outline: Outline, index: int, layer: nn.Module) -> Way:
     """
     problems: list[str] = []
     trial = trial_of(outline, layer)
-    devices = {p.device for p in trial.parameters() if p.device.type != "cpu"}
+    device = next((p.device for p in trial.parameters()), torch.device("cpu"))
     # the fast way first; code of its own, with a cache, where that gives other numbers
     for is_fast in (True, False) if outline.takes_patterns else (False,):
-        with torch.random.fork_rng(devices), torch.enable_grad(), _whole_products():
+        with keeping_random_state(device), torch.enable_grad(), _whole_products():
             problem = _problem(outline, index, trial, outline.attention(is_fast))
             way = Way(is_fast, bool(outline.cache.states_written))
             problem = problem or _problem_of_attention(outline, index, trial, outline.attention(is_fast))
@@ -114,7 +114,7 @@ def difference(
     Also return a sketch of the gradient of each parameter, of both.
     """
     inputs, attention = _inputs(outline, index, layer), outline.attention(way.is_fast)
-    with torch.random.fork_rng([inputs[0].device] if inputs[0].is_cuda else []), torch.enable_grad():
+    with keeping_random_state(inputs[0].device), torch.enable_grad():
         # one after the other: both need not be in memory
         with _sketches(layer) as of_whole:
             wanted = _run_slices(outline, index, layer, attention, (sum(_LENGTHS),), inputs)
@@ -156,8 +156,8 @@ def draws(outline: Outline, index: int, layer: nn.Module, way: Way) -> bool:
     """Return whether a decoder layer draws random numbers in training, as a router with noise does."""
     inputs = _inputs(outline, index, layer)
     device = inputs[0].device
-    state = torch.cuda.get_rng_state if inputs[0].is_cuda else lambda _: torch.get_rng_state()
-    with torch.random.fork_rng([device] if inputs[0].is_cuda else []), torch.enable_grad():
+    state = getattr(torch, device.type).get_rng_state if device.type != "cpu" else lambda _: torch.get_rng_state()
+    with keeping_random_state(device), torch.enable_grad():
         before = state(device)
         _run_slices(outline, index, layer.train(), outline.attention(way.is_fast), (sum(_LENGTHS),), inputs)
         layer.eval()

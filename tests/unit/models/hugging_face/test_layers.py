@@ -20,7 +20,7 @@ from terapipe_ds.attention import documents
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face import ModelRefusedError, layers
-from terapipe_ds.models.hugging_face.forward import attention, cache
+from terapipe_ds.models.hugging_face.forward import attention, cache, probe
 from terapipe_ds.models.hugging_face.module import to_tuple
 from terapipe_ds.models.hugging_face.weights.stored import HeldWeights
 from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
@@ -370,3 +370,16 @@ def test_a_copy_of_a_piece_has_its_own_weights() -> None:
     assert len(own) == len(others) > 0 and not own & others
     configs = {id(module.config) for piece in copied for module in piece.modules() if hasattr(module, "config")}
     assert configs == {id(pieces[0].outline.config)}
+
+
+def test_draws_on_an_accelerator_other_than_cuda_are_seen_and_put_back() -> None:
+    drawn, device = torch.zeros(1), torch.device("xpu", 0)
+    inputs = [types.SimpleNamespace(device=device, is_cuda=False)]
+    with (
+        mock.patch.object(torch.xpu, "get_rng_state", lambda _: drawn.clone()),
+        mock.patch.object(torch.xpu, "set_rng_state", lambda state, _: drawn.copy_(state)),
+        mock.patch.object(probe, "_inputs", lambda *_: inputs),
+        mock.patch.object(probe, "_run_slices", lambda *_: drawn.add_(1)),
+    ):
+        assert probe.draws(mock.MagicMock(), 0, nn.Identity(), probe.Way(True, False))
+        assert not drawn

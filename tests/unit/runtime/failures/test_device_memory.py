@@ -29,9 +29,11 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
     {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512,expandable_segments:True"},
 ])  # fmt: skip
-def test_memory_that_can_grow_needs_no_warning(environment: dict[str, str]) -> None:
+def test_memory_that_can_grow_needs_no_warning(environment: dict[str, str], on_a_gpu: list[str]) -> None:
     assert warning_of_allocator(environment) is None
     assert "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True" in (warning_of_allocator({}) or "")
+    with mock.patch.object(get_accelerator(), "device_name", lambda *_: "npu"):
+        assert warning_of_allocator({}) is None, "the setting is CUDA's"
 
 
 def test_a_stall_report_has_the_retries_from_before_the_batch(on_a_gpu: list[str]) -> None:

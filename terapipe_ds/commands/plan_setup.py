@@ -140,7 +140,7 @@ _MEASURED = (
 
 
 def _not_taken(options: PlanOptions, section: Mapping[str, Any], total: int | None) -> dict[str, Any]:
-    """Return the settings in place of which the plan has others; no option of the user's says so."""
+    """Return the settings of `--config` that the plan replaces by others, although no option says so."""
     batch = options.data_parallel * options.micro_batches * options.micro_batch_size
     values = {"slices": section.get("slices"), "planner.profile": value_at(section, "planner.profile")}
     if values["planner.profile"] in ("measure", options.profile):

@@ -129,6 +129,9 @@ def test_a_file_of_accelerate_launch_may_leave_out_sizes(
     raw = stages_config_of(types.SimpleNamespace(deepspeed=None, deepspeed_plugin=plugin))  # type: ignore[arg-type]
     assert {key: raw[key] for key in raw if key in {*config, "gradient_accumulation_steps"}} == config
     assert raw["bf16"] == {"enabled": True}
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", "gone.json")  # the script has changed its folder since
+    again = stages_config_of(types.SimpleNamespace(deepspeed=None, deepspeed_plugin=plugin))  # type: ignore[arg-type]
+    assert raw.items() <= again.items()
 
 
 @pytest.mark.parametrize("norm", [0.0, None])

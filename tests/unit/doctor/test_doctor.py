@@ -227,6 +227,8 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"zero_optimization": {"stage": 1, "reduce_bucket": 9}}, "DeepSpeed", "fail", "reduce_bucket: Extra inputs are"),
     ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "DeepSpeed", "fail", "cannot be simultaneously enabled"),
     ({"pipeline": {"stages": 2}}, "pipeline.stages", "fail", "2, and the run has 3"),
+    ({"pipeline": {"stages": "2"}}, "pipeline.stages", "fail", "'2'"),
+    ({"pipeline": {"stages": 0}}, "register", "ok", "only a TeraPipeEngine reads the section"),
     ({"terapip": {"enabled": {"a": 1}}}, "refused", "fail", "terapip = {'enabled': {'a': 1}}"),
 ])  # fmt: skip
 def test_faults_of_a_config(changes: dict[str, Any], name: str, verdict: str, words: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +32,7 @@ from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.engine.batches import CLOSING
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.engine.refused_calls import problem_of_device_waits
+from terapipe_ds.runtime.failures import device_memory
 from terapipe_ds.runtime.links.channel import Wire
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.schedule.action import Action
@@ -363,7 +365,9 @@ def test_the_engine_is_refused_on_every_rank() -> None:
 
 
 def job_warned() -> list[str]:
-    with mock.patch.object(Wires, "post_on_device", True), engines.logged() as said:
+    cuda = SimpleNamespace(device_name=lambda: "cuda")
+    named = mock.patch.object(device_memory, "get_accelerator", lambda: cuda)
+    with mock.patch.object(Wires, "post_on_device", True), named, engines.logged() as said:
         engines.build(engines.gpt_layers("float32"), engines.unchecked()).destroy()
     return [line for line in said if "expandable_segments" in line]
 

@@ -345,11 +345,11 @@ def _too_short() -> tuple[str, str]:
     with engine_of(gpt_layers(), unchecked(slices="auto", granularity_tokens=24)) as engine:
         refusal = step_error(engine)
         train(engine, batches(1, length=24))  # nobody was left waiting
-        assert refusal == step_error(engine), "the plan for 24 tokens does not serve 23"
+        assert step_error(engine) == ("", ""), "after longer sequences one may be shorter than a granule"
     return refusal
 
 
-def test_a_granule_longer_than_the_sequence_is_an_error_on_every_rank() -> None:
+def test_a_granule_longer_than_the_first_sequences_is_an_error_on_every_rank() -> None:
     for kind, message in on_ranks(4, _too_short):
         assert kind == "TeraPipeConfigError" and "granularity_tokens = 24" in message and "at most 23" in message
 

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -365,7 +364,7 @@ def test_the_engine_is_refused_on_every_rank() -> None:
 
 
 def job_warned() -> list[str]:
-    cuda = SimpleNamespace(device_name=lambda: "cuda")
+    cuda = mock.Mock(wraps=get_accelerator(), **{"device_name.return_value": "cuda"})
     named = mock.patch.object(device_memory, "get_accelerator", lambda: cuda)
     with mock.patch.object(Wires, "post_on_device", True), named, engines.logged() as said:
         engines.build(engines.gpt_layers("float32"), engines.unchecked()).destroy()

@@ -568,7 +568,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def keeping_random_state(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Put back torch's random state after the block, and that of the device, whichever accelerator it is."""
+    """Put back the random state of the CPU and of the device, any accelerator, after the block."""
     return torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type)
 
 

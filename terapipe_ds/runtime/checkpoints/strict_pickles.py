@@ -15,6 +15,7 @@ import threading
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from enum import EnumType
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +62,14 @@ def strict_loading() -> Iterator[None]:
 
 
 def _member(of: Any, name: str) -> object:
-    """Stand for `getattr`, by which early versions of Python 3.11 pickle members of an enumeration."""
-    stage = ZeroStageEnum.__members__.get(name)
-    if of is not ZeroStageEnum or stage is None:
-        raise pickle.UnpicklingError(f"GLOBAL getattr of {of!r}: not a stage of ZeRO")
-    return stage
+    """Stand for `getattr`, by which early versions of Python 3.11 pickle members of an enumeration.
+
+    torch has read `of` from the file before, so it is a class that is allowed, or a value made of such.
+    """
+    member = of.__members__.get(name) if isinstance(of, EnumType) else None
+    if member is None:
+        raise pickle.UnpicklingError(f"GLOBAL getattr of {of!r}: not a member of an enumeration")
+    return member
 
 
 def read_strictly(path: Path) -> Any:

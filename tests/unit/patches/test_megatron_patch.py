@@ -133,16 +133,36 @@ class ModelType(Enum):
     DECODER = 1
 
 
-@pytest.mark.usefixtures("registered")
-def test_checkpoints_that_hold_the_arguments_and_random_states_can_be_loaded(tmp_path: Path) -> None:
+def by_name(member: ModelType, protocol: object) -> tuple[Any, ...]:
+    """Pickle as Python 3.11.2 does, which Debian 12 has."""
+    return getattr, (ModelType, member.name)
+
+
+def by_value(member: ModelType, protocol: object) -> tuple[Any, ...]:
+    return ModelType, (member.value,)
+
+
+@pytest.fixture
+def allowed_as_before() -> Iterator[None]:
+    before = torch.serialization.get_safe_globals()
+    yield
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(before)
+
+
+@pytest.mark.usefixtures("registered", "allowed_as_before")
+@pytest.mark.parametrize("reduce", [by_name, by_value])
+def test_checkpoints_that_hold_the_arguments_and_random_states_can_be_loaded(
+    reduce: Callable[..., tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelType, "__reduce_ex__", reduce)
     args = Namespace(**vars(mini_megatron.arguments(8, deepspeed_config_dict=ENABLED, model_type=ModelType.DECODER)))
     states, drawn = [{"np_rng_state": np.random.get_state()}], np.random.random()
     torch.save({"args": args, "rng_state": states}, tmp_path / "states.pt")
-    with torch.serialization.safe_globals([]):  # as they were, afterwards
-        with pytest.raises(PickleRefused, match="ModelType"):
-            read_strictly(tmp_path / "states.pt")
-        helpers.check_arguments(args)
-        read = read_strictly(tmp_path / "states.pt")
+    with pytest.raises(PickleRefused, match="ModelType"):
+        read_strictly(tmp_path / "states.pt")
+    helpers.check_arguments(args)
+    read = read_strictly(tmp_path / "states.pt")
     np.random.set_state(read["rng_state"][0]["np_rng_state"])
     assert read["args"] == args and np.random.random() == drawn
 

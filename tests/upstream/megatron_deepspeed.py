@@ -13,7 +13,6 @@ Exit codes: 0 all equal, 1 a difference, 2 it cannot be run here.
 
 import argparse
 import importlib.util
-import io
 import itertools
 import json
 import math
@@ -23,7 +22,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -104,8 +102,7 @@ def copy_patched(source: Path, folder: Path) -> None:
         wanted = f"no git repository with the commit {commit} of deepspeedai/Megatron-DeepSpeed"
         raise Failed(f"{source} is {wanted}: {archive.stderr.decode().strip()}")
     folder.mkdir()
-    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
-        files.extractall(folder, filter="data")
+    subprocess.run(["tar", "-x"], cwd=folder, input=archive.stdout, check=True)
     apply = ["git", "-c", "core.autocrlf=false", "apply", "--unidiff-zero", str(PATCH)]
     subprocess.run(apply, cwd=folder, check=True, env={**os.environ, "GIT_DIR": "/nowhere"})
     shutil.copy(PATCH.with_name("terapipe_patch.py"), folder)

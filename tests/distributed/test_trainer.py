@@ -16,6 +16,7 @@ from tests.distributed.test_strategy_runs import written
 from tests.distributed.trainer_classes import (
     compare_busy,
     compare_two_rates,
+    losses_of_their_own,
     refusals,
     train_by_plugin,
     without_section,
@@ -298,6 +299,11 @@ def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:
     for told in rank_pool(2).run(refusals, folder=str(tmp_path)):
         assert told.pop("") == ""
         assert not {words: text for words, text in told.items() if words not in text}
+
+
+def test_losses_of_other_classes_are_refused_in_the_first_step(tmp_path: Path) -> None:
+    for told in rank_pool(2).run(losses_of_their_own, folder=str(tmp_path)):
+        assert told.pop("") == "" and not {words: text for words, text in told.items() if words not in text}
 
 
 def test_methods_that_stages_replace_change_batches_count_and_log(tmp_path: Path) -> None:

@@ -35,34 +35,39 @@ class Delegating(Trainer):
 
 
 class Busy(Trainer):
-    """Change batches, count and log in the methods that stages replace."""
+    """Change batches, count and log in the methods that stages replace; read an entry of its own collator."""
 
     tokens = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.noted_metrics: dict[str, list[int]] = {"steps": []}  # a probe leaves nothing here
+        self.noted_metrics: dict[str, list[int]] = {"steps": []}
         super().__init__(*args, **kwargs)
+        collate = self.data_collator
+        self.data_collator = lambda rows: collate(rows) | {"rows": len(rows)}
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        self.tokens += inputs["input_ids"].numel()
-        labels = inputs["labels"].masked_fill(inputs["labels"] % 5 == 3, -100)  # which a probe need not have
+        assert model.training == self.model.training
+        self.tokens += (
+            inputs["input_ids"].numel() + inputs.pop("rows") + 1000 * model.training + model.config.vocab_size
+        )
+        labels = inputs["labels"].masked_fill(inputs["labels"] % 5 == 3, -100)
         return super().compute_loss(model, inputs | {"labels": labels}, *args, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        loss = super().training_step(model, inputs, num_items_in_batch)
         self.noted_metrics["steps"].append(self.state.global_step)
         if self.state.global_step == 1:
             self.log({"tokens": self.tokens, "steps": len(self.noted_metrics["steps"])})
         return loss
 
-    def prediction_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **kwargs)
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
+        loss, logits, labels = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         self.log({"sum": float(loss)})
         return loss, logits.argmax(-1), labels
 
 
 def compare_busy(folder: str) -> dict[str, Any]:
-    args = {"eval_strategy": "steps", "eval_steps": 3}
+    args = {"eval_strategy": "steps", "eval_steps": 3, "remove_unused_columns": False}
     return trainer_jobs.compare({"args": args, "metrics": "logits"}, folder, (Busy, over_stages(Busy)))
 
 
@@ -128,6 +133,36 @@ class LateSmoothing(Trainer):
 class OwnStep(Trainer):
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         return self.compute_loss(model, inputs)
+
+
+class ModelsLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(**inputs).loss
+
+
+class LeavesOut(Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        is_last = self.accelerator.sync_gradients
+        return torch.zeros(()) if is_last else super().training_step(*args, **kwargs)
+
+
+def losses_of_their_own(folder: str) -> dict[str, str]:
+    """Return the error of the first step, the same on all ranks, by the words that it must have; "" without one."""
+    own_loss, no_weights = ".compute_loss is its own", "the model of this Trainer has no weights"
+    kinds: dict[str, type[Trainer]] = {
+        f"OwnLoss{own_loss}, and stages run Trainer's in slices": over_stages(OwnLoss),
+        f"OwnLossOverStages{own_loss}": OwnLossOverStages,
+        f"ReadsLoss{own_loss} (Tensor.item() cannot be called on meta tensors)": over_stages(ReadsLoss),
+        no_weights: over_stages(OwnStep),
+        f"{no_weights}: ": over_stages(ModelsLoss),
+        "LeavesOut.training_step must call its parent's once": over_stages(LeavesOut),
+        "": over_stages(Delegating),
+    }
+    return {words: trainer_jobs.refusal({}, folder, kind, train_one_of) for words, kind in kinds.items()}
+
+
+def train_one_of(*given: Any) -> None:
+    trainer_jobs.trainer_of(*given).train()
 
 
 class OwnSave(Trainer):
@@ -220,14 +255,10 @@ def refusals(folder: str) -> dict[str, str]:
         "compute_loss_func: stages compute": {"given": {}, "compute_loss_func": print},
         "model_init: stages are cut once": {"given": {}, "model_init": print},
         "optimizers: they hold parameters": {"given": {}, "optimizers": (print, None)},
-        "OwnLoss.compute_loss is its own, and stages run": {"given": {}, "kind": over_stages(OwnLoss)},
         "OwnSave.save_model: the stages save": {"given": {}, "kind": over_stages(OwnSave)},
-        "OwnLossOverStages.compute_loss is its own": {"given": {}, "kind": OwnLossOverStages},
-        "Tensor.item() cannot be called on meta tensors": {"given": {}, "kind": over_stages(ReadsLoss)},
         "OwnContext.compute_loss_context_manager: DeepSpeed": {"given": {}, "kind": over_stages(OwnContext)},
         "Trainer.compute_loss_func: stages compute": {"given": {}, "kind": over_stages(LateLoss)},
         "label_smoother: stages smooth labels by": {"given": {}, "kind": over_stages(LateSmoothing)},
-        "OwnStep.training_step is its own": {"given": {}, "kind": over_stages(OwnStep)},
         "label_smoothing_factor: Trainer of transformers": {**of_args(label_smoothing_factor=0.1), "make": smoothing},
         "predict_with_generate: generation needs": {"given": {}, "make": generating},
         "where ACCELERATE_USE_CPU is set": {"given": {}, "make": on_cpus_of_accelerate},

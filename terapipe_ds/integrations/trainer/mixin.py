@@ -96,6 +96,7 @@ class PipelineTrainerMixin(Trainer):
     _stages: Stages  # absent without an enabled section
     _reduce_logits: Any = None
     _has_trained = False
+    _taken = 0  # micro-batches to train on
     _made: Any = None  # the optimizer of the training run, or of the next one
     _joined_at = -1  # the step at whose end the ranks have joined their flags
     _asked: frozenset[str] = frozenset()  # flags that callbacks have set within a step
@@ -120,7 +121,7 @@ class PipelineTrainerMixin(Trainer):
             args, kwargs = (), self._with_skeleton(given)
         super().__init__(*args, **kwargs)
         with refused_on_all_ranks():
-            check_trainer(self, PipelineTrainerMixin)
+            check_trainer(self)
 
     def _with_skeleton(self, given: dict[str, Any]) -> dict[str, Any]:
         """Return arguments with a skeleton in place of a name: each stage will read its own weights."""
@@ -296,13 +297,18 @@ class PipelineTrainerMixin(Trainer):
     # -- steps --------------------------------------------------------------------------------------------------------
 
     @over_stages
-    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Call the steps of the classes below, in which `_train_on` is Trainer's own."""
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        """Call the steps of the classes below, in which `_train_on` is Trainer's own, with the model for the engine."""
+        taken = self._taken + 1
         with replaced(stock_of(type(self), "training_step"), "training_step", PipelineTrainerMixin._train_on):
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(self.model, *args, **kwargs)
+        if self._taken != taken:
+            raise ModelRefusedError(f"{type(self).__name__}.training_step must call its parent's once for a batch")
+        return loss
 
     def _train_on(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
+        self.model.train()
         inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         accepts_counts, is_scaled = self.model_accepts_loss_kwargs, getattr(self, "loss_is_scaled_for_ga", None)
         uncounted = accepts_counts and num_items_in_batch is None and inputs.get("labels") is not None
@@ -311,12 +317,12 @@ class PipelineTrainerMixin(Trainer):
                 "labels of a step weigh alike, or with trainer.model_accepts_loss_kwargs = False its micro-batches: "
                 f"loss_is_scaled_for_ga={is_scaled} or num_items_in_batch={num_items_in_batch} ask for other weights"
             )
+        self._taken += 1
         self._waiting.append((inputs, num_items_in_batch))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
         batches, counts = zip(*self._waiting, strict=True)
         self._waiting.clear()
-        self.model.train()
         label_counts = None if counts[0] is None else [float(count) for count in counts]
         loss = self._stages.train(batches, label_counts, self._check_model)
         self._note_metrics("train", batches)
@@ -379,11 +385,21 @@ class PipelineTrainerMixin(Trainer):
             handed_on.append(inputs)
             return loss
 
-        with replaced(stock_of(type(self), "compute_loss"), "compute_loss", last):
-            returned = self.compute_loss(model, inputs, **kwargs)
+        cause = None
+        with replaced(stock := stock_of(type(self), "compute_loss"), "compute_loss", last):
+            try:
+                returned = self.compute_loss(model, inputs, **kwargs)
+            except Exception as error:
+                if not handed_on:
+                    raise
+                cause, returned = error, None  # nobody may read a loss that stages compute later
         if len(handed_on) == 1 and (returned[0] if isinstance(returned, tuple) else returned) is loss:
             return handed_on[0]
-        raise ModelRefusedError(f"{type(self).__name__}.compute_loss must return what one call of its parent's returns")
+        raise ModelRefusedError(
+            f"{type(self).__name__}.compute_loss is its own{f' ({cause})' if cause else ''}, and stages run "
+            f"{stock.__name__}'s in slices: let it return what one call of its parent's returns, or pass a loss_fn to "
+            "terapipe_ds.from_pretrained and train without Trainer"
+        ) from cause
 
     def _without_labels(self, loss: Tensor, count: Any) -> Tensor:
         """Return NaN where no label counts, as the model's own loss does; `logging_nan_inf_filter` leaves it out."""
@@ -418,10 +434,10 @@ class PipelineTrainerMixin(Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
 
     @over_stages
-    def prediction_step(self, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def prediction_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
         """Call the steps of the classes below, in which `_predict_on` is Trainer's own."""
         with replaced(stock_of(type(self), "prediction_step"), "prediction_step", PipelineTrainerMixin._predict_on):
-            return super().prediction_step(*args, **kwargs)
+            return super().prediction_step(self.model, *args, **kwargs)
 
     def _predict_on(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None

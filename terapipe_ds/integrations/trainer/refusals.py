@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 import inspect
 import os
@@ -17,7 +15,6 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_pt_utils import LabelSmoother
 
-from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config.conflicts import conflicting_keys
 from terapipe_ds.files.user_json import value_at
 from terapipe_ds.models.hugging_face.refusals import (
@@ -68,8 +65,6 @@ _REFUSED_GIVEN = {
     "optimizers": "they hold parameters of the whole model; give optimizer_cls_and_kwargs, optim=, or an optimizer in "
     "DeepSpeed's config",
 }
-# The mixin replaces these methods of Trainer: a class may change the batch, and must call its parent's method.
-_REPLACED = ("compute_loss", "training_step", "prediction_step")
 # Nobody calls these: stages compute in the precision of DeepSpeed's config, and DeepSpeed clips.
 _NOT_CALLED = ("compute_loss_context_manager", "autocast_smart_context_manager", "_clip_grad_norm")
 
@@ -216,11 +211,9 @@ def _of_given(given: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def check_trainer(trainer: Trainer, mixin: type) -> None:
+def check_trainer(trainer: Trainer) -> None:
     """Raise ModelRefusedError for what shows only in a Trainer that is built."""
-    problems = [problem for name in _REPLACED if (problem := _problem_of_method(trainer, mixin, name)) is not None]
-    if (own_loss := problem_of_loss(trainer)) is not None:
-        problems.append(own_loss)
+    problems = [problem] if (problem := problem_of_loss(trainer)) is not None else []
     if getattr(trainer, "aux_loss_enabled", False):
         problems.append(
             "the loss over the routers of all layers, which are on several stages: router_aux_loss_coef=0.0"
@@ -243,52 +236,6 @@ def problem_of_loss(trainer: Trainer) -> str | None:
 def _refuse(kind: type, problems: Sequence[str]) -> None:
     if problems:
         raise ModelRefusedError(f"pipeline stages cannot serve this {kind.__name__}: {'; '.join(problems)}")
-
-
-def _problem_of_method(trainer: Trainer, mixin: type, name: str) -> str | None:
-    """Return why stages cannot replace a method: a class overrides it, and does not only call the one that it has.
-
-    The method runs once on a probe, with the last one in its place, which shows whether it hands the call on.
-    """
-    below = [base for base in type(trainer).__mro__ if base is not mixin and name in vars(base)]
-    stock = stock_of(type(trainer), name)
-    # steps of a class of the mixin's call the mixin's
-    own = [base for base in below[: below.index(stock)] if name == "compute_loss" or not issubclass(base, mixin)]
-    if not own:
-        return None
-    # a probe, with a loss that the method must hand back
-    ids = torch.tensor([[1, 2]])
-    inputs = {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-    seen: list[Mapping[str, Any]] = []
-    # nobody may read what compute_loss returns: stages compute it later
-    loss = torch.zeros((), device="meta" if name == "compute_loss" else "cpu")
-    is_prediction, probed = name == "prediction_step", copy.copy(trainer)
-    vars(probed)["log"] = lambda *_, **__: None
-    # what the method notes of the probe must not stay (TRL's `_metrics`)
-    for key, each in vars(trainer).items():
-        if key.endswith("metrics") and isinstance(each, dict):
-            with contextlib.suppress(Exception):  # others' objects may not be copied
-                vars(probed)[key] = copy.deepcopy(each)
-    result: Any = (loss, loss, loss) if is_prediction else loss
-    problem = (
-        f"{own[0].__name__}.{name} is its own, and stages run {stock.__name__}'s in slices: remove it, or pass a "
-        "loss_fn to terapipe_ds.from_pretrained and train without Trainer"
-    )
-
-    def last(_: Trainer, model: Any, inputs: Mapping[str, Any], *__: Any, **___: Any) -> Any:
-        seen.append(inputs)
-        return result
-
-    try:
-        with replaced(stock, name, last):
-            returned = getattr(own[0], name)(probed, trainer.model, inputs, *[True] * is_prediction)
-    except Exception as error:
-        return f"{problem} (on a probe it raised {type(error).__name__}: {error})"
-    # it only called its parent's method if that saw the probe, and if its loss came back
-    first = returned[0] if isinstance(returned, tuple) else returned
-    if len(seen) == 1 and seen[0].get("input_ids") is ids and first is loss:
-        return None
-    return problem
 
 
 def stock_of(kind: type, name: str) -> type:

@@ -302,7 +302,8 @@ def refuse_without_weights(*_: Any, **__: Any) -> None:
     raise RuntimeError(
         "the model of this Trainer has no weights: they are on the pipeline's stages. Call trainer.evaluate() or "
         "trainer.predict(), or save with trainer.save_model(folder) on all ranks and load the folder. Load weights "
-        "into the model before you build the Trainer"
+        "into the model before you build the Trainer. Let compute_loss, training_step and prediction_step of a class "
+        "call their parent's method, and not the model"
     )
 
 

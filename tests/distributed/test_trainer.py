@@ -291,7 +291,7 @@ def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path:
         assert text.startswith("learning_rate, max_grad_norm of the arguments: changed")
         assert all("trainer.save_model(folder)" in told for _, told in without_weights)
         assert all("hooks of model.embed_tokens.weight" in told for told in (hooked, also_hooked)), raised
-        assert "requires_grad of model.embed_tokens.weight has changed since training began" in frozen, raised
+        assert "requires_grad of model.embed_tokens.weight has changed since the Trainer was built" in frozen, raised
 
 
 def test_arguments_and_classes_are_refused_by_name(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import json
 import math
-import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.costs.devices import device_card
-from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin, refusals
+from terapipe_ds.integrations.trainer import PipelineTrainerMixin, mixin
 from terapipe_ds.integrations.trainer.refusals import (
     _REFUSED_ARGS,
     _of_args,
@@ -269,21 +268,18 @@ class OwnLossLater(PipelineTrainerMixin, Trainer):
 
 
 def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> None:
-    """A probe need not show the first."""
-    own = OwnLossLater, 3, None, "compute_loss must return what"
+    own = OwnLossLater, 3, None, "compute_loss is its own, and stages run Trainer's in slices: let it return what"
     for kind, count, is_scaled, text in (
         own, (OtherOrder, None, None, "batch=None ask"), (OtherOrder, 3, False, "ga=False or num"),
     ):  # fmt: skip
         fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled}
-        trainer = without_start(kind, **fields, _prepare_inputs=dict)
+        trainer = without_start(kind, **fields, _prepare_inputs=dict, model=torch.nn.Module())
         with pytest.raises(ModelRefusedError, match=text):
-            trainer._train_on(torch.nn.Module(), {"labels": torch.ones(1, 2)}, count)
+            trainer._train_on(trainer.model, {"labels": torch.ones(1, 2)}, count)
 
 
 class AddsLabels(PipelineTrainerMixin, Trainer):
-    """Its loss is a tuple, and it keeps what cannot be copied under a name of metrics."""
-
-    own_metrics: dict[str, Any]
+    """Its loss is a tuple."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         labels = torch.ones_like(inputs["input_ids"])
@@ -292,8 +288,7 @@ class AddsLabels(PipelineTrainerMixin, Trainer):
 
 def test_a_compute_loss_may_add_labels_and_return_a_tuple() -> None:
     fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "model": torch.nn.Module(), "_prepare_inputs": dict}
-    trainer, ids = without_start(AddsLabels, own_metrics={"lock": threading.Lock()}, **fields), torch.zeros(1, 2)
-    assert refusals._problem_of_method(trainer, PipelineTrainerMixin, "compute_loss") is None
+    trainer, ids = without_start(AddsLabels, **fields), torch.zeros(1, 2)
     assert trainer._for_loss(trainer.model, {"input_ids": ids})["labels"].sum() == 2
     with pytest.raises(ModelRefusedError, match="num_items_in_batch=None ask"):  # Trainer has counted no labels
         trainer._train_on(trainer.model, {"input_ids": ids}, None)
@@ -302,7 +297,8 @@ def test_a_compute_loss_may_add_labels_and_return_a_tuple() -> None:
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
     stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)
-    fields, args = {"_stages": stages, "_prepare_inputs": dict}, types.SimpleNamespace(device="cpu")
+    fields = {"_stages": stages, "_prepare_inputs": dict, "model": torch.nn.Module()}
+    args = types.SimpleNamespace(device="cpu")
     for count in (0.0, 3.0):
         trainer = without_start(OtherOrder, args=args, **fields)
         monkeypatch.setattr(OtherOrder, "_labels_of", lambda self, inputs, count=count: count)
@@ -322,19 +318,13 @@ def test_another_training_refuses_another_optimizer(monkeypatch: pytest.MonkeyPa
         trainer._make_optimizer(lambda: other)
 
 
-def test_weights_are_frozen_before_the_trainer_has_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixin, "refused_on_all_ranks", contextlib.nullcontext)
-    monkeypatch.setattr(Trainer, "_inner_training_loop", lambda self: "trained")
-    model, module = torch.nn.Linear(2, 2, device="meta"), torch.nn.Linear(2, 2)
-    module.checkpoint_names = dict  # type: ignore[assignment]
-    stages = without_start(Stages, module=module, _loss=None)
-    fields = {"_stages": stages, "model": model, "_waiting": [], "_renew_config": lambda: None}
-    fields["accelerator"] = types.SimpleNamespace(loaders_of_replicas=contextlib.nullcontext)
-    trainer = without_start(OtherOrder, **fields)
-    assert trainer._inner_training_loop() == "trained"
+def test_weights_are_frozen_before_the_trainer_has_stages() -> None:
+    model = torch.nn.Linear(2, 2, device="meta")
+    trainer = without_start(OtherOrder, _given=[(name, each, True) for name, each in model.named_parameters()])
+    trainer._check_model()
     model.bias.requires_grad_(False)
     with pytest.raises(ModelRefusedError, match="requires_grad of bias has changed since the Trainer was built"):
-        trainer._inner_training_loop()
+        trainer._check_model()
 
 
 class HasOtherWeightsInEvaluation(torch.optim.SGD):

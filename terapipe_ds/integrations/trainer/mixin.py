@@ -102,7 +102,7 @@ class PipelineTrainerMixin(Trainer):
     _asked: frozenset[str] = frozenset()  # flags that callbacks have set within a step
     _ends_epochs_together = False  # all replicas have as many batches
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
-    _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the training run began
+    _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the stages have it
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         given = outer_arguments(type(self), PipelineTrainerMixin, args, kwargs)
@@ -155,6 +155,7 @@ class PipelineTrainerMixin(Trainer):
         loss = TokenLoss(0.0 if is_dft else smoothing, is_dft, keeps_sums=sft) if sft or smoothing else None
         stages.build_module(self.model, loss, self.args.seed)
         leave_no_weights(self.model)
+        self._given = [(name, each, each.requires_grad) for name, each in self.model.named_parameters()]
         # from here on Trainer counts replicas; `process_index` stays the rank, which decides who writes files
         self.args.distributed_state = copy.copy(PartialState())
         self.args.distributed_state.num_processes = stages.replicas
@@ -213,7 +214,6 @@ class PipelineTrainerMixin(Trainer):
         self._stages.sums()  # of a step that raised
         # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
         self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
-        trained = {name: each.requires_grad for name, each in self.model.named_parameters()}
         with refused_on_all_ranks():
             changed = [name for name, value in self._started_with if getattr(self.args, name) != value]
             # Trainer's next run goes on with the optimizer of the first one as well, whatever its arguments are now
@@ -224,11 +224,7 @@ class PipelineTrainerMixin(Trainer):
                     f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
                     "the engine, which keeps the old value: change it before, or build another Trainer"
                 )
-            for name, each in self._own_parameters():
-                if trained.get(name, each.requires_grad) != each.requires_grad:
-                    raise ModelRefusedError(_changed_late([name], "the Trainer was built"))
         self._has_trained = True
-        self._given = [(name, each, each.requires_grad) for name, each in self.model.named_parameters()]
         once = replaced(self, "create_optimizer", functools.partial(self._make_optimizer, self.create_optimizer))
         handler = self.callback_handler
         joined = replaced(handler, "call_event", functools.partial(self._call_event, handler.call_event))
@@ -366,9 +362,12 @@ class PipelineTrainerMixin(Trainer):
         return control
 
     def _check_model(self) -> None:
-        """Raise ModelRefusedError if a callback, which gets the model, has frozen or hooked weights."""
+        """Raise ModelRefusedError if a program or a callback, which gets the model, has frozen or hooked weights."""
         if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
-            raise ModelRefusedError(_changed_late(changed, "training began"))
+            raise ModelRefusedError(
+                f"requires_grad of {in_short(changed)} has changed since the Trainer was built, which no stage sees: "
+                "freeze weights before you build the Trainer, or build a new Trainer"
+            )
         if hooked := [name for name, each, _ in self._given if any(map(each.__getattribute__, OF_TENSORS))]:
             raise ModelRefusedError(
                 f"hooks of {in_short(hooked)}: trainer.model has no gradients, and nobody would call them: remove them "
@@ -498,13 +497,6 @@ class PipelineTrainerMixin(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with self._as_rank():
             super()._load_rng_state(checkpoint)
-
-
-def _changed_late(names: Sequence[str], since: str) -> str:
-    return (
-        f"requires_grad of {in_short(names)} has changed since {since}, which the stages do not see: freeze weights "
-        "before you build the Trainer, or build a new Trainer"
-    )
 
 
 def _length_of(dataset: Any) -> int | None:

@@ -65,9 +65,6 @@ class CpuFlash(BlockKernel):
         batch, heads, tokens, _ = q.shape
         out = q.new_empty(batch, tokens, heads, values.shape[3]).transpose(1, 2)
         lse = q.new_empty(batch, heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
-        # before the window fills there is nothing to mask
-        if free := _see_all(queries):
-            out[:, :, :free], lse[:, :, :free] = super().forward(_plain(queries, free))[:2]
         for rows, _, block in self._windowed(queries, q.dtype):
             of_rows = self.attend(block)
             for target, part in ((out, of_rows.out), (lse, of_rows.lse)):
@@ -80,9 +77,6 @@ class CpuFlash(BlockKernel):
             return super().backward(grad, queries, attended, add_grads)
         dtype, (heads, kv_heads) = self.backward_dtype(queries.q.dtype), (queries.q.shape[1], queries.keys.shape[1])
         dq = torch.empty_like(queries.q)
-        if free := _see_all(queries):
-            of_free = Attended(attended.out[:, :, :free], attended.lse[:, :, :free])
-            dq[:, :, :free] = super().backward(grad[:, :, :free], _plain(queries, free), of_free, add_grads)
         for rows, column, block in self._windowed(queries, dtype):
             d_out, out = (fold_groups(x[:, :, rows], kv_heads).to(dtype) for x in (grad, attended.out))
             lse = attended.lse[:, :, rows].reshape(block.q.shape[:3])
@@ -92,13 +86,13 @@ class CpuFlash(BlockKernel):
         return dq
 
     def _windowed(self, queries: Queries, dtype: torch.dtype) -> Iterator[tuple[slice, int, Block]]:
-        """Yield some of the queries that do not see all keys, the first key in their reach, and their call."""
+        """Yield some of the queries, the first key in their reach, and their call."""
         q, keys, values, start, scale = queries[:5]
         tokens, kv_heads, window = q.shape[2], keys.shape[1], queries.window
         assert window is not None
         # more queries in a call compute more masked scores, fewer make slow products
         size = min(self.windowed_tokens, max(64, window // 8))
-        for row in range(_see_all(queries), tokens, size):
+        for row in range(0, tokens, size):
             rows, first = slice(row, min(row + size, tokens)), queries.first_key(row)
             mask = window_mask(rows.stop - row, start + row - first, window, dtype, q.device)
             k, v = (x[:, :, first : start + rows.stop].to(dtype) for x in (keys, values))
@@ -209,14 +203,3 @@ def window_mask(tokens: int, before: int, window: int, dtype: torch.dtype, devic
         ago = query.unsqueeze(1) + before - key
         hidden = (ago < 0) | (ago >= window)
         return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
-
-
-def _see_all(queries: Queries) -> int:
-    """Return how many of the first queries see all keys before them."""
-    assert queries.window is not None
-    return min(max(0, queries.window - queries.start), queries.q.shape[2])
-
-
-def _plain(queries: Queries, free: int) -> Queries:
-    keys, values = (x[:, :, : queries.start + free] for x in queries[1:3])
-    return queries._replace(q=queries.q[:, :, :free], keys=keys, values=values, window=None)

@@ -17,39 +17,6 @@ IGNORE_INDEX = -100
 _OF_HIDDEN = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Use two collectives in the forward pass: the maximum, then the sum of exponentials with the label's logit."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, group: Any) -> Tensor:
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        largest = wide.max(dim=-1).values
-        _all_reduce(largest, group, torch_dist.ReduceOp.MAX)
-        shifted = wide - largest.unsqueeze(-1)
-        # labels counted from the first of this rank's share
-        here = labels - logits.shape[-1] * (0 if group is None else torch_dist.get_rank(group))
-        inside = (here >= 0) & (here < logits.shape[-1])
-        here = here.where(inside, torch.zeros_like(here))
-        label_logit = shifted.gather(-1, here.unsqueeze(-1)).squeeze(-1) * inside
-        softmax = shifted.exp_()
-        # one collective for all three
-        sums = torch.stack([softmax.sum(dim=-1), label_logit, inside.to(softmax.dtype)])
-        _all_reduce(sums, group, torch_dist.ReduceOp.SUM)
-        _require_known_labels(sums[2])
-        softmax.div_(sums[0].unsqueeze(-1))
-        ctx.save_for_backward(softmax, here, inside)
-        ctx.dtype = logits.dtype
-        return sums[0].log() - sums[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        softmax, here, inside = ctx.saved_tensors
-        grad = grad.unsqueeze(-1)
-        logits_grad = softmax * grad
-        logits_grad.scatter_add_(-1, here.unsqueeze(-1), -grad * inside.unsqueeze(-1))
-        return logits_grad.to(ctx.dtype), None, None
-
-
 def _require_known_labels(ranks_with_label: Tensor) -> None:
     """Refuse labels that are not in the share of exactly one rank, on all ranks alike; do not wait for a GPU."""
     is_inside = (ranks_with_label == 1).all()
@@ -65,15 +32,27 @@ def _require_known_labels(ranks_with_label: Tensor) -> None:
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
     """Return the cross entropy per token, in fp32, or in fp64 for fp64 logits.
 
+    It takes two collectives: the maximum, then the sum of exponentials with the label's logit.
+
     logits: [..., V / tp], this rank's share of the vocabulary in the order of `group` (None: one rank); labels: [...]
     int64 in [0, V).
     """
-    return _VocabParallelCrossEntropy.apply(logits, labels, group)
-
-
-def _all_reduce(tensor: Tensor, group: Any, op: Any) -> None:
-    if group is not None and torch_dist.get_world_size(group) > 1:
-        torch_dist.all_reduce(tensor, op=op, group=group)
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    largest = wide.detach().amax(dim=-1, keepdim=True)
+    if group is not None:
+        torch_dist.all_reduce(largest, op=torch_dist.ReduceOp.MAX, group=group)
+    shifted = wide - largest
+    # labels counted from the first of this rank's share
+    here = labels.unsqueeze(-1) - logits.shape[-1] * (0 if group is None else torch_dist.get_rank(group))
+    inside = (here >= 0) & (here < logits.shape[-1])
+    of_label = shifted.gather(-1, here.where(inside, 0)) * inside
+    # one collective for all three; each rank gets the gradient of its own share
+    sums = torch.cat([shifted.exp().sum(dim=-1, keepdim=True), of_label, inside.to(wide.dtype)], -1)
+    if group is not None:
+        sums = tensor_parallel.reduce_from_tensor_model_parallel_region(sums, group)
+    total, of_label, ranks_with_label = sums.unbind(-1)
+    _require_known_labels(ranks_with_label)
+    return total.log() - of_label
 
 
 class VocabParallelLoss:

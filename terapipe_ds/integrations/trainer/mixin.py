@@ -9,11 +9,11 @@ the places where the loop touches the model: forwards, the optimizer's parameter
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -64,15 +64,15 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 # Arguments that the engine and its optimizer take at their start
 _OF_OPTIMIZER = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "optim", "optim_args")
 _OF_ENGINE = (*_OF_OPTIMIZER, "max_grad_norm", "bf16", "fp16")
-_FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_IN_STEP = ("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end")
+_STOPS = ("should_training_stop", "should_epoch_stop")
+_FLAGS = (*_STOPS, "should_save", "should_evaluate", "should_log")
 _COUNTS_OF_ALL = "_get_num_items_in_batch" in Trainer.prediction_step.__code__.co_names  # labels, in evaluation
 
 
 def over_stages(method: _Method) -> _Method:
     """Let a method of the mixin replace its parent's in Trainers that have stages."""
 
-    @functools.wraps(method)
+    @wraps(method)
     def choose(self: PipelineTrainerMixin, *args: Any, **kwargs: Any) -> Any:
         if not hasattr(self, "_stages"):
             return getattr(super(PipelineTrainerMixin, self), method.__name__)(*args, **kwargs)
@@ -99,7 +99,7 @@ class PipelineTrainerMixin(Trainer):
     _taken = 0  # micro-batches to train on
     _made: Any = None  # the optimizer of the training run, or of the next one
     _joined_at = -1  # the step at whose end the ranks have joined their flags
-    _asked: frozenset[str] = frozenset()  # flags that callbacks have set within a step
+    _asked: frozenset[str] = frozenset()  # flags by which callbacks have asked to stop since then
     _ends_epochs_together = False  # all replicas have as many batches
     _started_with: tuple[tuple[str, Any], ...] = ()  # arguments of the engine
     _given: Sequence[tuple[str, nn.Parameter, bool]] = ()  # requires_grad as the stages have it
@@ -225,9 +225,9 @@ class PipelineTrainerMixin(Trainer):
                     "the engine, which keeps the old value: change it before, or build another Trainer"
                 )
         self._has_trained = True
-        once = replaced(self, "create_optimizer", functools.partial(self._make_optimizer, self.create_optimizer))
+        once = replaced(self, "create_optimizer", partial(self._make_optimizer, self.create_optimizer))
         handler = self.callback_handler
-        joined = replaced(handler, "call_event", functools.partial(self._call_event, handler.call_event))
+        joined = replaced(handler, "call_event", partial(self._call_event, handler.call_event))
         try:
             # a resumed run makes a loader that skips batches
             with once, joined, self.accelerator.loaders_of_replicas():
@@ -344,21 +344,18 @@ class PipelineTrainerMixin(Trainer):
         return any(flags)
 
     def _call_event(self, call: Callable[..., Any], event: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the callbacks. Keep for the end of the step what they ask in it: this rank would leave it alone."""
-        before = [getattr(self.control, name) for name in _FLAGS[:2]]  # on all ranks
+        """Call the callbacks. Keep it for the end of the step if they ask to stop: this rank would leave it alone."""
         if event == "on_epoch_begin":  # Trainer forgets here that the epoch before was to stop
             self._asked -= {"should_epoch_stop"}
+        new = [name for name in _STOPS if not getattr(self.control, name)]  # others are set on all ranks
         control = call(event, *args, **kwargs)
         if event == "on_train_begin":
             loader = self.callback_handler.train_dataloader
             lengths = {*gather(len(loader) if has_length(loader) else None)}
             self._ends_epochs_together = self._stages.replicas == 1 or (len(lengths) == 1 and None not in lengths)
-        is_before = event in _IN_STEP or self._joined_at < 0  # an evaluation at the start as well
-        if is_before or (event == "on_epoch_end" and not self._ends_epochs_together):
-            asked = {name for name, flag in zip(_FLAGS[:2], before, strict=True) if getattr(control, name) > flag}
-            self._asked |= asked
-            for name in asked:
-                setattr(control, name, False)
+        for name in filter(partial(getattr, control), new):
+            self._asked |= {name}
+            setattr(control, name, False)
         return control
 
     def _check_model(self) -> None:

@@ -26,6 +26,15 @@ def places_in_documents(device: torch.device | None = None) -> Tensor | None:
     return None if active is None or active.documents is None else active.documents.position_ids(device)
 
 
+def places(of: Tensor) -> Tensor:
+    """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
+    # positions count from each document's start, as on the document alone
+    if (in_documents := places_in_documents(of.device)) is not None:
+        return in_documents
+    start = first_position()
+    return torch.arange(start, start + of.shape[1], device=of.device).expand(len(of), -1)
+
+
 def check_learned_positions(stop: int, table_size: int, error: type[ValueError]) -> None:
     """Raise `error` if a sequence of `stop` tokens or more needs learned positions that the table lacks."""
     if stop > table_size:

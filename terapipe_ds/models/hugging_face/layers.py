@@ -32,7 +32,7 @@ from terapipe_ds.models.hugging_face.tensor_parallel.layers import ColumnLinear,
 from terapipe_ds.models.hugging_face.weights.quantized import take_scales, without_values
 from terapipe_ds.models.hugging_face.weights.stored import Weights
 from terapipe_ds.models.hugging_face.weights.unread import Unread, is_unread
-from terapipe_ds.models.positions import first_position, places_in_documents
+from terapipe_ds.models.positions import places
 
 if TYPE_CHECKING:  # peft takes seconds to import
     from terapipe_ds.models.hugging_face.weights.adapters import Adapters
@@ -171,8 +171,7 @@ class Embedding(Piece):
     """Token ids [B, T], or with position ids a tuple -> hidden states [B, T, H] of the first decoder layer."""
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
-        tokens = tokens_of(inputs)
-        return self.outline.run_before(self.runs, tokens, places(tokens))
+        return self.outline.run_before(self.runs, tokens_of(inputs))
 
 
 class TiedEmbedding(Piece):
@@ -188,7 +187,7 @@ class BeforeLayers(Piece):
     def forward(self, embedded: Tensor) -> Tensor:
         tokens = torch.zeros(embedded.shape[:2], dtype=torch.long, device=embedded.device)
         own: dict[str, Run] = {**self.runs, self.outline.embedding: lambda *_, **__: embedded}
-        return self.outline.run_before(own, tokens, places(tokens))
+        return self.outline.run_before(own, tokens)
 
 
 class DecoderLayer(Piece):
@@ -227,14 +226,14 @@ class DecoderLayer(Piece):
             )
         outline = self.outline
         with contextlib.nullcontext() if way.is_fast else allow_attention_within_slice():  # keys come from a cache
-            return outline.run_layer(self.index, self.held[0], hidden, places(hidden), outline.attention(way.is_fast))
+            return outline.run_layer(self.index, self.held[0], hidden, outline.attention(way.is_fast))
 
 
 class Norm(Piece):
     """Run the modules between the decoder layers and the output matrix, [B, T, H] -> the same."""
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.outline.run_after(self.runs, hidden, places(hidden))
+        return self.outline.run_after(self.runs, hidden)
 
 
 class OutputMatrix(Piece):
@@ -249,7 +248,7 @@ class OutputMatrix(Piece):
     def forward(self, hidden: Tensor) -> Tensor:
         if hands_on_hidden():
             return hand_on(hidden)
-        return self.outline.run_head(self.held[0], hidden, places(hidden))
+        return self.outline.run_head(self.held[0], hidden)
 
 
 class TiedLogits:
@@ -261,7 +260,7 @@ class TiedLogits:
         held = embedding.held[0]
         weight = held.get_parameter("weight")
         product = held.logits if isinstance(held, VocabEmbedding) else lambda x: F.linear(x, weight)
-        return embedding.outline.run_head(product, hidden, places(hidden))
+        return embedding.outline.run_head(product, hidden)
 
     def output_head(self, embedding: TiedEmbedding) -> Head | str:
         held = embedding.held[0]
@@ -325,13 +324,3 @@ def check_positions(inputs: tuple[Tensor, ...], expected: Tensor) -> None:
                 'where a document does, let the terapipe section say so: {"documents": 1}, or {"documents": '
                 '"position_ids"} where batches are dicts. Positions of another kind are not supported'
             )
-
-
-def places(of: Tensor) -> Tensor:
-    """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
-    # positions count from each document's start, as on the document alone
-    in_documents = places_in_documents(of.device)
-    if in_documents is not None:
-        return in_documents
-    start = first_position()
-    return torch.arange(start, start + of.shape[1], device=of.device).expand(len(of), -1)

@@ -66,7 +66,7 @@ def carried_state() -> None:
 
 
 def layers_of_transformers() -> None:
-    from terapipe_ds.models.hugging_face.layers import places
+    from terapipe_ds.models.positions import places
 
     assert places(tensor(2, 4, 8)).shape == (2, 4)
 

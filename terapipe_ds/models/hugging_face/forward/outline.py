@@ -30,7 +30,7 @@ from terapipe_ds.attention.active_slice import ActiveSlice
 from terapipe_ds.models.hugging_face.forward.attention import NAME, own_attentions
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
-from terapipe_ds.models.positions import longest_document
+from terapipe_ds.models.positions import longest_document, places
 
 Run = Callable[..., Any]
 Form = Callable[[Tensor], Any]
@@ -198,21 +198,21 @@ class Outline:
         if own and hasattr(module, "reset_parameters"):
             module.reset_parameters()  # type: ignore[operator]
 
-    def run_before(self, own: Mapping[str, Run], tokens: Tensor, places: Tensor) -> Tensor:
+    def run_before(self, own: Mapping[str, Run], tokens: Tensor) -> Tensor:
         """Return the hidden states [B, T, H] that the first decoder layer gets."""
-        return self._run(own, tokens, places, [_finish] * len(self.layers))
+        return self._run(own, tokens, [_finish] * len(self.layers))
 
-    def run_layer(self, index: int, layer: Run, hidden: Tensor, places: Tensor, attention: str) -> Tensor:
+    def run_layer(self, index: int, layer: Run, hidden: Tensor, attention: str) -> Tensor:
         """Return a decoder layer's output for `hidden`, with the arguments that the model passes at its place.
 
         `attention` is a result of `attention`, or one of `own_attentions`.
         """
-        arguments = self._arguments_of(index, hidden, places, attention)
+        arguments = self._arguments_of(index, hidden, attention)
         self._prepare(hidden, attention)
         out = layer(hidden, *arguments[0], **arguments[1])
         return self.cache.tied(out[0] if isinstance(out, tuple) else out)
 
-    def _arguments_of(self, index: int, hidden: Tensor, places: Tensor, attention: str) -> Arguments:
+    def _arguments_of(self, index: int, hidden: Tensor, attention: str) -> Arguments:
         """Return a layer's arguments beside hidden states; all layers share one run of the model per slice.
 
         A run for each layer would pass by all layers before it: time would grow with the square of their number.
@@ -220,15 +220,15 @@ class Outline:
         active, last = active_slice(), len(self.layers) - 1
         # outside of the engine nothing says where a pass over the layers begins
         if active is None or torch.is_inference_mode_enabled():
-            return self._find_arguments(index, hidden, places, attention)[index]
+            return self._find_arguments(index, hidden, attention)[index]
         kind = attention, hidden.shape, hidden.dtype, hidden.device, self.model.training, torch.is_autocast_enabled()
         if self._shared is None or self._shared.of() is not active or self._shared.are_changed:
             self._shared = _Shared(weakref.ref(active))
         if kind not in self._shared.by_kind:
-            self._shared.add(kind, self._find_arguments(last, hidden, places, attention))
+            self._shared.add(kind, self._find_arguments(last, hidden, attention))
         return self._shared.by_kind[kind][index]
 
-    def _find_arguments(self, last: int, hidden: Tensor, places: Tensor, attention: str) -> list[Arguments]:
+    def _find_arguments(self, last: int, hidden: Tensor, attention: str) -> list[Arguments]:
         """Return what the model passes to the decoder layers up to `last`, in a run that leaves the random state."""
         found: list[Arguments] = []
 
@@ -241,18 +241,18 @@ class Outline:
         device = hidden.device
         # a recomputed forward may need another run where the first one did not: its layers draw the same numbers
         with keeping_random_state(device):
-            self._run({}, _without_content(hidden), places, [note] * len(self.layers), attention)
+            self._run({}, _without_content(hidden), [note] * len(self.layers), attention)
         return found
 
-    def run_after(self, own: Mapping[str, Run], hidden: Tensor, places: Tensor) -> Tensor:
+    def run_after(self, own: Mapping[str, Run], hidden: Tensor) -> Tensor:
         """Return the input of the output matrix, for the hidden states of the last decoder layer."""
         runs: list[Run] = [lambda *_, **__: self._form(hidden)] * len(self.layers)
-        return self._run({**own, self.head: _finish}, _without_content(hidden), places, runs)
+        return self._run({**own, self.head: _finish}, _without_content(hidden), runs)
 
-    def run_head(self, head: Run, hidden: Tensor, places: Tensor) -> Tensor:
+    def run_head(self, head: Run, hidden: Tensor) -> Tensor:
         """Return the logits, for the input of the output matrix."""
         runs: list[Run] = [lambda skipped, *_, **__: self._form(skipped)] * len(self.layers)
-        return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), places, runs)
+        return self._run({self.head: lambda *_, **__: head(hidden)}, _without_content(hidden), runs)
 
     def scale_and_cap(self, dtype: torch.dtype) -> tuple[float, float | None] | str:
         """Return what the model's code does to logits: it multiplies them by a scale, and limits them by cap * tanh.
@@ -273,7 +273,7 @@ class Outline:
         logits[0, :, 0], logits[0, :, -1] = tiny, huge
         hidden = torch.zeros((), dtype=torch.float64).expand(1, 2, self.config.hidden_size)
         try:
-            out = self.run_head(lambda _: logits.clone(), hidden, torch.arange(2)[None])
+            out = self.run_head(lambda _: logits.clone(), hidden)
         except Exception:  # in the model's own code
             return None, False
         scale, most = float(out[0, 0, 0]) / tiny, abs(float(out[0, 0, -1]))
@@ -287,7 +287,7 @@ class Outline:
         """Raise ModelRefusedError if the model's forward computes another loss of logits and shifted labels."""
         if "labels" not in inspect.signature(type(self.model).forward).parameters:
             return
-        hidden, places = torch.zeros(2, 4, self.config.hidden_size), torch.arange(4).expand(2, 4)
+        hidden = torch.zeros(2, 4, self.config.hidden_size)
         labels = torch.tensor([[0, 1, -100, 1], [1, 0, 0, -100]])
         layers: list[Run] = [lambda x, *_, **__: self._form(x)] * len(self.layers)
         generator = torch.Generator().manual_seed(0)
@@ -300,12 +300,12 @@ class Outline:
         def difference() -> str:
             drawn.clear()
             try:
-                own = float(self._run({self.head: draw}, hidden, places, layers, labels=labels))
+                own = float(self._run({self.head: draw}, hidden, layers, labels=labels))
             except Exception as error:  # in the model's own code
                 return f"gives no loss in a trial ({type(error).__name__}: {error})"
             return "" if math.isclose(own, expected, rel_tol=1e-4) else f"gives the loss {own:.5g}"
 
-        logits = self._run({self.head: draw}, hidden, places, layers)
+        logits = self._run({self.head: draw}, hidden, layers)
         expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
         found = difference()
         if found and not drawn and self.model.training:
@@ -324,7 +324,6 @@ class Outline:
         self,
         own: Mapping[str, Run],
         inputs: Tensor,
-        places: Tensor,
         runs: list[Run],
         attention: str | None = None,
         labels: Tensor | None = None,
@@ -339,7 +338,7 @@ class Outline:
         named: dict[str, Any] = {self._cache_name: self.cache, "use_cache": True}
         named["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if self._takes_positions:
-            named["position_ids"] = places.clone()  # XGLM adds to them in place
+            named["position_ids"] = places(inputs).clone()  # XGLM adds to them in place
         if labels is not None:
             named["labels"] = labels
         try:
@@ -407,8 +406,8 @@ class Outline:
         # tables are buffers of the model or a layer, or go to all layers as an argument; some have a row per position
         names = "max_position_embeddings", "max_seq_len"
         most = {int(size) for size in (getattr(self.config, name, None) for name in names) if size}
-        hidden, places = torch.zeros(1, 2, self.config.hidden_size), torch.arange(2)[None]
-        arguments = self._find_arguments(0, hidden, places, self.attention(self.takes_patterns))
+        hidden = torch.zeros(1, 2, self.config.hidden_size)
+        arguments = self._find_arguments(0, hidden, self.attention(self.takes_patterns))
         buffers = [b for module in (self.model, self.layers[0]) for b in module.buffers() if b.dim() > 1]
         tensors = [*buffers, *(leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))]
         ends = most & {size for tensor in tensors for size in tensor.shape}
@@ -420,10 +419,10 @@ class Outline:
         Raises ModelRefusedError if decoder layers get arguments other than hidden states that depend on the tokens.
         """
         # twice, and only the last layer gives the same: whatever differs afterwards has not come from it alone
-        tokens, places, layers = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3), len(self.layers)
+        tokens, layers = torch.zeros(2, 3, dtype=torch.long), len(self.layers)
         trial, again = _Trial(self._form, layers, 0), _Trial(self._form, layers, 1)
-        logits = self._try(trial, head, tokens, places)
-        others = self._try(again, head, torch.randn_like(trial.hidden[0]).requires_grad_() * 1, places)
+        logits = self._try(trial, head, tokens)
+        others = self._try(again, head, torch.randn_like(trial.hidden[0]).requires_grad_() * 1)
         for first, second in zip(trial.others, again.others, strict=True):
             differ = [name for name in {**first, **second} if not _are_alike(first.get(name), second.get(name))]
             if differ:
@@ -445,11 +444,11 @@ class Outline:
             )
         return trial.calls
 
-    def _try(self, trial: _Trial, head: str, inputs: Tensor, places: Tensor) -> Tensor:
+    def _try(self, trial: _Trial, head: str, inputs: Tensor) -> Tensor:
         with torch.random.fork_rng([]):
             torch.manual_seed(0)  # both trials drop the same numbers
             runs = trial.runs(self._others, head)
-            return self._run(runs, inputs, places, [trial.layer] * len(self.layers)).detach()
+            return self._run(runs, inputs, [trial.layer] * len(self.layers)).detach()
 
 
 class _Trial:

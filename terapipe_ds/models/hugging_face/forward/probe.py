@@ -242,9 +242,8 @@ def _run_slices(
         stop = start + tokens
         active = ActiveSlice(start, stop, sum(lengths), slice_id=slice_id, store=store)
         leaf = hidden[:, start:stop].clone().requires_grad_()
-        places = torch.arange(start, stop, device=hidden.device).expand(len(hidden), -1)
         with push_slice(active):
-            runs.append((active, leaf, outline.run_layer(index, layer, leaf * 1, places, attention)))
+            runs.append((active, leaf, outline.run_layer(index, layer, leaf * 1, attention)))
         start = stop
     for active, _, out in reversed(runs):
         with push_slice(active):

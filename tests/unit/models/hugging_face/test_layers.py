@@ -20,7 +20,7 @@ from terapipe_ds.attention import documents
 from terapipe_ds.attention.active_slice import ActiveSlice, SliceStoreError, push_slice
 from terapipe_ds.attention.slice_store import SliceStore
 from terapipe_ds.models.hugging_face import ModelRefusedError, layers
-from terapipe_ds.models.hugging_face.forward import attention, cache, probe
+from terapipe_ds.models.hugging_face.forward import attention, cache, outline, probe
 from terapipe_ds.models.hugging_face.module import to_tuple
 from terapipe_ds.models.hugging_face.weights.stored import HeldWeights
 from terapipe_ds.runtime.layers.compiled import compile_layer, compiled_parts
@@ -268,7 +268,7 @@ SHIFT = "tests.unit.models.hugging_face.sliced_model.to_tuple"
 # What breaks: the family that shows it, what is replaced by what, and the refusal; "": a larger error.
 BROKEN: dict[str, tuple[str, list[tuple[Any, str, Any]], str]] = {
     "label shift": ("llama", [("", SHIFT, lambda batch: (batch["input_ids"], batch["labels"]))], ""),
-    "position offset": ("llama", [(layers, "places", _no_offset)], ""),
+    "position offset": ("llama", [(outline, "places", _no_offset)], ""),
     "mask recording": ("mistral", [(MASKS, "terapipe", _pattern_without_window)], "has a window of None"),
     "mask recording, unseen by attention": (
         "mistral",

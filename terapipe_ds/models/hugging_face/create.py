@@ -154,9 +154,7 @@ def from_pretrained(
         weights = StoredWeights(folder, model_without_weights(config, dtype), outline)
         blueprint = Blueprint(outline, weights, _adapters(adapter, config, dtype, outline, seed))
     with _family_named(config):
-        module = HuggingFaceModule(blueprint, **options)
-    module.source = folder
-    return module
+        return HuggingFaceModule(blueprint, **options)
 
 
 def _from_model(
@@ -206,9 +204,7 @@ def _from_model(
     if base.is_gradient_checkpointing:
         options = {"activation_checkpoint_interval": 1} | options
     with _family_named(base.config):
-        module = HuggingFaceModule(blueprint, **options)
-    module.source = source
-    return module
+        return HuggingFaceModule(blueprint, **options)
 
 
 def downloaded(name: str | os.PathLike[str], **of_hub: Any) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -119,7 +118,6 @@ class HuggingFaceModule(TensorParallelModule):
         layers = layers_of(blueprint)
         self.autotp_size = tensor_ranks
         self._is_built, self._is_stored = False, isinstance(blueprint.weights, StoredWeights)
-        self.source: Path | None = None  # the folder of the weights
         self.blueprint = blueprint  # before the base class begins: its constructor builds the layers
         self.config = blueprint.outline.model.config
         self.partition = None if partition is None else _checked(partition, len(layers))

@@ -256,8 +256,9 @@ def _write_the_rest(module: HuggingFaceModule, folder: Path) -> None:
     _write_settings(config, folder / "config.json")
     if getattr(model, "generation_config", None) is not None:
         _write_settings(model.generation_config, folder / "generation_config.json")
-    if module.source is not None and module.source.resolve() != folder.parent.resolve():
-        for name, content in _tokenizer_in(module.source).items():
+    source = getattr(module.blueprint.weights, "folder", None)
+    if source is not None and source.resolve() != folder.parent.resolve():
+        for name, content in _tokenizer_in(source).items():
             (folder / name).parent.mkdir(exist_ok=True)
             write_atomically(folder / name, functools.partial(Path.write_bytes, data=content))
 

@@ -79,12 +79,12 @@ class StoredWeights:
     def __init__(
         self, folder: str | os.PathLike[str], model: PreTrainedModel, outline: Outline, kept: Collection[str] = ()
     ) -> None:
-        self._folder, self._model, self._kept = Path(folder), model, kept
-        self._file_of = _files(self._folder, model.config)
+        self.folder, self._model, self._kept = Path(folder), model, kept
+        self._file_of = _files(self.folder, model.config)
         self._conversions = _conversions(model)
         names = [name for name in outline.names if outline.tied is None or name != outline.head]
         # headers alone: a wrong folder is refused before gigabytes are read
-        state, stored = model.state_dict(keep_vars=True), _headers(self._folder, self._file_of)
+        state, stored = model.state_dict(keep_vars=True), _headers(self.folder, self._file_of)
         filled, without_place = set[str](), list[str]()
         targets_of = {key: self._conversions.targets(key, state) for key in stored}
         # some programs write tied weights under the name of the output matrix alone
@@ -109,7 +109,7 @@ class StoredWeights:
         missing = [key for key in missing if state[key].is_meta or not re.search(ignored, key)]
         if missing:
             raise ModelRefusedError(
-                f"{self._folder} has no weights for {named(missing)}: give the folder of a whole model whose config is "
+                f"{self.folder} has no weights for {named(missing)}: give the folder of a whole model whose config is "
                 "of the same sizes, or remove what they belong to from its config"
             )
         self._say_unused(without_place)
@@ -121,7 +121,7 @@ class StoredWeights:
         """Yield the first row of some tensors, by which ranks see whether their folders have the same model."""
         keys = sorted(self._file_of)
         for key in keys[:: 1 + len(keys) // _SAMPLED]:
-            with opened(self._folder / self._file_of[key]) as file:
+            with opened(self.folder / self._file_of[key]) as file:
                 stored = file.get_slice(key)
                 yield stored[:1] if stored.get_shape() else file.get_tensor(key)
 
@@ -137,7 +137,7 @@ class StoredWeights:
         with contextlib.ExitStack() as stack:
             # the files are mapped: tensors that no stage needs are never read
             files = {
-                file: stack.enter_context(opened(self._folder / file))
+                file: stack.enter_context(opened(self.folder / file))
                 for file in dict.fromkeys(self._file_of[key] for key in keys)
             }
             slices = {key: files[self._file_of[key]].get_slice(key) for key in keys}
@@ -147,7 +147,7 @@ class StoredWeights:
             wrong = [key for key, value in tensors.items() if not can_take(value, shares[key])]
             if wrong:
                 raise ModelRefusedError(
-                    f"{self._folder} has no weights, or none of this shape, for {name}.{wrong[0]}, or no scales of "
+                    f"{self.folder} has no weights, or none of this shape, for {name}.{wrong[0]}, or no scales of "
                     "its quantized values that fit: give a folder whose config and weights are of one model"
                 )
             for key, value in tensors.items():
@@ -162,7 +162,7 @@ class StoredWeights:
         """Raise ModelRefusedError if embedding and output matrix, stored under these keys, differ."""
         # once, by one rank: the rest holds one of the two
         with contextlib.ExitStack() as stack:
-            tensors = [stack.enter_context(opened(self._folder / self._file_of[key])).get_tensor(key) for key in both]
+            tensors = [stack.enter_context(opened(self.folder / self._file_of[key])).get_tensor(key) for key in both]
             if not all(torch.equal(tensors[0], each) for each in tensors[1:]):
                 raise ModelRefusedError(
                     f"{both[0]} and {both[1]} are stored with different values, and the config ties them: set "
@@ -174,7 +174,7 @@ class StoredWeights:
         unused = [key for key in keys if not re.search(ignored, key) and not key.endswith("rotary_emb.inv_freq")]
         if unused and torch_dist.get_rank() == 0:
             text = "%s has weights that the model of its config has no place for, and they are not read: %s"
-            logger.warning(text, self._folder, named(unused))
+            logger.warning(text, self.folder, named(unused))
 
 
 class HeldWeights:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import json
 import re
@@ -64,13 +65,15 @@ class NotCausalError(ModelRefusedError):
 
 def gathered(value: T) -> list[T]:
     """Return the values of all ranks, by rank. A collective on the CPU: ranks may have no device yet."""
-    # NCCL would need a device, which DeepSpeed chooses later
-    group = None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
     values = [value] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(values, value, group=group)
-    if group is not None:
-        torch_dist.destroy_process_group(group)
+    torch_dist.all_gather_object(values, value, group=_on_the_host(torch_dist.group.WORLD))
     return values
+
+
+@functools.lru_cache(maxsize=1)  # to make a group connects each rank to all others
+def _on_the_host(world: Any) -> Any:
+    """Return a group of all ranks over gloo; None if `world` is one. NCCL needs a device, which DeepSpeed sets."""
+    return None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
 
 
 @contextlib.contextmanager

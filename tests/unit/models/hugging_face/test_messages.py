@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from transformers import __version__ as installed
 
 import terapipe_ds
 from terapipe_ds import compat
-from terapipe_ds.models.hugging_face import ModelRefusedError
+from terapipe_ds.models.hugging_face import ModelRefusedError, refusals
 from terapipe_ds.models.hugging_face.create import _family_named, _folders, model_without_weights
 from terapipe_ds.models.hugging_face.forward.outline import Outline
 from terapipe_ds.models.hugging_face.refusals import check_arguments, check_config, language_model_of
@@ -291,3 +292,22 @@ def test_a_missing_bitsandbytes_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("transformers.quantizers.quantizer_bnb_4bit.is_bitsandbytes_available", lambda **_: False)
     with pytest.raises(ModelRefusedError, match=r"requires .*bitsandbytes.*terapipe_ds\[qlora\]"):
         ask_for({"load_in_4bit": True}, config_of("llama"))
+
+
+def test_ranks_connect_once_for_all_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group connects each rank to all others, and a save gathers nine times."""
+    made, used = list[Any](), list[Any]()
+    stand_ins: dict[str, Callable[..., Any]] = {
+        "get_backend": lambda: "nccl",
+        "get_world_size": lambda: 1,
+        "new_group": lambda **options: made.append(options) or "host",
+        "destroy_process_group": print,
+        "all_gather_object": lambda values, value, group: used.append(group),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(torch.distributed, name, stand_in)
+    monkeypatch.setattr(torch.distributed, "group", SimpleNamespace(WORLD=object()))
+    for _ in range(3):
+        with refusals.refused_on_all_ranks():
+            pass
+    assert made == [{"backend": "gloo"}] and used == ["host"] * 3

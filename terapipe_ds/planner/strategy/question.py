@@ -194,9 +194,13 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured
+    return CountedLayers(size_for(model, sequence_length), cluster, dtype)
+
+
+def size_for(model: object, sequence_length: int) -> ModelSize:
+    """Return the size of `size_of`, whose table of positions has room for sequences of that length."""
     size = size_of(model)
-    longest = max(size.max_sequence_length, sequence_length)  # learned positions have room for it
-    return CountedLayers(dataclasses.replace(size, max_sequence_length=longest), cluster, dtype)
+    return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))
 
 
 def size_of(model: object) -> ModelSize:

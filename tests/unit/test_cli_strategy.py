@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -276,6 +277,36 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
     assert "stopped; this is the best until then" in output.err
     assert json.loads(output.out)["strategy"]["is_complete"] is False
     assert "finalists" in calls
+
+
+def rows_on_a_terminal(text: str, columns: int) -> list[str]:
+    """Return the rows that a terminal of so many columns shows."""
+    rows, column, wraps = [""], 0, True
+    for code in re.findall(r"\x1b\[[?0-9]*[A-Za-z]|.", text, re.DOTALL):
+        if code == "\r":
+            column = 0
+        elif code == "\x1b[K":
+            rows[-1] = rows[-1][:column]
+        elif code in ("\x1b[?7l", "\x1b[?7h"):
+            wraps = code.endswith("h")
+        elif column < columns or wraps:
+            if column == columns:
+                rows.append("")
+                column = 0
+            rows[-1] = rows[-1][:column] + code + rows[-1][column + 1 :]
+            column += 1
+    return rows
+
+
+def test_a_bar_leaves_nothing_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["strategy", *FEW, "--json"]) == 0
+    text = capsys.readouterr().err
+    assert "(Ctrl-C: the best so far)" in text
+    for columns in (20, 40, 120):
+        assert rows_on_a_terminal(text, columns) == [""]
 
 
 def test_a_time_limit_and_sigterm_end_a_search(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,33 +81,26 @@ class MemoryModel:
         process_bytes = self.process_bytes if "process_bytes" in kept else 0
         return dataclasses.replace(self, parts=tuple(parts), process_bytes=process_bytes)
 
-    def static_bytes(self, part_id: int) -> int:
-        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
-        return math.ceil(self.parts[part_id].static_bytes)
+    def static_bytes(self, *part_ids: int) -> int:
+        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches, of a stage."""
+        return self._of_stage(part_ids, "static_bytes", "tied_bytes")
 
-    def tied_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the static bytes that count twice if these parts are on one stage: it holds a tied matrix once."""
-        return math.floor(self.parts[-1].tied_bytes) if self._has_both_ends(part_ids) else 0
+    def gradient_bytes(self, *part_ids: int) -> int:
+        """Return gradients of the parameters of a stage, from a batch's first backward to its optimizer step."""
+        return self._of_stage(part_ids, "gradient_bytes", "tied_gradient_bytes")
 
-    def tied_step_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the bytes of the step that count twice if these parts are on one stage."""
-        return math.floor(self.parts[-1].tied_step_bytes) if self._has_both_ends(part_ids) else 0
+    def step_bytes(self, *part_ids: int) -> int:
+        """Return the bytes beside gradients and states while the optimizer of a stage steps, after the batch."""
+        return self._of_stage(part_ids, "step_bytes", "tied_step_bytes")
 
-    def tied_gradient_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the bytes of gradients that count twice if these parts are on one stage."""
-        return math.floor(self.parts[-1].tied_gradient_bytes) if self._has_both_ends(part_ids) else 0
-
-    def _has_both_ends(self, part_ids: Collection[int]) -> bool:
-        last = len(self.parts) - 1
-        return last > 0 and {0, last} <= {*part_ids}
-
-    def gradient_bytes(self, part_id: int) -> int:
-        """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
-        return math.ceil(self.parts[part_id].gradient_bytes)
-
-    def step_bytes(self, part_id: int) -> int:
-        """Return the bytes beside gradients and states while the optimizer steps, after the batch."""
-        return math.ceil(self.parts[part_id].step_bytes)
+    def _of_stage(self, part_ids: Sequence[int], name: str, tied: str) -> int:
+        """Return the sum over the parts of a stage, which holds a tied matrix once if it has the first and the last."""
+        total, last = 0, len(self.parts) - 1
+        for part_id in part_ids:
+            total += math.ceil(getattr(self.parts[part_id], name))
+        if last > 0 and {0, last} <= {*part_ids}:
+            total -= math.floor(getattr(self.parts[last], tied))
+        return total
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
         """Return the bytes that a micro-batch of one slice keeps in place of `store_bytes` and `store_grad_bytes`."""

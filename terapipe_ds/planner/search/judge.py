@@ -229,10 +229,8 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     need, peaks, count = min(needs, key=itemgetter(0))
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
-    static = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts)
-    static += sum(map(memory.gradient_bytes, parts)) - memory.tied_gradient_bytes(parts)
-    # beside them, at another time than slices
-    step = sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts)
+    static = memory.process_bytes + memory.static_bytes(*parts) + memory.gradient_bytes(*parts)
+    step = memory.step_bytes(*parts)  # beside them, at another time than slices
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     problem = (

@@ -156,8 +156,9 @@ def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, A
     """Search an order for the costs; return it with its plans, costs and memory, and the line that reports it."""
     from terapipe_ds.planner.orders.find import find_order
 
-    if options.forward_only or options.schedule_options:
-        raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
+    if options.forward_only or options.schedule_options or options.no_overlap:
+        what = "--schedule search finds orders of a training step with overlap"
+        raise CommandError(f"{what}: leave out --forward-only, --option and --no-overlap")
     plans, chunks = _plans(options, options.micro_batches), options.chunks_per_stage
     stages = options.checked_stages(sum(plan.num_slices for plan in plans))
     costs, memory = _costs(options, stages, len(placement_for(SEARCH, stages, chunks)), plans)

@@ -361,6 +361,7 @@ def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: P
 
 @pytest.mark.parametrize(("words", "reason"), [
     ("simulate --schedule search --stages 2 --slices 4,4 --unit --forward-only", "leave out --forward-only"),
+    ("simulate --schedule search --stages 2 --slices 4,4 --unit --no-overlap", "--option and --no-overlap"),
     ("simulate --schedule search --stages 2 --slices 4,4 --unit --live-slices 1", "1 live slices: raise it"),
     ("simulate --schedule search --stages 2 --slices 4,4 --unit --chunks-per-stage 3", "give 1 or 2"),
     ("simulate --schedule search --slices 4,4 --unit", "--stages is missing"),

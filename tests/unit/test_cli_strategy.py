@@ -375,6 +375,13 @@ def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str]
     path.write_text(other.to_json())
     assert "its step has 4 sequences" in refused(capsys, *against, "--global-batch", "16")
     assert "is for 4 devices, the cluster has 2" in refused(capsys, *against, "--devices", "2")
+    # a list of slices for each micro-batch, all the same, is one plan
+    plain, same = rank_strategies("mini", CLUSTER, **FIXED | {"schedule": "seq1f1b"})[0], []
+    quarter = plain.plans[0].sequence_length // 4
+    for slices in ([quarter] * 4, [[quarter] * 4] * plain.accumulation):
+        path.write_text(plain.model_copy(update={"slices": slices}).to_json())
+        same.append(shown(capsys, "strategy", *against))
+    assert same[0] == same[1] and plain.accumulation != 4
 
 
 def test_many_stages_have_a_range_of_peaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

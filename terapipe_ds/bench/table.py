@@ -74,9 +74,11 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     peaks = "/".join(f"{bytes_ / 1e6:.0f}" for bytes_ in stages)
     slices, rate = counts_text(row["slices"], row.get("plans", ())), row.get("model_flops_per_s")
     tflops = _or_dash(None if rate is None else rate / 1e12, form=".3g")
-    times = _seconds(row["step_s"]), _seconds(low, high), f"{row['tokens_per_s']:.0f}"
-    ratios = _or_dash(row["ratio_to_stock"]), _or_dash(row["ratio_to_bound"]), _or_dash(row["predicted_s"], " s")
-    losses = f"{row['bubble']:.1%}", f"{row['exposed_comm_s']:.3f} s", peaks, _or_dash(row["loss"], form=".5f")
+    times = _seconds(step_s := row["step_s"]), _seconds(low, high), f"{row['tokens_per_s']:.0f}"
+    predicted = "-" if row["predicted_s"] is None else _seconds(row["predicted_s"], beside_s=step_s)
+    ratios = _or_dash(row["ratio_to_stock"]), _or_dash(row["ratio_to_bound"]), predicted
+    exposed = _seconds(row["exposed_comm_s"], beside_s=step_s)
+    losses = f"{row['bubble']:.1%}", exposed, peaks, _or_dash(row["loss"], form=".5f")
     return (*head, slices, *times, tflops, _or_dash(row.get("mfu"), form=".1%"), *ratios, *losses)
 
 
@@ -86,11 +88,11 @@ def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
     return str(max(counts)) if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}"
 
 
-def _seconds(*times: float) -> str:
-    """Show one or several times in one unit; accelerators need milliseconds for a layer."""
-    short = max(times) < 0.1
+def _seconds(*times: float, beside_s: float = 0.0) -> str:
+    """Show one or several times in one unit, that of `beside_s`; accelerators need milliseconds for a layer."""
+    short = (beside_s or max(times)) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
 
 
-def _or_dash(number: float | None, unit: str = "", form: str = ".3f") -> str:
-    return "-" if number is None else f"{number:{form}}{unit}"
+def _or_dash(number: float | None, form: str = ".3f") -> str:
+    return "-" if number is None else f"{number:{form}}"

@@ -385,5 +385,6 @@ class Progress:
             return
         text = f"{'#' * round(20 * share):20} {share:4.0%} {what}{self._hint}"
         if text != self._shown:
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+            # without wrapping: a second row of a narrow terminal would stay
+            print(f"\r\x1b[K\x1b[?7l{text}\x1b[?7h", end="", file=sys.stderr, flush=True)
             self._shown = text

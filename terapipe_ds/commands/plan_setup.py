@@ -42,7 +42,7 @@ from terapipe_ds.planner.layers.parts import bytes_summed
 from terapipe_ds.planner.model_memory import ITEMSIZE, OPTIMIZER_STATES
 from terapipe_ds.planner.ranking.rank import PartsOf, SecondsOf
 from terapipe_ds.planner.recompute import PartLayers, costs_of, plan_with_recompute, recomputable_parts
-from terapipe_ds.planner.strategy import USABLE, size_of
+from terapipe_ds.planner.strategy import USABLE, size_for, size_of
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SCHEDULE_NAMES, SEARCH, count_parts
 from terapipe_ds.schedule.show import many
 from terapipe_ds.strategy import Grid, bounds_among
@@ -500,7 +500,7 @@ def _process_bytes(options: PlanOptions) -> int:
 
 def _memory(options: PlanOptions, ds_config: Mapping[str, Any] | None, dtype: str) -> PartsOf:
     """Return a function that counts memory by the number of parts."""
-    size, process_bytes = size_of(options.model), _process_bytes(options)
+    size, process_bytes = size_for(options.model, options.sequence_length), _process_bytes(options)
     on_cpu, dtype = bool(options.device) and device_card(options.device).is_cpu, DTYPE_NAMES.get(dtype, dtype)
     training = {"reduce_bucket": _BUCKET} if ds_config is None else _training(ds_config, options, size, dtype)
 

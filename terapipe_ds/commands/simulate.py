@@ -156,8 +156,9 @@ def _search(options: SimulateOptions) -> tuple[Schedule, list[SlicePlan], Any, A
     """Search an order for the costs; return it with its plans, costs and memory, and the line that reports it."""
     from terapipe_ds.planner.orders.find import find_order
 
-    if options.forward_only or options.schedule_options:
-        raise CommandError("--schedule search finds orders of a training step: leave out --forward-only and --option")
+    if options.forward_only or options.schedule_options or options.no_overlap:
+        what = "--schedule search finds orders of a training step with overlap"
+        raise CommandError(f"{what}: leave out --forward-only, --option and --no-overlap")
     plans, chunks = _plans(options, options.micro_batches), options.chunks_per_stage
     stages = options.checked_stages(sum(plan.num_slices for plan in plans))
     costs, memory = _costs(options, stages, len(placement_for(SEARCH, stages, chunks)), plans)
@@ -292,9 +293,10 @@ def _costs(
         length, share = max(plan.sequence_length for plan in plans), num_stages / num_parts  # of a stage's layers
         return UnitCosts(length, options.unit_send, share), None
     setup = _counted(options, num_stages, plans)
-    assert setup.size is not None and setup.memory_of is not None, "the model is counted"
-    setup.size.layers_of_parts(num_parts, None, CommandError)  # refuses more parts than layers
-    return setup.costs_of(num_parts), setup.memory_of(num_parts)
+    assert setup.memory_of is not None, "the model is counted"
+    if (costs := setup.costs_of(num_parts)) is None:
+        raise CommandError(f"the layers of {options.model} cannot be cut in {num_parts} parts: give fewer --stages")
+    return costs, setup.memory_of(num_parts)
 
 
 def _counted(options: SimulateOptions, num_stages: int, plans: list[SlicePlan]) -> PlanSetup:

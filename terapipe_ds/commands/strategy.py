@@ -419,7 +419,7 @@ def _choices(strategy: Strategy) -> dict[str, str]:
         "offload": offloaded or "-",
         "schedule": strategy.schedule,
         "parts": str(strategy.chunks_per_stage),
-        "slices": str(len(strategy.slices)),
+        "slices": str(strategy.plans[0].num_slices),
     }
 
 

@@ -8,17 +8,15 @@ adds them up over the order of a stage and finds its peak (`Replay.peak_bytes`).
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from terapipe_ds.costs.model_sizes import ModelSize
-from terapipe_ds.plan import JOINED_ROWS, SlicePlan, weight_groups
+from terapipe_ds.plan import JOINED_ROWS, weight_groups
 from terapipe_ds.planner.errors import PlannerError
 from terapipe_ds.planner.model_memory import PartMemory, Setup
-from terapipe_ds.schedule.proofs import OUTSTANDING_SENDS
 
 MEMORY_KINDS = {
     "model_states": ("static_bytes", "gradient_bytes", "tied_bytes", "tied_gradient_bytes"),
@@ -36,7 +34,7 @@ MEMORY_KINDS = {
 }
 """Kinds of bytes that stay beyond a computation -> the fields of `PartMemory`, or `MemoryModel`, that count them."""
 
-__all__ = ["MEMORY_KINDS", "MemoryModel", "PartMemory", "fill_drain_peak_bytes"]
+__all__ = ["MEMORY_KINDS", "MemoryModel", "PartMemory"]
 
 
 @dataclass(frozen=True)
@@ -83,33 +81,26 @@ class MemoryModel:
         process_bytes = self.process_bytes if "process_bytes" in kept else 0
         return dataclasses.replace(self, parts=tuple(parts), process_bytes=process_bytes)
 
-    def static_bytes(self, part_id: int) -> int:
-        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches."""
-        return math.ceil(self.parts[part_id].static_bytes)
+    def static_bytes(self, *part_ids: int) -> int:
+        """Return parameters, optimizer states, and gradients that the optimizer keeps between batches, of a stage."""
+        return self._of_stage(part_ids, "static_bytes", "tied_bytes")
 
-    def tied_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the static bytes that count twice if these parts are on one stage: it holds a tied matrix once."""
-        return math.floor(self.parts[-1].tied_bytes) if self._has_both_ends(part_ids) else 0
+    def gradient_bytes(self, *part_ids: int) -> int:
+        """Return gradients of the parameters of a stage, from a batch's first backward to its optimizer step."""
+        return self._of_stage(part_ids, "gradient_bytes", "tied_gradient_bytes")
 
-    def tied_step_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the bytes of the step that count twice if these parts are on one stage."""
-        return math.floor(self.parts[-1].tied_step_bytes) if self._has_both_ends(part_ids) else 0
+    def step_bytes(self, *part_ids: int) -> int:
+        """Return the bytes beside gradients and states while the optimizer of a stage steps, after the batch."""
+        return self._of_stage(part_ids, "step_bytes", "tied_step_bytes")
 
-    def tied_gradient_bytes(self, part_ids: Collection[int]) -> int:
-        """Return the bytes of gradients that count twice if these parts are on one stage."""
-        return math.floor(self.parts[-1].tied_gradient_bytes) if self._has_both_ends(part_ids) else 0
-
-    def _has_both_ends(self, part_ids: Collection[int]) -> bool:
-        last = len(self.parts) - 1
-        return last > 0 and {0, last} <= {*part_ids}
-
-    def gradient_bytes(self, part_id: int) -> int:
-        """Return gradients of the parameters, from a batch's first backward to its optimizer step."""
-        return math.ceil(self.parts[part_id].gradient_bytes)
-
-    def step_bytes(self, part_id: int) -> int:
-        """Return the bytes beside gradients and states while the optimizer steps, after the batch."""
-        return math.ceil(self.parts[part_id].step_bytes)
+    def _of_stage(self, part_ids: Sequence[int], name: str, tied: str) -> int:
+        """Return the sum over the parts of a stage, which holds a tied matrix once if it has the first and the last."""
+        total, last = 0, len(self.parts) - 1
+        for part_id in part_ids:
+            total += math.ceil(getattr(self.parts[part_id], name))
+        if last > 0 and {0, last} <= {*part_ids}:
+            total -= math.floor(getattr(self.parts[last], tied))
+        return total
 
     def whole_bytes(self, part_id: int, sequence_length: int) -> int:
         """Return the bytes that a micro-batch of one slice keeps in place of `store_bytes` and `store_grad_bytes`."""
@@ -201,50 +192,3 @@ class MemoryModel:
         loss = part.loss_bytes_per_token * min(tokens, part.loss_chunk_tokens)
         fixed = part.working_bytes + (part.working_whole_bytes if is_whole else 0)
         return math.ceil(fixed + max(per_slice, loss))
-
-
-def fill_drain_peak_bytes(
-    plan: SlicePlan, memory: MemoryModel, num_stages: int, num_micro_batches: int
-) -> tuple[int, ...]:
-    """Return the result of `Replay.peak_bytes` where all forwards come before all backwards, without a walk.
-
-    All slices are live, but of the first micro-batch in backward only the slices up to the running one. No slice sends
-    back more than it keeps, so that later micro-batches need less.
-    """
-    peaks = []
-    spans = list(zip(plan.lengths, plan.starts, strict=True))
-    for part_id in range(num_stages):
-        slices = [memory.slice_bytes(part_id, *span) for span in spans]
-        is_alone = num_micro_batches * plan.num_slices == 1  # nothing is held while the message of the last B goes
-        sent = [0 if part_id == 0 or is_alone else memory.sent_bytes(part_id, tokens) for tokens in plan.lengths]
-        # gradients stay with the sender until the other end has answered, some sends later
-        unheard = [sum(sent[after : after + OUTSTANDING_SENDS]) for after in range(1, plan.num_slices + 1)]
-        parameters = memory.gradient_bytes(part_id)
-        live = [total + more + parameters for total, more in zip(itertools.accumulate(slices), unheard, strict=True)]
-        live[-1] += sent[-1] - slices[-1]  # gradients come while the slice's kept tensors go
-        # factors of weight gradients wait for the slices that join their products
-        for *group, closing in memory.weight_groups(part_id, plan.lengths):
-            waiting = 0
-            for slice_id in group:
-                own = memory.joined_bytes(part_id, plan.lengths[slice_id])
-                is_first = slice_id == plan.num_slices - 1
-                live[slice_id] += waiting + (own if is_first else max(0, own + sent[slice_id] - slices[slice_id]))
-                waiting += own
-            group_tokens = sum(plan.lengths[slice_id] for slice_id in [*group, closing])
-            live[closing] += waiting + (memory.product_bytes(part_id, spans[closing], group_tokens) if group else 0)
-        # one slice keeps its keys and values itself; several keep them in the store
-        if plan.num_slices == 1:
-            whole = memory.whole_bytes(part_id, plan.sequence_length)
-            stores = num_micro_batches * whole
-            live[-1] -= whole
-        else:  # keys and values of all micro-batches, and their gradients for one micro-batch
-            stores = num_micro_batches * memory.store_bytes(part_id, plan.sequence_length)
-            stores += memory.store_grad_bytes(part_id, plan.sequence_length, max(plan.lengths))
-        live[-1] = max(sum(slices), live[-1])
-        working = (memory.working_bytes(part_id, *span, plan.num_slices == 1) for span in spans)
-        running = max(total + more for total, more in zip(live, working, strict=True))
-        lasting = memory.process_bytes + memory.static_bytes(part_id)
-        # the pool keeps the memory of the store; a whole sequence uses none of it
-        step = parameters + memory.step_bytes(part_id) + (0 if plan.num_slices == 1 else stores)
-        peaks.append(lasting + max(step, stores + (num_micro_batches - 1) * sum(slices) + running))
-    return tuple(peaks)

@@ -17,6 +17,7 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from time import monotonic
 
 from terapipe_ds.schedule import Schedule, ScheduleError, build
@@ -118,7 +119,10 @@ class _Host:
 
 
 def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int | None = None) -> bool:
-    """Return whether some rank never ends its program.
+    """Return whether some rank never ends its program: whether operations wait for one another in a circle.
+
+    The queues of a GPU have the host's whole program in them, because launches do not block the host. An operation
+    leaves its queue when it begins. A message ends, on both sides, once both kernels have begun.
 
     Args:
         programs: of each stage, from `programs_of`.
@@ -126,62 +130,38 @@ def hangs(programs: Sequence[Sequence[_Op]], num_queues: int | None, seed: int |
         seed: spreads streams over queues at random; None takes the queues in turn, which is exact for one queue.
     """
     draw = None if seed is None else random.Random(seed)
-    met: dict[Message, list[_Rank]] = defaultdict(list)
-    ranks = [_Rank(program, num_queues, draw) for program in programs]
-    moved = True
-    while moved:
-        moved = False
-        for rank in ranks:
-            moved |= rank.advance(met)
-    return any(rank.left for rank in ranks)
-
-
-class _Rank:
-    """Hold the queues of one GPU with the host's whole program in them: launches do not block the host."""
-
-    def __init__(self, program: Sequence[_Op], num_queues: int | None, draw: random.Random | None) -> None:
+    # numbers of the beginnings of all operations, and of the ends of messages; an end takes both beginnings
+    starts = [0, *accumulate(map(len, programs))]
+    messages = dict.fromkeys(op.message for program in programs for op in program if op.message is not None)
+    ends = {message: number for number, message in enumerate(messages, starts[-1])}
+    missing = [0] * starts[-1] + [2] * len(ends)
+    unlocked: list[list[int]] = [[] for _ in missing]
+    # an operation waits for the end of the one before it in its stream, and for the beginning of the one in its queue
+    for start, program in zip(starts, programs, strict=False):
         streams = list(dict.fromkeys([_COMPUTE, *(op.stream for op in program)]))
         size = len(streams) if num_queues is None else num_queues
         places = [draw.randrange(size) if draw else index % size for index in range(len(streams))]
-        place_of = dict(zip(streams, places, strict=True))
-        self._program, self.left = program, len(program)
-        self._queues: list[deque[int]] = [deque() for _ in range(size)]
-        self._ended = [False] * len(program)
-        self._before: list[int | None] = []  # the op before an op in its stream
-        self.messages = {op.message: index for index, op in enumerate(program) if op.message is not None}
-        last: dict[Stream, int] = {}
+        queue_of = dict(zip(streams, places, strict=True))
+        ended = [index if op.message is None else ends[op.message] for index, op in enumerate(program, start)]
+        latest: dict[Stream | int, int] = {}  # the end of the last operation of a stream, and its beginning in a queue
         for index, op in enumerate(program):
-            self._before.append(last.get(op.stream))
-            last[op.stream] = index
-            self._queues[place_of[op.stream]].append(index)
-
-    def advance(self, met: dict[Message, list[_Rank]]) -> bool:
-        """Run every op that may leave the head of its queue; return whether any has run."""
-        moved = False
-        for queue in self._queues:
-            while queue and self._may_begin(queue[0]):
-                self._begin(queue.popleft(), met)
-                moved = True
-        return moved
-
-    def _may_begin(self, index: int) -> bool:
-        return all(each is None or self._ended[each] for each in (self._before[index], self._program[index].after))
-
-    def _begin(self, index: int, met: dict[Message, list[_Rank]]) -> None:
-        op = self._program[index]
-        if op.message is None:
-            self.end(index)
-            return
-        # a message ends on both sides once both kernels have begun
-        met[op.message].append(self)
-        if len(met[op.message]) == 2:
-            for rank in met.pop(op.message):
-                rank.end(rank.messages[op.message])
-
-    def end(self, index: int) -> None:
-        """End an op, so that the next one in its stream and those that wait for it may begin."""
-        self._ended[index] = True
-        self.left -= 1
+            queue = queue_of[op.stream]
+            after = None if op.after is None else ended[op.after]
+            for needed in (latest.get(op.stream), latest.get(queue), after):
+                if needed is not None:
+                    unlocked[needed].append(start + index)
+                    missing[start + index] += 1
+            if op.message is not None:
+                unlocked[start + index].append(ended[index])
+            latest[op.stream], latest[queue] = ended[index], start + index
+    # begin all that may begin: what is left waits for itself
+    able = [number for number, needs in enumerate(missing) if not needs]
+    while able:
+        for number in unlocked[able.pop()]:
+            missing[number] -= 1
+            if not missing[number]:
+                able.append(number)
+    return any(missing)
 
 
 MOST_ACTIONS = 20_000

@@ -34,12 +34,9 @@ class Memory(Protocol):
     @property
     def process_bytes(self) -> int: ...
     def key_of(self, part_ids: Sequence[int]) -> tuple[object, ...]: ...
-    def static_bytes(self, part_id: int) -> int: ...
-    def tied_bytes(self, part_ids: Collection[int]) -> int: ...
-    def tied_step_bytes(self, part_ids: Collection[int]) -> int: ...
-    def gradient_bytes(self, part_id: int) -> int: ...
-    def tied_gradient_bytes(self, part_ids: Collection[int]) -> int: ...
-    def step_bytes(self, part_id: int) -> int: ...
+    def static_bytes(self, *part_ids: int) -> int: ...
+    def gradient_bytes(self, *part_ids: int) -> int: ...
+    def step_bytes(self, *part_ids: int) -> int: ...
     def store_bytes(self, part_id: int, sequence_length: int) -> int: ...
     def store_grad_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
     def evaluation_bytes(self, part_id: int, sequence_length: int, largest: int) -> int: ...
@@ -78,11 +75,11 @@ def bytes_of_stage(
     others = {held: ends for held, ends in needed.items() if held[0] not in _POOLED}
     gained, after, late, twice = changes_of(order, others, spans, memory)
     # the gradients of a part's parameters come with its first B, and stay
-    backwards = {action.part_id: i for i, action in reversed([*enumerate(order)]) if action.kind is Kind.BACKWARD}
-    for part_id, index in backwards.items():
-        after[index] += memory.gradient_bytes(part_id)
-    if backwards:  # the later first B adds to the gradient of a matrix that the stage's ends share
-        after[max(backwards.values())] -= memory.tied_gradient_bytes(parts)
+    begun: list[int] = []
+    for index, action in enumerate(order):
+        if action.kind is Kind.BACKWARD and action.part_id not in begun:
+            after[index] += memory.gradient_bytes(*begun, action.part_id) - memory.gradient_bytes(*begun)
+            begun.append(action.part_id)
     # messages stay until the stage knows that they have arrived
     for index, until, action in _unheard(schedule, stage_id, outstanding):
         if action.kind is Kind.BACKWARD or schedule.forward_only:  # the next part sends back as much as it receives
@@ -94,7 +91,7 @@ def bytes_of_stage(
         after[forward + LEAVES_AFTER] -= size
         gained[until] += size
     # a walk over the order adds up the bytes that come and go
-    now = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts) + pooled
+    now = memory.process_bytes + memory.static_bytes(*parts) + pooled
     numbers = [now]
     for index, action in enumerate(order):
         start, stop = spans[action.micro_batch_id][action.slice_id]
@@ -106,7 +103,7 @@ def bytes_of_stage(
         now += after[index]
         numbers.append(now)
     if not schedule.forward_only:  # the optimizer steps when all has run
-        numbers[-1] += sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts)
+        numbers[-1] += memory.step_bytes(*parts)
     return numbers
 
 

@@ -290,8 +290,11 @@ class Replay:
 
     def _critical_path(
         self, times: _Times, computed: list[TimelineEvent], sent: dict[int, TimelineEvent], overlap: bool
-    ) -> tuple[CriticalStep, ...]:
-        """Walk back from the last end: each step starts in the moment in which the one before it ends."""
+    ) -> tuple[CriticalStep, ...] | None:
+        """Walk back from the last end: each step starts in the moment in which the one before it ends.
+
+        Return None where a step waits for a copy from or to the host, which is no event.
+        """
         before_on_stage, before_on_link = _previous(self._stages), _previous(self._links)
         node, on_link = max(range(len(computed)), key=times.ends.__getitem__), False
         steps: list[CriticalStep] = []
@@ -306,11 +309,13 @@ class Replay:
             by_stage = before >= 0 and (times.ends[before] if overlap else times.sent[before]) == start
             if by_stage:
                 waited, on_link = "stage", not overlap and before in sent
-            elif needs < len(computed) and start > 0:
+            elif start == 0:
+                before, waited = -1, "start"
+            elif needs < len(computed) and times.sent[needs] == start:
                 before, on_link = needs, needs in sent
                 waited = "link" if on_link else "dependency"
             else:
-                before, waited = -1, "start"
+                return None
             steps.append(CriticalStep(computed[node], waited))
             node = before
         return tuple(reversed(steps))

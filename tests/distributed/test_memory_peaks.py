@@ -256,8 +256,7 @@ def _gradients_of_tied_ends(schedule: str, dtype: str) -> tuple[int, int, int]:
     model = MemoryModel.of_model(size, num_stages=2, dtype=dtype, micro_batch=work.micro_batch, on_cpu=True)
     order, spans = build(schedule, 1, 2, 2, chunks_per_stage=2), [[(0, 32), (32, 64)]] * 2
     begin, *_, end = bytes_of_stage(order, 0, spans, model, OUTSTANDING_SENDS)
-    steps = model.step_bytes(0) + model.step_bytes(1) - model.tied_step_bytes((0, 1))
-    return found[0], end - begin - steps, 256 * work.hidden * (2 if dtype == "float16" else 4)
+    return found[0], end - begin - model.step_bytes(0, 1), 256 * work.hidden * (2 if dtype == "float16" else 4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

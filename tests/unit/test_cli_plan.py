@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from terapipe_ds.cli import main
+from terapipe_ds.commands.plan_options import PlanOptions
+from terapipe_ds.commands.plan_setup import plan_setup
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.costs.analytic import analytic_costs
 from terapipe_ds.costs.devices import FILE, device_card
@@ -21,6 +24,7 @@ from terapipe_ds.costs.profile import (
     Profile,
     ProfileKey,
 )
+from terapipe_ds.models.positions import rotary_turns
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.strategy import Cluster, check_limit, size_of
 from terapipe_ds.schedule import SCHEDULE_NAMES, build, load
@@ -541,12 +545,12 @@ def test_every_schedule_is_ranked(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_limit_may_be_met_exactly(capsys: pytest.CaptureFixture[str]) -> None:
-    """The float 2.048769856 times 1e9 is less than 2048769856."""
-    options = "--model mini --device a100 --stages 3 --sequence-length 5000 --granularity 1000 --max-slices 3"
-    options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.048769856 --zero-stage 1"
+    """The float 2.041846432 times 1e9 is less than 2041846432."""
+    options = "--model mini --device a100 --stages 3 --sequence-length 4900 --granularity 1000 --max-slices 3"
+    options += " --schedule interleaved --chunks-per-stage 2 --memory-limit-gb 2.041846432 --zero-stage 1"
     found = as_json(capsys, *options.split())
-    assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2048769856
-    assert check_limit(2.048769856, Cluster("v100", 1, 1)) == 2048769856
+    assert max(found["peak_bytes"]) == found["memory_limit_bytes"] == 2041846432
+    assert check_limit(2.041846432, Cluster("v100", 1, 1)) == 2041846432
 
 
 def test_an_order_of_its_own(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -635,6 +639,18 @@ def test_memory_on_a_cpu_has_its_norms_of_plain_operations(capsys: pytest.Captur
     # 8 layers have two each; the one before the head is done when their backwards run
     more = 1024 * 2 * 8 * (4 * 512 + 4 - 8)
     assert peaks == [[peak + more for peak in peaks[2]]] * 2 + [peaks[2]] * 2
+
+
+def test_the_table_of_turns_has_the_positions_of_the_sequence() -> None:
+    """`nano` has 4,096 positions; its layers make a longer table where sequences are longer."""
+    working, tables = [], []
+    for length in (4096, 65536):
+        setup = plan_setup(PlanOptions(model="nano", device="cpu", stages=2, sequence_length=length))
+        assert setup.memory_of is not None
+        working.append(setup.memory_of(2).parts[1].working_bytes)
+        turns = rotary_turns(32, float(length), 0, torch.empty(1, length, 1))  # a base of its own: tables are kept
+        tables.append(turns.untyped_storage().nbytes())
+    assert working[1] - working[0] == tables[1] - tables[0] > 0
 
 
 def test_measured_costs_are_those_of_one_setup(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -278,6 +279,36 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
     assert "finalists" in calls
 
 
+def rows_on_a_terminal(text: str, columns: int) -> list[str]:
+    """Return the rows that a terminal of so many columns shows."""
+    rows, column, wraps = [""], 0, True
+    for code in re.findall(r"\x1b\[[?0-9]*[A-Za-z]|.", text, re.DOTALL):
+        if code == "\r":
+            column = 0
+        elif code == "\x1b[K":
+            rows[-1] = rows[-1][:column]
+        elif code in ("\x1b[?7l", "\x1b[?7h"):
+            wraps = code.endswith("h")
+        elif column < columns or wraps:
+            if column == columns:
+                rows.append("")
+                column = 0
+            rows[-1] = rows[-1][:column] + code + rows[-1][column + 1 :]
+            column += 1
+    return rows
+
+
+def test_a_bar_leaves_nothing_on_a_narrow_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["strategy", *FEW, "--json"]) == 0
+    text = capsys.readouterr().err
+    assert "(Ctrl-C: the best so far)" in text
+    for columns in (20, 40, 120):
+        assert rows_on_a_terminal(text, columns) == [""]
+
+
 def test_a_time_limit_and_sigterm_end_a_search(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -344,6 +375,13 @@ def test_a_strategy_is_compared_with_the_best(capsys: pytest.CaptureFixture[str]
     path.write_text(other.to_json())
     assert "its step has 4 sequences" in refused(capsys, *against, "--global-batch", "16")
     assert "is for 4 devices, the cluster has 2" in refused(capsys, *against, "--devices", "2")
+    # a list of slices for each micro-batch, all the same, is one plan
+    plain, same = rank_strategies("mini", CLUSTER, **FIXED | {"schedule": "seq1f1b"})[0], []
+    quarter = plain.plans[0].sequence_length // 4
+    for slices in ([quarter] * 4, [[quarter] * 4] * plain.accumulation):
+        path.write_text(plain.model_copy(update={"slices": slices}).to_json())
+        same.append(shown(capsys, "strategy", *against))
+    assert same[0] == same[1] and plain.accumulation != 4
 
 
 def test_many_stages_have_a_range_of_peaks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -120,7 +120,7 @@ class MeasuredLayers(Layers):
         The step is measured; without a measurement it is counted. The states of bfloat16 are divided whatever the ZeRO
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
-        # the step was measured with all states on one rank; replicas divide a share of them
+        # replicas divide a share of the states; the measured step had those of one of the ranks that divided them then
         rate, share = self._cluster.card.reachable_bytes_per_s, 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data
@@ -130,6 +130,7 @@ class MeasuredLayers(Layers):
         layers = self._layers[_size(setting)]
         trained = np.array([layer.trained for layer in layers], float)
         counted = OPTIMIZER_BYTES_PER_PARAMETER * trained
+        rate *= self._state_ranks[_size(setting)]
         moved = [b if layer.step_s is None else layer.step_s * rate for layer, b in zip(layers, counted, strict=True)]
         return bytes_summed(self.dtype, setting.zero_stage) * trained, share * np.array(moved)
 

@@ -58,18 +58,12 @@ class MeasuredParts:
         process_bytes: int = 0,
     ) -> MeasuredParts:
         """Return the same layers in the cut of a running module. Other cuts even out the times of whole sequences."""
-        # parts that nothing can divide stay as measured
-        if not self.has_layers:
-            return dataclasses.replace(self, has_other_cuts=False, offloads=offloads, process_bytes=process_bytes)
-        whole = sequence_length, 0
-        return dataclasses.replace(
-            self,
-            bounds_measured=tuple(map(int, bounds)),
-            weights=[float(one.costs.forward_s(*whole) + one.costs.backward_s(*whole)) for one in self.layers],
-            has_other_cuts=has_other_cuts,
-            offloads=offloads,
-            process_bytes=process_bytes,
-        )
+        made, whole = dataclasses.replace(self, offloads=offloads, process_bytes=process_bytes), (sequence_length, 0)
+        if not self.has_layers:  # parts that nothing can divide stay as measured
+            return dataclasses.replace(made, has_other_cuts=False)
+        weights = [float(one.costs.forward_s(*whole) + one.costs.backward_s(*whole)) for one in self.layers]
+        cut = tuple(map(int, bounds))
+        return dataclasses.replace(made, bounds_measured=cut, weights=weights, has_other_cuts=has_other_cuts)
 
     @property
     def has_memory(self) -> bool:

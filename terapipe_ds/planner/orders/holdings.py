@@ -131,17 +131,15 @@ def _live_bytes(nodes: PricedNodes, memory: Memory, limit_bytes: float) -> Holdi
             gain[node], after[node], late[node] = gained[index], changed[index], before[index]
             working[node] = memory.working_bytes(part, stop - start, start, is_whole) - twice[index]
     # parameters, and the messages of each link to another stage
-    base = [float(memory.process_bytes)] * nodes.num_stages
-    for part, stage_id in enumerate(nodes.stage_of_part):
-        base[stage_id] += memory.static_bytes(part)
-        if part > 0 and nodes.stage_of_part[part - 1] != stage_id:
+    owners = nodes.stage_of_part
+    of_stages = [[part for part, k in enumerate(owners) if k == stage_id] for stage_id in range(nodes.num_stages)]
+    base = [float(memory.process_bytes + memory.static_bytes(*parts)) for parts in of_stages]
+    for part, stage_id in enumerate(owners):
+        if part > 0 and owners[part - 1] != stage_id:
             largest = max(length for plan in nodes.plans for length in plan.lengths)
             base[stage_id] += OUTSTANDING_SENDS * memory.sent_bytes(part, largest)
-    first, last = nodes.stage_of_part[0], nodes.stage_of_part[-1]
     gradients_of = [float(memory.gradient_bytes(part)) for part in range(nodes.num_parts)]
-    if first == last:  # one stage has both ends, and a tied matrix once
-        ends = 0, nodes.num_parts - 1
-        base[first] -= memory.tied_bytes(ends)
-        gradients_of[0] -= memory.tied_gradient_bytes(ends)
+    if owners[0] == owners[-1]:  # one stage has both ends, and a tied matrix once
+        gradients_of[0] += memory.gradient_bytes(0, nodes.num_parts - 1) - gradients_of[0] - gradients_of[-1]
     limits, text = (limit_bytes,) * nodes.num_stages, f"{limit_bytes:.4g} bytes"
     return Holdings(nodes, limits, tuple(base), gain, after, late, working, tuple(gradients_of), text, memory)

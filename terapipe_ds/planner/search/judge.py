@@ -13,7 +13,6 @@ import numpy as np
 
 from terapipe_ds.messages import gib, limit_text
 from terapipe_ds.planner.errors import TRY_FEWER_SEQUENCES, TRY_RECOMPUTE, TRY_SEQ1F1B, MemoryLimitError
-from terapipe_ds.planner.memory import fill_drain_peak_bytes
 from terapipe_ds.planner.search.pipeline import Lengths, Pipeline
 from terapipe_ds.planner.slice_program.least_sums import Floats
 from terapipe_ds.schedule import CHUNKED_SCHEDULES, SPLIT_SCHEDULES, build, placement_for
@@ -145,21 +144,11 @@ class Judge:
 
     def peak_bytes(self, lengths: Lengths) -> tuple[int, ...] | None:
         """Return the peak bytes of every stage, or None without memory."""
-        memory = self.pipeline.memory
-        if memory is None:
+        if self.pipeline.memory is None:
             return None
         if lengths not in self._peaks:
-            plan, count = self.pipeline.plan(lengths), self.pipeline.num_micro_batches
-            if self._adds_bytes:
-                self._peaks[lengths] = fill_drain_peak_bytes(plan, memory, self.pipeline.num_stages, count)
-            else:
-                self._peaks[lengths] = self._replayed_bytes(lengths)
+            self._peaks[lengths] = self._replayed_bytes(lengths)
         return self._peaks[lengths]
-
-    @property
-    def _adds_bytes(self) -> bool:
-        """Return whether a formula has the peak bytes."""
-        return self.is_flow_shop and not self.pipeline.memory.offloads
 
     def _replayed_bytes(self, lengths: Lengths, stages: Sequence[int] | None = None) -> tuple[int, ...]:
         walk = _WALK if stages is None else _WALK * len(stages) / self.pipeline.num_stages
@@ -183,7 +172,7 @@ class Judge:
         """Return a lower bound on the most bytes of a stage: of the one on which plans failed so far, if any."""
         if lengths in self._peaks:
             return max(self._peaks[lengths])
-        if self._tightest is None or self._adds_bytes:
+        if self._tightest is None:
             return 0
         if lengths not in self._least_needs:
             (self._least_needs[lengths],) = self._replayed_bytes(lengths, (self._tightest,))
@@ -240,10 +229,8 @@ def memory_limit_error(judge: Judge, tried: Iterable[Lengths]) -> MemoryLimitErr
     need, peaks, count = min(needs, key=itemgetter(0))
     stage_id = peaks.index(need)
     parts = {part_id for (stage, _), part_id in judge.placement.items() if stage == stage_id}
-    static = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts)
-    static += sum(map(memory.gradient_bytes, parts)) - memory.tied_gradient_bytes(parts)
-    # beside them, at another time than slices
-    step = sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts)
+    static = memory.process_bytes + memory.static_bytes(*parts) + memory.gradient_bytes(*parts)
+    step = memory.step_bytes(*parts)  # beside them, at another time than slices
     smaller_model = "more stages, more tensor parallelism, ZeRO-1 with data parallelism"
     states = ", optimizer states, CUDA and NCCL" if memory.process_bytes else " and optimizer states"
     problem = (

@@ -26,6 +26,7 @@ from terapipe_ds.planner.strategy.question import plan_strategy as plan_strategy
 from terapipe_ds.planner.strategy.question import price_strategy as price_strategy
 from terapipe_ds.planner.strategy.question import rank_strategies as rank_strategies
 from terapipe_ds.planner.strategy.question import simulate_strategy as simulate_strategy
+from terapipe_ds.planner.strategy.question import size_for as size_for
 from terapipe_ds.planner.strategy.question import size_of as size_of
 from terapipe_ds.planner.strategy.search import TOO_SOON as TOO_SOON
 from terapipe_ds.planner.strategy.space import check_limit as check_limit

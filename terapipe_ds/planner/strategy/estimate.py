@@ -10,13 +10,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from terapipe_ds.costs.devices import LinkCard
-from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner.layers.cuts import Bounds, best_cuts, least_maximum, spans_matrix
 from terapipe_ds.planner.layers.parts import Again, Floats, Setting, Span
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.planner.strategy.bound import Bounded
 from terapipe_ds.planner.strategy.candidate import owners_of
-from terapipe_ds.planner.strategy.rates import equal_cuts, seconds_of
+from terapipe_ds.planner.strategy.rates import equal_cuts, equal_plan, seconds_of
 from terapipe_ds.planner.strategy.shapes import UNSLICED, Shape
 from terapipe_ds.schedule import SPLIT_SCHEDULES
 from terapipe_ds.simulator.offload import LEAVES_AFTER, OFFLOAD_AHEAD
@@ -177,7 +176,8 @@ class Estimated(Bounded):
     @functools.lru_cache(maxsize=16)  # noqa: B019 (as long as the candidate; a search asks again for each shape)
     def _overhead_s(self, num_slices: int) -> Floats:
         """Return, by the end of a part, the seconds of a micro-batch in equal slices beyond its layers."""
-        setting, plan = self.candidate.setting, SlicePlan.equal(self.length, num_slices)
+        setting = self.candidate.setting
+        plan = equal_plan(setting, self.length, num_slices)
         costs = [self.layers.overhead(setting, layer) for layer in range(self.layers.num_layers)]
         return np.array([0.0, *(sum(map(sum, (seconds_of(one, plan) for one in of))) for of in costs)])
 

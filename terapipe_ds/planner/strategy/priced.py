@@ -18,6 +18,7 @@ from terapipe_ds.planner.layers.parts import Again, Span
 from terapipe_ds.planner.memory import MEMORY_KINDS, MemoryModel
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, USABLE, Score, owners_of, replay_of
 from terapipe_ds.planner.strategy.estimate import Estimated
+from terapipe_ds.planner.strategy.rates import equal_plan
 from terapipe_ds.planner.strategy.shapes import Shape
 from terapipe_ds.simulator import ScheduleShape, replay_few
 from terapipe_ds.simulator.few import FILL_DRAIN, of_many
@@ -113,7 +114,7 @@ class Priced(Estimated):
         """Return the score of one choice of recomputation; None where it takes more than `beat_s`."""
         owners = owners_of(shape.schedule, self.num_stages, shape.chunks)
         # no stage takes less than its own computations
-        if plan == SlicePlan.equal(self.length, plan.num_slices):
+        if plan == equal_plan(self.candidate.setting, self.length, plan.num_slices):
             busy_s = self.num_micro_batches * self._busy_s(bounds, owners, plan.num_slices, recompute)
             if self._step_s(busy_s.tolist(), bounds, owners) > beat_s:
                 return None

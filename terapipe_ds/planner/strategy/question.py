@@ -26,6 +26,7 @@ from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import NAMES, NAMES_UNSLICED, Shape
 from terapipe_ds.planner.strategy.space import Choices, Space, check_limit
 from terapipe_ds.schedule import ScheduleError, build, count_parts
+from terapipe_ds.schedule.show import many
 from terapipe_ds.simulator import simulate
 from terapipe_ds.strategy import Strategy
 from terapipe_ds.timeline import Timeline
@@ -137,7 +138,8 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
     """Return a strategy with the seconds and bytes that the planner predicts for it on this cluster.
 
     Raises:
-        PlannerError: it is for another number of devices or layers, or has a plan for each micro-batch.
+        PlannerError: it is for another number of devices or layers, its tensor or sequence ranks leave a node, or it
+            has a plan for each micro-batch.
     """
     priced, plan = _priced(strategy, model, cluster), strategy.plan
     devices, layers = math.prod(strategy.dims), priced.layers.num_layers
@@ -148,6 +150,11 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
     if strategy.partition[-1] != layers:
         raise PlannerError(
             f"the strategy is for {strategy.partition[-1]} layers, the model has {layers}: give its model"
+        )
+    if cluster.devices_per_node % strategy.dims[2]:
+        raise PlannerError(
+            f"the strategy has {many(strategy.dims[2], f'{strategy.inner_axis} rank')}, which do not divide the "
+            f"{many(cluster.devices_per_node, 'device')} of a node: give nodes of {strategy.devices_per_node}"
         )
     if plan is None:
         raise PlannerError("the strategy has other slices for each micro-batch: give one list of lengths")
@@ -187,9 +194,13 @@ def layers_of(model: Any, cluster: Cluster, sequence_length: int, dtype: str) ->
         if dtype not in ("auto", measured.dtype):
             raise PlannerError(f"dtype = {show_value(dtype)}: the profile is of {measured.dtype}; give that, or auto")
         return measured
+    return CountedLayers(size_for(model, sequence_length), cluster, dtype)
+
+
+def size_for(model: object, sequence_length: int) -> ModelSize:
+    """Return the size of `size_of`, whose table of positions has room for sequences of that length."""
     size = size_of(model)
-    longest = max(size.max_sequence_length, sequence_length)  # learned positions have room for it
-    return CountedLayers(dataclasses.replace(size, max_sequence_length=longest), cluster, dtype)
+    return dataclasses.replace(size, max_sequence_length=max(size.max_sequence_length, sequence_length))
 
 
 def size_of(model: object) -> ModelSize:

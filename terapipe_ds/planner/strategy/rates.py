@@ -24,7 +24,7 @@ def layer_seconds(
     layers: Layers, setting: Setting, recompute: int, length: int, num_slices: int
 ) -> tuple[Floats, Floats]:
     """Return, per layer, the seconds of all forwards and of all backwards of a micro-batch in equal slices."""
-    costs, plan = layers.layer_costs(setting, recompute), SlicePlan.equal(length, num_slices)
+    costs, plan = layers.layer_costs(setting, recompute), equal_plan(setting, length, num_slices)
     times = {key: seconds_of(cost, plan) for key, cost in {id(cost): cost for cost in costs}.items()}
     forward, backward = (np.array([times[id(cost)][i] for cost in costs]) for i in range(2))
     return forward, backward
@@ -46,6 +46,11 @@ def equal_cuts(
         parts = [time for time in times for _ in range(num_stages)]
         cuts.append(best_cuts(parts, [np.zeros_like(work)] * len(parts), 1.0, 0.0)[0][1])
     return list(dict.fromkeys(cuts))
+
+
+def equal_plan(setting: Setting, length: int, num_slices: int) -> SlicePlan:
+    """Return about equal slices, each with as many tokens on every sequence rank; the engine refuses others."""
+    return SlicePlan.equal(length, min(num_slices, length // setting.sequence), setting.sequence)
 
 
 def seconds_of(cost: Any, plan: SlicePlan) -> list[float]:

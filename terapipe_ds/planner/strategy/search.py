@@ -26,7 +26,7 @@ from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.planner.strategy.candidate import NO_LEVERS, Candidate, Score, owners_of
 from terapipe_ds.planner.strategy.priced import MOST_WHOLE, Priced
-from terapipe_ds.planner.strategy.rates import granule_of
+from terapipe_ds.planner.strategy.rates import equal_plan, granule_of
 from terapipe_ds.planner.strategy.shapes import UNSLICED, WHOLE, Shape, shapes_of
 from terapipe_ds.planner.strategy.space import Space
 from terapipe_ds.schedule import SPLIT_SCHEDULES
@@ -323,7 +323,7 @@ class Search:
         near_s: float = math.inf,
     ) -> None:
         """Replay a cut, and keep it where it is the best of its candidate and shape, and takes at most `near_s`."""
-        plan = SlicePlan.equal(priced.length, slices) if isinstance(slices, int) else slices
+        plan = equal_plan(priced.candidate.setting, priced.length, slices) if isinstance(slices, int) else slices
         best = self.scores.get((priced.candidate, shape))
         if best is not None and (best.bounds, best.plan) == (bounds, plan):
             return
@@ -386,6 +386,7 @@ class Search:
         granule = granule_of(priced.length)
         if self.space.layers.whole_is_least:  # other bounds are for multiples of the granule
             granule = min(granule, max(64, priced.length // score.plan.num_slices))
+        granule = min(math.lcm(granule, priced.candidate.grid.sequence), priced.length)
         filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(

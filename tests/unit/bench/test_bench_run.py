@@ -166,6 +166,14 @@ def test_the_table_has_a_line_per_run() -> None:
     assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
 
 
+def test_a_row_has_one_unit_of_time() -> None:
+    told = result()
+    row = told["runs"][1] = told["runs"][1] | {"predicted_s": 6.75, "exposed_comm_s": 0.0125}
+    assert "  6.750 s  " in render(told) and "  0.013 s  " in render(told)
+    row |= {"step_s": 0.0075, "spread_s": [0.007, 0.008], "predicted_s": 0.00675}
+    assert "  7.500 ms  " in render(told) and "  6.750 ms  " in render(told) and "  12.500 ms  " in render(told)
+
+
 # --- what runs
 
 

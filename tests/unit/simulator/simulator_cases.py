@@ -46,15 +46,13 @@ MEMORY: Any = SimpleNamespace(
     host_bytes_per_s=None,
     key_of=tuple,
     process_bytes=30_000_000,
-    static_bytes=lambda part_id: 1_000_000 + part_id,
-    gradient_bytes=lambda part_id: 200_000 + part_id,
-    step_bytes=lambda part_id: 2 * part_id,  # apart: below what slices need
+    # a stage with the first part shares a matrix
+    static_bytes=lambda *part_ids: sum(1_000_000 + part_id - 17 * (0 in part_ids) for part_id in part_ids),
+    gradient_bytes=lambda *part_ids: sum(200_000 + part_id - 70 * (0 in part_ids) for part_id in part_ids),
+    step_bytes=lambda *part_ids: sum(2 * part_id - 3 * (0 in part_ids) for part_id in part_ids),  # below slices' needs
     whole_bytes=lambda part_id, sequence_length: 2000 * sequence_length + part_id,
     store_bytes=lambda part_id, sequence_length: 1000 * sequence_length + part_id,
     store_grad_bytes=lambda part_id, sequence_length, largest: 3000 * sequence_length + 17 * largest + part_id,
-    tied_step_bytes=lambda part_ids: 3 * (min(part_ids) == 0) * len(part_ids),
-    tied_bytes=lambda part_ids: 17 * (min(part_ids) == 0) * len(part_ids),
-    tied_gradient_bytes=lambda part_ids: 70 * (min(part_ids) == 0) * len(part_ids),
     evaluation_bytes=lambda part_id, sequence_length, largest: 800 * sequence_length + 19 * largest + part_id,
     slice_bytes=lambda part_id, tokens, prefix: 500 * tokens + prefix + part_id,
     weight_bytes=lambda part_id, tokens, prefix: 90 * tokens + prefix,
@@ -211,14 +209,13 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
 
     def held(now: float) -> int:
         """While a computation runs `now` is its index, and half more once it has run."""
-        total = memory.process_bytes + sum(map(memory.static_bytes, parts)) - memory.tied_bytes(parts) + pooled
+        total = memory.process_bytes + memory.static_bytes(*parts) + pooled
         for i, action in enumerate(order):
             if action.kind is (Kind.FORWARD if case.schedule.forward_only else Kind.BACKWARD) and is_sent(i, now):
                 start, stop = case.plans[action.micro_batch_id].span(action.slice_id)
                 total += memory.sent_bytes(action.part_id + case.schedule.forward_only, stop - start)
         begun = [part for part in parts if any(now > i for i in indices(part, "B"))]
-        total += sum(map(memory.gradient_bytes, begun))
-        total -= memory.tied_gradient_bytes(parts) if begun and len(begun) == len(parts) else 0
+        total += memory.gradient_bytes(*begun)
         for part in parts:
             for m, plan in enumerate(case.plans):
                 running = indices(part, "FB", m)
@@ -263,4 +260,4 @@ def scanned_bytes(case: Case, stage: int, time_s: float, times: Sequence[tuple[f
             return max(held(i) + late(action), held(i + 0.5)) + working - twice
     ended = sum(end_s <= time_s for _, end_s in times)
     steps = ended == len(order) and not case.schedule.forward_only
-    return held(ended - 0.5) + steps * (sum(map(memory.step_bytes, parts)) - memory.tied_step_bytes(parts))
+    return held(ended - 0.5) + steps * memory.step_bytes(*parts)

@@ -51,7 +51,12 @@ def test_copies_that_are_fast_take_no_time_and_slow_ones_all_of_it() -> None:
     part = PartMemory(static_bytes=0, slice_bytes_per_token=10.0)
 
     def seconds(rate: float | None) -> float:
-        return simulate(schedule, plan, COSTS, memory=MemoryModel((part,), True, rate)).makespan_s
+        timeline = simulate(schedule, plan, COSTS, memory=MemoryModel((part,), True, rate))
+        # the path has no step for a copy, so that it is not known where the step waits for one
+        path = timeline.critical_path
+        assert (path is None) == (timeline.makespan_s > 36)
+        assert path is None or (path[0].event.start_s, len(path)) == (0.0, 12)
+        return timeline.makespan_s
 
     plain = simulate(schedule, plan, COSTS).makespan_s
     assert seconds(None) == seconds(1e9) == plain == 6 * 2 + 6 * 4

@@ -180,6 +180,10 @@ def test_what_is_summed_and_stepped_is_what_was_measured() -> None:
     assert summed.sum() == pytest.approx(6 * 1500)  # and gathers them, which is half a sum
     half = MeasuredLayers([profile(dtype="bfloat16")], CLUSTER, LENGTH).end_bytes(Setting(1, 1, 2))
     assert (half[0].sum(), half[1].sum()) == (3 * sum(counts), 28 * sum(counts) / 2)
+    # a step of bf16 that was measured on two replicas, with half of the states each
+    two = dataclasses.replace(profile(dtype="bfloat16", parts={"step_s": 0.01}), state_ranks=2)
+    seconds = [MeasuredLayers([two], CLUSTER, LENGTH).end_bytes(Setting(1, 1, n))[1].sum() / RATE for n in (1, 2, 4)]
+    assert seconds == pytest.approx([2 * 2 * 0.01, 2 * 0.01, 0.01])
 
 
 def test_a_strategy_takes_the_best_cut_by_hand() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.config.strategy_file import contradictions, section_of
 from terapipe_ds.costs.analytic import AnalyticCosts, analytic_costs
 from terapipe_ds.costs.devices import device_card
@@ -23,6 +24,7 @@ from terapipe_ds.planner.strategy import (
     Strategy,
     plan_strategy,
     price_strategy,
+    rank_strategies,
     simulate_strategy,
     size_of,
 )
@@ -156,6 +158,17 @@ def test_a_strategy_with_sequence_ranks_runs_as_its_files_say() -> None:
     plain = {**config, "zero_optimization": {"stage": 1}}
     (line,) = contradictions(strategy, {}, plain)
     assert "offload_optimizer" in line and '"cpu"' in line
+
+
+@pytest.mark.parametrize(("length", "ranks"), [(65520, 8), (20008, 8), (9010, 5)])
+def test_every_sequence_rank_has_as_many_tokens_of_a_slice(length: int, ranks: int) -> None:
+    question = {"global_batch_size": 2, "sequence_length": length, "sequence_parallel": ranks, "data_parallel": 1}
+    ranked = rank_strategies("gpt3-13b", Cluster("h200", 2, ranks), **question, memory_limit_gb=500, stages=2)
+    for strategy in ranked:
+        section = TeraPipeConfig.from_deepspeed(strategy.to_deepspeed()).with_multiple(ranks)
+        assert section.plan_for(length) == strategy.plan
+        assert not [tokens for tokens in strategy.plans[0].lengths if tokens % ranks]
+    assert any(strategy.plans[0].num_slices > 1 for strategy in ranked)
 
 
 def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:

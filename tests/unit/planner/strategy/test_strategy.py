@@ -313,6 +313,7 @@ def test_a_strategy_may_need_exactly_the_limit(devices: int, length: int, schedu
 
 def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_the_least_need() -> None:
     cluster, batch = Cluster("h100", 1, 4), {"global_batch_size": 4, "sequence_length": 2048, "schedule": "1f1b"}
+    batch["tensor_parallel"] = 2
     free = plan_strategy("gpt3-1b", cluster, memory_limit_gb=1000, **batch)
     tight = plan_strategy("gpt3-1b", cluster, memory_limit_gb=9, **batch)
     assert free.recompute == "off" != tight.recompute
@@ -324,6 +325,8 @@ def test_memory_decides_what_is_recomputed_and_a_limit_that_nothing_meets_says_t
     other = price_strategy(tight, "gpt3-1b", Cluster("a100", 2, 2))
     assert other.devices_per_node == 2 and other.memory_by_kind.keys() == again.memory_by_kind.keys()
     assert [sum(stage) for stage in zip(*other.memory_by_kind.values(), strict=True)] == other.memory_bytes
+    with pytest.raises(PlannerError, match=r"2 tensor ranks, which do not divide the 1 device of a node: .* 4"):
+        price_strategy(tight, "gpt3-1b", Cluster("h100", 4, 1))
     # where all forwards come first, each micro-batch has its slices, and what runs stays the same
     long = {"schedule": "terapipe", "slices": [32] * 32, "recompute": "off", "keep_attention": False}
     of_batches, hosts = [], []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from terapipe_ds.messages import in_short
 
 MANIFEST = "terapipe_complete.json"
 OPTIMIZER_FILES = "optim_states.pt"  # the end of the names of files that only optimizers need
+_IS_STATE = re.compile("layer_|.*mp_rank_|loss_fn").match  # of the names of files that hold states
 _LAST_KEY = ',\n "checksum": '  # of a list
 
 
@@ -112,3 +114,15 @@ class Manifest(BaseModel):
         if expected is None or checksum_of(folder / name) == expected:
             return None
         return f"{name} is damaged or of another checkpoint (its checksum is not {expected})"
+
+
+def names_in(folder: Path, manifest: Manifest | None, with_optimizer: bool = True) -> list[str]:
+    """Return the files to load; without a list, those that DeepSpeed or its converter has written."""
+    if manifest is not None:
+        return manifest.names(with_optimizer)
+    ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]
+    paths = [path.relative_to(folder) for path in folder.rglob("*.pt") if not path.is_dir()]
+    are_states = (_IS_STATE(path.name) and path.name.endswith(ends) for path in paths)
+    return sorted(
+        str(path) for path, is_state in zip(paths, are_states, strict=True) if is_state or "zero" in path.parts
+    )

@@ -44,6 +44,7 @@ HURRIED_ANSWER_S = 1.0  # the same if the launcher is about to end this rank, to
 LONG_CALL = 6  # limit for a call outside a batch, in stall timeouts (half an hour by default)
 LOST_STORE_S = 5.0  # even at the end of a good run, rank 0 may be gone a little before the others
 _SLOW = 0.25  # of the stall timeout: a longer action is published with its stack
+_STOPPED_S = 1.0  # at least, for which the whole process stood still
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
@@ -262,7 +263,13 @@ class Watchdog:
         self._words.arm(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
 
     def _listen(self) -> None:
-        if self._sigterm.wait():
+        begin_s, cpu_s = time.monotonic(), time.process_time()
+        is_ended = self._sigterm.wait()
+        # A stopped process (Ctrl-Z, a suspended job) computes nothing. One whose lock another thread holds does
+        stopped_s = time.monotonic() - begin_s - POLL_S
+        if stopped_s > _STOPPED_S and time.process_time() - cpu_s < stopped_s / 10.0:
+            self._record.doing.since_s += stopped_s  # this time is no stall
+        if is_ended:
             self._terminated()
 
     def _go_on(self, is_blind: bool) -> None:

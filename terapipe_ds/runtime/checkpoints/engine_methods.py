@@ -20,7 +20,7 @@ from torch import Tensor
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.files.user_json import with_new_names
+from terapipe_ds.files.user_json import DeepSpeedJson
 from terapipe_ds.messages import describe, in_short, logger
 from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
@@ -343,21 +343,19 @@ def _problem_of_form(
     engine: PipelineEngine, saved: Mapping[str, Any], folder: Path, options: LoadOptions
 ) -> str | None:
     """Say why DeepSpeed cannot read the optimizer states that another precision or ZeRO stage has saved."""
-    ds_config, precision = saved.get("ds_config"), "bf16" if engine.bfloat16_enabled() else "fp32"
+    ds_config, is_bf16 = saved.get("ds_config"), engine.bfloat16_enabled()
     if not options.with_optimizer or engine.optimizer is None or not isinstance(ds_config, Mapping):
         return None
     if engine.zero_optimization():
-        fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
+        fits = (folder / f"{'bf16_' * is_bf16}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
     else:
         state = saved.get("optimizer")
         state = state.get(ENVELOPE, state) if isinstance(state, Mapping) else {}
         key = "fp32_groups" if hasattr(engine.optimizer, "refresh_fp32_params") else "param_groups"
         fits = any(str(each).startswith(key) for each in state)
-    ours = "fp16" if engine.fp16_enabled() else precision, engine.zero_optimization_stage()
-    ds_config = with_new_names(ds_config)
-    enabled = {name for name, each in ds_config.items() if isinstance(each, Mapping) and each.get("enabled")}
-    theirs = next((name for name in ("fp16", "bf16") if name in enabled), "fp32")
-    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
+    ours = "bf16" if is_bf16 else "fp16" if engine.fp16_enabled() else "fp32", engine.zero_optimization_stage()
+    written = DeepSpeedJson(dict(ds_config))
+    theirs, stage = written.precision or "fp32", written.at("zero_optimization.stage") or 0
     if fits or (theirs, stage) == ours:  # in the latter case a file is missing, as DeepSpeed reports
         return None
     return (

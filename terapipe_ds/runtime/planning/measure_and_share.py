@@ -126,7 +126,10 @@ class AutoPlanner:
         if config.recompute == "auto":
             result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
         else:
-            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+            # each step of the search is one action for the watch-dog: with many stages all take minutes
+            result, more = best_without_moving(
+                self._stage, cuts, length, limit_bytes, lambda name, *_: self._note(f"the search for slices of {name}")
+            )
         of_what = f"{many(engine.num_stages, 'stage')} and {many(engine.micro_batches, 'micro-batch')}"
         lines = [f"planned {length} tokens for {of_what}:"]
         lines += [*describe(result, schedule_chosen=config.schedule == "auto", limit_gb=limit_gb), *more]

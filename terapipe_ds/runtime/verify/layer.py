@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from terapipe_ds.attention import UncompiledMode, push_slice
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users, same
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
@@ -285,7 +284,7 @@ class LayerCheck:
         """Return the forwards of all slices, of other `inputs` if there are any, and the draws of each."""
         runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
-            keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
+            keys = [(slicing.part_id, 0, slice_id) for slice_id in range(slicing.plan.num_slices)]
             self.weights.open_batch(keys if len(keys) > 1 else (), is_trial=not self.splits)
         for slice_id in range(slicing.plan.num_slices):
             leaves = inputs.cut(slicing, slice_id)
@@ -302,15 +301,13 @@ class LayerCheck:
                 self.is_running = False
             held = [each for each in tree_leaves(outputs) if each is not None]
             if not held or not all(map(torch.is_tensor, held)):
-                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, whose value may differ between slices")
+                kinds = ", ".join(sorted({type(each).__name__ for each in held if not torch.is_tensor(each)}))
+                raise OtherOutput(f"it returns {kinds or 'no tensor'}, whose value may differ between slices")
             runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self.inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
-
-    def _key(self, slice_id: int) -> Key:
-        return self.slicing.part_id, 0, slice_id
 
     def _compare_kept(
         self, before: Mapping[str, Any], of_whole: Mapping[str, Any], difference: Difference | None
@@ -354,7 +351,11 @@ class LayerCheck:
                 if self.outputs is not None:  # with their layouts
                     shares = [slicing.share_of_gradient(self.outputs.layouts[i], of_outputs[i], slice_id) for i in used]
                 constant = self._constant if self.draws else nullcontext()
-                with push_slice(slicing.active(slice_id, "recompute")), constant, weights.deferred(self._key(slice_id)):
+                with (
+                    push_slice(slicing.active(slice_id, "recompute")),
+                    constant,
+                    weights.deferred((slicing.part_id, 0, slice_id)),
+                ):
                     self.is_running = True
                     torch.autograd.backward([outputs[i] for i in used], shares)
                     self.is_running = False
@@ -442,10 +443,6 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     is_other = compare.compare("", sliced, whole, tolerance) is not None
     is_kept = bool(((old == whole) | (old != old) & (whole != whole)).all())  # a constant that is not a number as well
     return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
-
-
-def _kinds(values: Iterable[Any]) -> str:
-    return ", ".join(sorted({type(each).__name__ for each in values if not torch.is_tensor(each)}))
 
 
 def _has_functions(outputs: Sequence[Tensor]) -> bool:

@@ -62,7 +62,7 @@ def best_without_moving(
 
 
 def best_with_recompute(
-    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None, progress: Progress | None = None
 ) -> tuple[PlanResult, list[Any]]:
     """Return the plan, the schedule and the recomputing layers, and the costs of the parts with these.
 
@@ -82,6 +82,7 @@ def best_with_recompute(
         limit_bytes,
         plan=None if config.slices == "auto" else config.plan_for(length, strict=False),
         schedule_options=config.schedule_options,
+        progress=progress,
     )
     return result, costs_of(parts, result.recompute or ())
 

@@ -271,6 +271,7 @@ class Watchdog:
         stopped_s = time.monotonic() - begin_s - POLL_S
         if stopped_s > _STOPPED_S and _switches() - switches < _SWITCHES_PER_S * stopped_s:
             self._record.doing.since_s += stopped_s
+            self._excused_at += stopped_s
         if is_ended:
             self._terminated()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -77,19 +77,15 @@ def find_checkpoint(
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
     chosen = replace(chosen, pickled=next((path for _, path in filter(None, looked) if path is not None), None))
-    for note in _notes(chosen) if engine.global_rank == 0 else ():
-        logger.warning("%s", note)
+    has_checksums = chosen.manifest is None or bool(chosen.manifest.checksums)
+    for note, is_needed in (
+        (chosen.note, chosen.note),
+        (f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone", not has_checksums),
+        (f"{chosen.pickled} is loaded as a program, which allow_pickle permits", chosen.pickled),
+    ):
+        if is_needed and engine.global_rank == 0:
+            logger.warning("%s", note)
     return chosen
-
-
-def _notes(chosen: ChosenCheckpoint) -> Iterator[str]:
-    """Yield notes for the user about a checkpoint before it is loaded."""
-    if chosen.note:
-        yield chosen.note
-    if chosen.manifest is not None and not chosen.manifest.checksums:
-        yield f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone"
-    if chosen.pickled:
-        yield f"{chosen.pickled} is loaded as a program, which allow_pickle permits"
 
 
 def look_at_contents(

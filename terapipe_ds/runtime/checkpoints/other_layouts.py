@@ -63,6 +63,7 @@ class OptimizerStates:
     orders: Orders  # as the optimizers of the stages hold their parameters
     stock: Orders | str  # the same in DeepSpeed's own engine, or why we do not know it
     owners: Mapping[str, int]  # of parameters with copies, the stage whose states are saved
+    here: Holder
     peers: Sequence[int]  # the ranks of this stage with the partitions of its states; without partitions this rank
     stuck: str | None  # why states cannot be brought into another order
 
@@ -119,7 +120,7 @@ class OptimizerStates:
         if orders == self.orders and not in_envelope:
             yield
             return
-        load, partition = self.engine.optimizer.load_state_dict, self._here.partition
+        load, partition = self.engine.optimizer.load_state_dict, self.here.partition
 
         def load_in_order(whole: Any = None, *args: Any, **kwargs: Any) -> Any:
             by_partition = kwargs.pop("state_dict_list", None)  # ZeRO's; a rank reads its own
@@ -135,10 +136,6 @@ class OptimizerStates:
         with replaced(self.engine.optimizer, "load_state_dict", load_in_order):
             yield
 
-    @property
-    def _here(self) -> Holder:
-        return Holder(self.engine.stage_id, self.peers.index(self.engine.global_rank))
-
     def _reordered(
         self, state: Mapping[str, Any], before: Orders, after: Orders, owners: Mapping[str, int]
     ) -> dict[str, Any]:
@@ -147,7 +144,7 @@ class OptimizerStates:
         For parameters with copies, `owners` are the stages whose states count.
         """
         assert self.form is not None
-        here, contents = self._here, dict[Piece, Content]()
+        here, contents = self.here, dict[Piece, Content]()
         # Without partitions all replicas hold the same states, and each replica moves its own
         pipelines = {ranks[here.stage_id]: ranks for ranks in self.engine.grid.topology().get_axis_comm_lists("pipe")}
         # A stage without parameters in a group has a number there, whose states begin anew
@@ -278,7 +275,8 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     if layout.has_copies:
         by_layer = owners_of(engine.module, layout)
         owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}
-    return OptimizerStates(engine, world, form, shapes, orders, stock, owners, peers, stuck)
+    holder = Holder(engine.stage_id, peers.index(engine.global_rank))
+    return OptimizerStates(engine, world, form, shapes, orders, stock, owners, holder, peers, stuck)
 
 
 def _groups_of(engine: PipelineEngine) -> Groups:

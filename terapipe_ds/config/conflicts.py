@@ -21,11 +21,12 @@ class Conflict:
     fix: str
 
 
-def _exceeds_one(value: Any) -> bool:
+def _number(value: Any) -> float:
+    """Return the number that a value is, or is the text of; NaN for others, which DeepSpeed itself refuses."""
     try:
-        return isinstance(value, int | float | str) and float(value) > 1
+        return float(value) if isinstance(value, int | float | str) else math.nan
     except (ValueError, OverflowError):
-        return False  # not a number: DeepSpeed's own validation reports it
+        return math.nan
 
 
 def _is_given(value: Any) -> bool:
@@ -45,7 +46,7 @@ _OF_PIPELINE = ("stages", "activation_checkpoint_interval", "pipe_partitioned", 
 _ONLY_ZERO_3 = "only ZeRO 3 offloads parameters, and a pipeline cannot use ZeRO 3"
 _WHOLE_SEQUENCE = "it needs the tokens of a whole sequence at once, and a slice has only some of them"
 CONFLICTS = (
-    Conflict("zero_optimization.stage", _exceeds_one,
+    Conflict("zero_optimization.stage", lambda value: _number(value) > 1,
              "ZeRO 2 and 3 communicate in every backward pass, and slices bring many of them to one step",
              "set it to 0 or 1"),
     Conflict("zero_optimization.offload_param", _offloads, _ONLY_ZERO_3, "remove it"),
@@ -135,7 +136,8 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
     for section in ("optimizer.params", "scheduler.params"):
         params = value_at(ds_config, section)
         for key, value in params.items() if isinstance(params, Mapping) else ():
-            if any(map(_is_quoted_number, value if isinstance(value, list | tuple) else (value,))):
+            several = value if isinstance(value, list | tuple) else (value,)
+            if any(isinstance(each, str) and math.isfinite(_number(each)) for each in several):
                 found[f"{section}.{key}"] = value
     if not found:
         return None
@@ -144,13 +146,6 @@ def problem_of_quotes(ds_config: Mapping[str, Any]) -> str | None:
         f"{shown}: text or null, where DeepSpeed computes with a number, or reads any text as true; write a number, "
         "true or false without quotes, or leave the key out"
     )
-
-
-def _is_quoted_number(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and math.isfinite(float(value))
-    except ValueError:
-        return False
 
 
 def conflicting_keys(ds_config: Mapping[str, Any]) -> Iterator[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
@@ -49,10 +48,6 @@ def _only(fits: Callable[[Any], bool]) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _is_rising_from_0(value: tuple[int, ...]) -> bool:
-    return value[0] == 0 and all(start < stop for start, stop in itertools.pairwise(value))
-
-
 Int64 = Annotated[int, Field(ge=-_MAX_INT, le=_MAX_INT)]
 Positive = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
@@ -67,7 +62,9 @@ _Profile = Annotated[str, Field(pattern=r"^(measure|.+\.json)$")]
 Lengths = Annotated[tuple[Positive, ...], Field(min_length=1)]
 LengthsOfEach = Annotated[tuple[Lengths, ...], Field(min_length=1), _only(lambda lists: len(set(map(sum, lists))) == 1)]
 Indices = Annotated[tuple[Index, ...], Field(min_length=1), _only(lambda value: len(set(value)) == len(value))]
-Bounds = Annotated[tuple[Index, ...], Field(min_length=2), _only(_is_rising_from_0)]
+Bounds = Annotated[
+    tuple[Index, ...], Field(min_length=2), _only(lambda value: [0, *sorted({*value} - {0})] == [*value])
+]
 Recompute = Literal["off", "full", "auto"] | Indices | None
 
 

@@ -215,6 +215,29 @@ def test_states_of_another_precision_or_zero_stage_are_refused(saver: str, loade
         assert distance == 0.0
 
 
+def job_without_states(saver: str, loader: str, folder: str) -> tuple[float, float, int]:
+    """Return the errors of the parameters and of the copies that the optimizer trains, and the number of steps."""
+    with Chain((), saver).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(2))
+        engine.save_checkpoint(folder)
+        saved = {name: each.detach().clone() for name, each in engine.module.named_parameters()}
+    with Chain((), loader).engine("seq1f1b") as engine:
+        engines.train(engine, engines.batches(1, first_seed=900))
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+        there = states_of(engine)
+        saved = {name: value.to(there[name]["value"].dtype).float() for name, value in saved.items()}
+        kinds = ({name: state[kind].float() for name, state in there.items()} for kind in ("value", "copy"))
+        errors = [engines.error_of(kind, saved) for kind in kinds]
+        return errors[0], errors[1], engine.global_steps
+
+
+@pytest.mark.parametrize(("saver", "loader"), [("fp32", "bf16_zero1"), full("fp16_zero1", "fp32_zero1"),
+                                               full("bf16", "fp32_zero1")])  # fmt: skip
+def test_parameters_and_steps_need_no_states_of_the_same_form(saver: str, loader: str, tmp_path: Path) -> None:
+    for found in rank_pool(2).run(job_without_states, saver=saver, loader=loader, folder=str(tmp_path)):
+        assert found == (0.0, 0.0, 2)
+
+
 def job_another_optimizer(precision: str, types: tuple[str, str], folder: str) -> list[tuple[str, str]]:
     """Return the errors of a load into an optimizer of the second type, and of the step after it."""
     saved, loaded = ({"type": kind, "params": {"lr": 1e-3, **OPTIMIZERS[kind]}} for kind in types)

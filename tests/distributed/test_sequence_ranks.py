@@ -220,16 +220,17 @@ class TestSequenceRanks:
             with torch_attention(), torch.no_grad():
                 assert cases.relative_error(logits, whole(inputs)) < 1e-10
 
-    @pytest.mark.parametrize("precision", ["fp64", "fp32_zero1"])
-    def test_a_checkpoint_is_resumed_and_has_each_layer_once(self, precision: str, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("changes", [{}, {"precision": "fp32_zero1"},
+                                         {"precision": "fp32_zero1", "schedule": "interleaved"}])  # fmt: skip
+    def test_a_checkpoint_is_resumed_and_has_each_layer_once(self, changes: dict[str, Any], tmp_path: Path) -> None:
         """Resume also on the same stages without sequence ranks, if ZeRO has not divided the states."""
-        case = replace(BASE, precision=precision)
+        case = replace(BASE, **changes)
         run = rank_pool(RANKS).run(save_and_resume, case=case, folder=str(tmp_path))
         limit, alone = cases.contract(case)["parameter"], train_alone(case)
         assert cases.errors(run, alone)["parameter"].error <= limit
         saved = sorted(path.name for path in (tmp_path / "step1").glob("layer_*"))
         assert saved == [f"layer_{index:02d}-model_states.pt" for index in range(len(saved))]
-        if precision == "fp64":
+        if not changes:
             run = rank_pool(2).run(resume, case=case, folder=str(tmp_path))
             assert cases.errors(run, alone)["parameter"].error <= limit
 

@@ -20,6 +20,7 @@ from terapipe_ds.planner.errors import MemoryLimitError
 from terapipe_ds.planner.recompute.choose_layers import PartLayers, RecomputeChoice, choose_layers, recompute_everything
 from terapipe_ds.planner.recompute.frontier import Subset
 from terapipe_ds.planner.result import PlanResult, choose
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.planner.search.problem import BUDGET
 from terapipe_ds.planner.search.search import plan_slices
 from terapipe_ds.schedule import Schedule, build
@@ -39,6 +40,7 @@ def plan_with_recompute(
     plan: SlicePlan | None = None,
     schedule_options: Mapping[str, object] = MappingProxyType({}),
     max_slices: int | None = None,
+    progress: Progress | None = None,
 ) -> PlanResult:
     """Return the plan with the least predicted time in which every stage fits, with the layers that recompute.
 
@@ -54,7 +56,7 @@ def plan_with_recompute(
     # schedules that split backwards need the seconds of W
     knows_weights = know_weights(part.costs for part in parts)
     names = ranked_schedules(len(parts), 1, len(parts), knows_weights) if schedule == "auto" else (schedule,)
-    question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options)
+    question = _Question(tuple(parts), num_micro_batches, limit_bytes, schedule_options, progress)
     results, refused = [], []
     # a schedule in which nothing fits is left out, unless none is left
     for name in names:
@@ -79,13 +81,15 @@ class _Question:
     num_micro_batches: int
     limit_bytes: float
     options: Mapping[str, Any]
+    progress: Progress | None
 
     def searched(self, name: str, length: int, granularity: int, most: int | None) -> PlanResult:
 
         def slices(choice: RecomputeChoice, limit_bytes: float | None) -> PlanResult:
             return plan_slices(
                 list(choice.costs), length, len(self.parts), self.num_micro_batches, granularity, name, most,
-                choice.memory, limit_bytes, budget=BUDGET // _SHARE, schedule_options=self.options,
+                choice.memory, limit_bytes, progress=self.progress, budget=BUDGET // _SHARE,
+                schedule_options=self.options,
             )  # fmt: skip
 
         found = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from terapipe_ds.files.bounded import read_bytes
 from terapipe_ds.messages import in_short, logger, show_key, show_value
 from terapipe_ds.runtime.agreement import from_rank_0, gather_results
 from terapipe_ds.runtime.checkpoints.disks import require_shared, share_of_files
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, OPTIMIZER_FILES, CheckpointError, Manifest
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, names_in
 from terapipe_ds.runtime.checkpoints.save import LATEST, CheckpointPaths, FirstError
 from terapipe_ds.runtime.checkpoints.strict_pickles import PickleRefused, read_strictly
 from terapipe_ds.runtime.log import first_line
@@ -77,19 +77,15 @@ def find_checkpoint(
             raise CheckpointError(_not_whole(folder / str(chosen.read_as), problem))
         damaged[str(chosen.read_as)] = problem
     chosen = replace(chosen, pickled=next((path for _, path in filter(None, looked) if path is not None), None))
-    for note in _notes(chosen) if engine.global_rank == 0 else ():
-        logger.warning("%s", note)
+    has_checksums = chosen.manifest is None or bool(chosen.manifest.checksums)
+    for note, is_needed in (
+        (chosen.note, chosen.note),
+        (f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone", not has_checksums),
+        (f"{chosen.pickled} is loaded as a program, which allow_pickle permits", chosen.pickled),
+    ):
+        if is_needed and engine.global_rank == 0:
+            logger.warning("%s", note)
     return chosen
-
-
-def _notes(chosen: ChosenCheckpoint) -> Iterator[str]:
-    """Yield notes for the user about a checkpoint before it is loaded."""
-    if chosen.note:
-        yield chosen.note
-    if chosen.manifest is not None and not chosen.manifest.checksums:
-        yield f"{chosen.tag} has no checksums, as older versions saved it: sizes were compared alone"
-    if chosen.pickled:
-        yield f"{chosen.pickled} is loaded as a program, which allow_pickle permits"
 
 
 def look_at_contents(
@@ -105,8 +101,7 @@ def look_at_contents(
     if chosen.read_as is None:
         return None, None
     place, manifest, damage, pickled = folder / chosen.read_as, chosen.manifest, list[str](), None
-    names = _names_without_list(place, with_optimizer) if manifest is None else manifest.names(with_optimizer)
-    for name in names[index::count]:
+    for name in names_in(place, manifest, with_optimizer)[index::count]:
         try:
             if manifest is not None and (problem := manifest.damage(place, name)) is not None:
                 damage.append(problem)
@@ -119,13 +114,6 @@ def look_at_contents(
         except (CheckpointError, OSError) as error:
             damage.append(f"{show_key(name, 4096)} cannot be read ({first_line(error.__cause__ or error)})")
     return in_short(damage), pickled
-
-
-def _names_without_list(place: Path, with_optimizer: bool) -> list[str]:
-    """Return the files that DeepSpeed reads of its own checkpoints, and of its converter's."""
-    paths = [path.relative_to(place) for path in place.rglob("*.pt") if not path.is_dir()]
-    ends = ("model_states.pt", OPTIMIZER_FILES)[: 1 + with_optimizer]
-    return sorted(str(path) for path in paths if path.name.endswith(ends) or "zero" in path.parts)
 
 
 def _read_tag(latest: Path) -> str:
@@ -192,14 +180,12 @@ def _named(paths: CheckpointPaths, with_optimizer: bool, damaged: Damaged) -> Ch
             raise CheckpointError(_not_whole(paths.final, problem))
         return ChosenCheckpoint(paths.tag, paths.tag, manifest)
     # A kill came between the last two moves of a save: the new one may be whole, the older one has its name set aside
-    for path in (*paths.all_saving(), paths.replaced):
-        manifest = None if paths.tag_of(path) in damaged else Manifest.read(path)
-        if manifest is not None and manifest.problem(path, with_optimizer) is None:
+    for path in (each for each in (*paths.all_saving(), paths.replaced) if paths.tag_of(each) not in damaged):
+        manifest = Manifest.read(path)
+        is_stock = manifest is None and path == paths.replaced and path.exists()  # DeepSpeed's own engine has saved it
+        if is_stock or (manifest is not None and manifest.problem(path, with_optimizer) is None):
             note = f"a save of {paths.final} was killed before it had its name: {path} is loaded"
             return ChosenCheckpoint(paths.tag, paths.tag_of(path), manifest, note)
-    if paths.replaced.exists() and Manifest.read(paths.replaced) is None:  # DeepSpeed's own engine has saved it
-        note = f"a save over {paths.final} was killed: {paths.replaced} is loaded, the one that was there before"
-        return ChosenCheckpoint(paths.tag, paths.tag_of(paths.replaced), None, note)
     if paths.all_saving():
         raise CheckpointError(f"the save of {paths.final} was killed before all files were written; load another one")
     return ChosenCheckpoint(paths.tag, paths.tag)

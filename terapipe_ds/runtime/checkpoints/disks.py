@@ -34,13 +34,10 @@ def require_shared(folder: Path, world: Any) -> None:
 
     Ranks that do not see it retry for a while. It is also an error if a rank cannot look (no permission, stale handle).
     """
-    sees = on_each_rank(world, f"look at {folder}", folder.is_dir)
-    if all(sees) or not sees[0]:
-        return
     looked = on_each_rank(world, f"look at {folder}", lambda: (str(folder.absolute()), _appears(folder)))
     paths, appears = zip(*filter(None, looked), strict=True)
     blind = {rank: path for rank, path in enumerate(paths) if not appears[rank]}
-    if blind:
+    if blind and appears[0]:
         raise CheckpointError(
             f"rank 0 sees {paths[0]}, and these ranks do not ({by_text(blind)}): they have another disk "
             f"or another working folder, and each machine would hold only a piece of the checkpoint. {_SHARE}"

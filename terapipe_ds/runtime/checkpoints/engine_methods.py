@@ -20,7 +20,7 @@ from torch import Tensor
 
 from terapipe_ds.compat.replaced import replaced
 from terapipe_ds.config import TeraPipeConfigError
-from terapipe_ds.files.user_json import with_new_names
+from terapipe_ds.files.user_json import DeepSpeedJson
 from terapipe_ds.messages import describe, in_short, logger
 from terapipe_ds.runtime.agreement import by_text, everywhere, from_rank_0, gather, gather_results
 from terapipe_ds.runtime.checkpoints.choose import find_checkpoint, load_everywhere
@@ -122,9 +122,8 @@ class SafeCheckpoints:
                 stack.enter_context(strict_loading())
             folder = None if chosen.read_as is None else Path(load_dir, chosen.read_as)
             refuse_what_does_not_fit(engine, self._world, folder, options)
-            # States of another layout go to the stages that hold their parameters. ZeRO's fp32 copies are among them
-            has_copies = engine.zero_optimization() and not options.module_only
-            if folder is not None and (with_optimizer or has_copies) and not engine.load_universal_checkpoint():
+            # States of another layout go to the stages that hold their parameters
+            if folder is not None and with_optimizer and not engine.load_universal_checkpoint():
                 states = optimizer_states(engine, self._layout, self._world)
                 if states is not None:
                     path = Path(engine._get_ckpt_name(load_dir, chosen.read_as))
@@ -344,23 +343,20 @@ def _problem_of_form(
     engine: PipelineEngine, saved: Mapping[str, Any], folder: Path, options: LoadOptions
 ) -> str | None:
     """Say why DeepSpeed cannot read the optimizer states that another precision or ZeRO stage has saved."""
-    ds_config, precision = saved.get("ds_config"), "bf16" if engine.bfloat16_enabled() else "fp32"
+    ds_config, is_bf16 = saved.get("ds_config"), engine.bfloat16_enabled()
+    if not options.with_optimizer or engine.optimizer is None or not isinstance(ds_config, Mapping):
+        return None
     if engine.zero_optimization():
-        is_read = not options.module_only  # the fp32 copies, with any other option
-        fits = (folder / f"{'bf16_' * (precision == 'bf16')}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
+        fits = (folder / f"{'bf16_' * is_bf16}zero_pp_rank_0_mp_rank_00_{OPTIMIZER_FILES}").is_file()
     else:
-        is_read, state = options.with_optimizer and engine.optimizer is not None, saved.get("optimizer")
+        state = saved.get("optimizer")
         state = state.get(ENVELOPE, state) if isinstance(state, Mapping) else {}
         key = "fp32_groups" if hasattr(engine.optimizer, "refresh_fp32_params") else "param_groups"
         fits = any(str(each).startswith(key) for each in state)
-    if fits or not is_read or not isinstance(ds_config, Mapping):
-        return None
-    ours = "fp16" if engine.fp16_enabled() else precision, engine.zero_optimization_stage()
-    ds_config = with_new_names(ds_config)
-    enabled = {name for name, each in ds_config.items() if isinstance(each, Mapping) and each.get("enabled")}
-    theirs = next((name for name in ("fp16", "bf16") if name in enabled), "fp32")
-    stage = (ds_config.get("zero_optimization") or {}).get("stage", 0)
-    if (theirs, stage) == ours:  # a file is missing, as DeepSpeed reports
+    ours = "bf16" if is_bf16 else "fp16" if engine.fp16_enabled() else "fp32", engine.zero_optimization_stage()
+    written = DeepSpeedJson(dict(ds_config))
+    theirs, stage = written.precision or "fp32", written.at("zero_optimization.stage") or 0
+    if fits or (theirs, stage) == ours:  # in the latter case a file is missing, as DeepSpeed reports
         return None
     return (
         f"the checkpoint was saved in {theirs} with ZeRO stage {stage}, and this engine trains in {ours[0]} with ZeRO "

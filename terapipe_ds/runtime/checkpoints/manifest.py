@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,7 @@ from terapipe_ds.messages import in_short
 
 MANIFEST = "terapipe_complete.json"
 OPTIMIZER_FILES = "optim_states.pt"  # the end of the names of files that only optimizers need
+_STATES = re.compile(r"(layer_|.*mp_rank_|loss_fn).*(model|optim)_states\.pt")  # names of files
 _LAST_KEY = ',\n "checksum": '  # of a list
 
 
@@ -95,7 +97,7 @@ class Manifest(BaseModel):
     def problem(self, folder: Path, with_optimizer: bool = True) -> str | None:
         """Say which files `folder` lacks or has with another size; None: it has all files to load."""
         problems = []
-        for name in self.names(with_optimizer):
+        for name in names_in(folder, self, with_optimizer):
             path, size = folder / name, self.files[name]
             if not path.is_file():
                 problems.append(f"{name} is missing")
@@ -103,12 +105,19 @@ class Manifest(BaseModel):
                 problems.append(f"{name} has {path.stat().st_size:,} bytes of {size:,}")
         return in_short(problems)
 
-    def names(self, with_optimizer: bool = True) -> list[str]:
-        return sorted(name for name in self.files if with_optimizer or not name.endswith(OPTIMIZER_FILES))
-
     def damage(self, folder: Path, name: str) -> str | None:
         """Say that a file differs from the saved one; None if it is equal, or if the list does not tell."""
         expected = self.checksums.get(name)
         if expected is None or checksum_of(folder / name) == expected:
             return None
         return f"{name} is damaged or of another checkpoint (its checksum is not {expected})"
+
+
+def names_in(folder: Path, manifest: Manifest | None, with_optimizer: bool = True) -> list[str]:
+    """Return the files to load; without a list, those that DeepSpeed or its converter has written."""
+    if manifest is not None:
+        names = list(manifest.files)
+    else:
+        paths = [path.relative_to(folder) for path in folder.rglob("*.pt") if not path.is_dir()]
+        names = [str(path) for path in paths if _STATES.fullmatch(path.name) or "zero" in path.parts]
+    return sorted(name for name in names if with_optimizer or not name.endswith(OPTIMIZER_FILES))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +63,8 @@ class OptimizerStates:
     orders: Orders  # as the optimizers of the stages hold their parameters
     stock: Orders | str  # the same in DeepSpeed's own engine, or why we do not know it
     owners: Mapping[str, int]  # of parameters with copies, the stage whose states are saved
+    here: Holder
+    peers: Sequence[int]  # the ranks of this stage with the partitions of its states; without partitions this rank
     stuck: str | None  # why states cannot be brought into another order
 
     @contextmanager
@@ -118,17 +120,17 @@ class OptimizerStates:
         if orders == self.orders and not in_envelope:
             yield
             return
-        load, replica = self.engine.optimizer.load_state_dict, self.engine.grid.get_data_parallel_id()
+        load, partition = self.engine.optimizer.load_state_dict, self.here.partition
 
         def load_in_order(whole: Any = None, *args: Any, **kwargs: Any) -> Any:
-            by_replica = kwargs.pop("state_dict_list", None)  # ZeRO's; a rank reads its own
-            state = whole if by_replica is None else by_replica[replica]
+            by_partition = kwargs.pop("state_dict_list", None)  # ZeRO's; a rank reads its own
+            state = whole if by_partition is None else by_partition[partition]
             state = state[ENVELOPE] if in_envelope else state
             if orders != self.orders:
                 state = self._reordered(state, orders, self.orders, {})
-            if by_replica is None:
+            if by_partition is None:
                 return load(state, *args, **kwargs)
-            every = [state if index == replica else other for index, other in enumerate(by_replica)]
+            every = [state if index == partition else other for index, other in enumerate(by_partition)]
             return load(*args, state_dict_list=every, **kwargs)
 
         with replaced(self.engine.optimizer, "load_state_dict", load_in_order):
@@ -142,9 +144,9 @@ class OptimizerStates:
         For parameters with copies, `owners` are the stages whose states count.
         """
         assert self.form is not None
+        here, contents = self.here, dict[Piece, Content]()
         # Without partitions all replicas hold the same states, and each replica moves its own
-        grid, is_cut, contents = self.engine.grid, self.form.num_partitions > 1, dict[Piece, Content]()
-        here = Holder(self.engine.stage_id, grid.get_data_parallel_id() if is_cut else 0)
+        pipelines = {ranks[here.stage_id]: ranks for ranks in self.engine.grid.topology().get_axis_comm_lists("pipe")}
         # A stage without parameters in a group has a number there, whose states begin anew
         named = (name for groups in itertools.chain(before, after) for name in itertools.chain(*groups))
         numbers = {name: (1,) for name in named if name.startswith(NOTHING_TRAINED)}
@@ -162,7 +164,7 @@ class OptimizerStates:
         refuse_everywhere(problem, self.world)
 
         def rank_of(holder: Holder) -> int:
-            return int(grid.stage_to_global(holder.stage_id, **({"data": holder.partition} if is_cut else {})))
+            return int(pipelines[self.peers[holder.partition]][holder.stage_id])
 
         # All ranks go through the routes in one order, so that no two wait for one another
         received: dict[str, list[tuple[Piece, Content]]] = {name: [] for name in numbers}
@@ -249,8 +251,8 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     form, grid, stuck = form_of(engine.optimizer), engine.grid, None
     if form is None:
         stuck = f"{type(engine.optimizer).__name__} keeps states of another form"
-    elif form.num_partitions > 1 and form.num_partitions != grid.data_parallel_size:
-        stuck = f"states are cut in {form.num_partitions} for {grid.data_parallel_size} replicas"
+    is_cut = hasattr(engine.optimizer, "partition_count")
+    peers = torch_dist.get_process_group_ranks(engine.optimizer.dp_process_group) if is_cut else [engine.global_rank]
     here = {name: tuple(p.shape) for name, p in engine.module.named_parameters()}
     # The stages exchange the names of their parameters, in the order of their optimizers
     everyone = gather((here, _groups_of(engine), stuck), world)
@@ -273,7 +275,8 @@ def optimizer_states(engine: PipelineEngine, layout: Layout, world: Any) -> Opti
     if layout.has_copies:
         by_layer = owners_of(engine.module, layout)
         owners = {name: by_layer[layer] for name in shapes if (layer := layer_of_parameter(name)) in by_layer}
-    return OptimizerStates(engine, world, form, shapes, orders, stock, owners, stuck)
+    holder = Holder(engine.stage_id, peers.index(engine.global_rank))
+    return OptimizerStates(engine, world, form, shapes, orders, stock, owners, holder, peers, stuck)
 
 
 def _groups_of(engine: PipelineEngine) -> Groups:

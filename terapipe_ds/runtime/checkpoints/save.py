@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ from terapipe_ds.files.atomic import sync, write_text
 from terapipe_ds.messages import logger, show_value
 from terapipe_ds.runtime.agreement import gather
 from terapipe_ds.runtime.checkpoints.disks import on_each_rank, problem_of_local_storage, require_shared
-from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of
+from terapipe_ds.runtime.checkpoints.manifest import MANIFEST, CheckpointError, Manifest, checksum_of, names_in
 from terapipe_ds.runtime.checkpoints.strict_pickles import refusal, without_numpy
 
 T = TypeVar("T")
@@ -102,20 +103,22 @@ class CheckpointPaths:
         if self.replaced.exists():
             self.replaced.rename(self.final)
 
-    def commit(self, saving: Path | None = None) -> None:
+    def commit(self, saving: Path | None = None, is_latest: bool = False) -> None:
         """Give a whole checkpoint its name. A kill at any line leaves one whole checkpoint of this tag."""
         # Between these two moves the older one is set aside, and the new one is whole under its temporary name
         if self.final.exists():
             self.final.rename(self.replaced)
         (saving or self.saving).rename(self.final)
         sync(self.final.parent)
+        if is_latest:
+            write_text(self.folder / LATEST, self.tag, durable=True)
         if self.replaced.exists():
             self._drop_replaced()
 
     def _drop_replaced(self) -> None:
         """Remove the older checkpoint, but keep the files that a user has put into it."""
-        old = _readable(self.replaced)
-        listed = {MANIFEST, *(() if old is None else old.files)}
+        names = names_in(self.replaced, _readable(self.replaced))
+        listed = {MANIFEST, *(Path(name).parts[0] for name in names)}
         for entry in self.replaced.iterdir():
             moved = self.final / entry.name
             if entry.name not in listed and not moved.exists():
@@ -211,16 +214,11 @@ def publish(engine: PipelineEngine, world: Any, paths: CheckpointPaths, manifest
             raise CheckpointError(f"{problem} in {paths.saving}: does another job save under this tag?")
         manifest.write(paths.saving)
 
-    def give_names() -> None:
-        paths.commit()
-        if manifest.is_latest:
-            write_text(paths.folder / LATEST, paths.tag, durable=True)
-
     leads = engine.global_rank == 0
     with _removed_after_an_error(paths, world, leads):
         _on_each_rank(world, complete if leads else None)
     # From here on the saved files stay even after an error: a load finds them under the other name
-    _on_each_rank(world, give_names if leads else None)
+    _on_each_rank(world, partial(paths.commit, is_latest=manifest.is_latest) if leads else None)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ import atexit
 import math
 import os
 import re
+import resource
 import sys
 import threading
 import time
@@ -44,6 +45,7 @@ HURRIED_ANSWER_S = 1.0  # the same if the launcher is about to end this rank, to
 LONG_CALL = 6  # limit for a call outside a batch, in stall timeouts (half an hour by default)
 LOST_STORE_S = 5.0  # even at the end of a good run, rank 0 may be gone a little before the others
 _SLOW = 0.25  # of the stall timeout: a longer action is published with its stack
+_STOPPED_S, _SWITCHES_PER_S = 1.0, 50.0  # at least and at most; a thread that waits for the interpreter makes 200
 _TIMER_S = 60.0  # at least
 _MAX_COMPLAINTS = 20
 _OPENING = "the start of a batch (drawing data, hearing from the other stages)"
@@ -262,7 +264,15 @@ class Watchdog:
         self._words.arm(max(_TIMER_S, LONG_CALL * self._stall_timeout_s))
 
     def _listen(self) -> None:
-        if self._sigterm.wait():
+        begin_s, switches = time.monotonic(), _switches()
+        is_ended = self._sigterm.wait()
+        # The time for which the process was stopped (Ctrl-Z, a suspended job) is no stall. A thread that waits for the
+        # interpreter, which another one does not let go, looks for it all the time
+        stopped_s = time.monotonic() - begin_s - POLL_S
+        if stopped_s > _STOPPED_S and _switches() - switches < _SWITCHES_PER_S * stopped_s:
+            self._record.doing.since_s += stopped_s
+            self._excused_at += stopped_s
+        if is_ended:
             self._terminated()
 
     def _go_on(self, is_blind: bool) -> None:
@@ -377,6 +387,11 @@ class Watchdog:
                 self._words.tell(self._others, text)
             if self._rank == 0:  # serves the store by which the others name who has died
                 time.sleep(2 * POLL_S)
+
+
+def _switches() -> int:
+    """Return how often the calling thread has waited until now."""
+    return resource.getrusage(getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)).ru_nvcsw
 
 
 def is_lost_connection(error: RuntimeError) -> bool:

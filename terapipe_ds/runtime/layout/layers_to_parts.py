@@ -105,9 +105,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
 
 def _tell(module: Any) -> None:
     """Let the module know that its layers have their stages. Every rank calls, before anybody needs weights."""
-    laid_out = getattr(module, "laid_out", None)
-    if laid_out is not None:
-        laid_out()
+    getattr(module, "laid_out", lambda: None)()
 
 
 def _described(layout: Layout) -> str:

@@ -22,6 +22,7 @@ from terapipe_ds.planner import (
 )
 from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.recompute import costs_of, plan_with_recompute, recomputable_parts
+from terapipe_ds.planner.search.judge import Progress
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.profiling.all_parts import StageToPlan
 from terapipe_ds.schedule import placement_for
@@ -31,7 +32,7 @@ WORTH_CHANGING = 0.01  # of the time; a smaller difference cannot be measured
 
 
 def best_without_moving(
-    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None, progress: Progress | None = None
 ) -> tuple[PlanResult, list[str]]:
     """Return the plan and schedule to run, with `cuts` of the stage's module, and lines for the log.
 
@@ -43,13 +44,13 @@ def best_without_moving(
     """
     layout = stage.layout
     if stage.config.schedule != "auto":
-        result = _on_layout(stage, cuts, length, limit_bytes)
+        result = _on_layout(stage, cuts, length, limit_bytes, progress)
         return result, _better_partition(stage, cuts, result, limit_bytes)
     # rank every schedule, each on the layout that it needs
-    ranking = _ranking(stage, cuts, length, limit_bytes)
+    ranking = _ranking(stage, cuts, length, limit_bytes, progress)
     # run the best schedule that leaves the layers where they are
     try:
-        result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes)
+        result = _plain(ranking) if layout.is_plain else _on_layout(stage, cuts, length, limit_bytes, progress)
     except MemoryLimitError as error:
         raise _with_other_layout(error, ranking.results, layout, cuts) from None
     if layout.has_copies:
@@ -61,7 +62,7 @@ def best_without_moving(
 
 
 def best_with_recompute(
-    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None, progress: Progress | None = None
 ) -> tuple[PlanResult, list[Any]]:
     """Return the plan, the schedule and the recomputing layers, and the costs of the parts with these.
 
@@ -81,6 +82,7 @@ def best_with_recompute(
         limit_bytes,
         plan=None if config.slices == "auto" else config.plan_for(length, strict=False),
         schedule_options=config.schedule_options,
+        progress=progress,
     )
     return result, costs_of(parts, result.recompute or ())
 
@@ -114,7 +116,9 @@ def _plain(ranking: Ranking) -> PlanResult:
     return Ranking.of(results, (refusal for refusal in ranking.refused if refusal.chunks_per_stage == 1)).best
 
 
-def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None) -> PlanResult:
+def _on_layout(
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None, progress: Progress | None
+) -> PlanResult:
     """Return the best plan of the config's schedule, or of all that run on the layout, with the whole budget."""
     layout, config = stage.layout, stage.config
     limits: dict[str, Any] = {"memory": cuts.memory(layout.num_parts), "memory_limit_bytes": limit_bytes}
@@ -124,7 +128,8 @@ def _on_layout(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes
     if config.slices != "auto":
         return best_schedule(costs, config.plans_for(length, shape[1], strict=False), *shape, **options)
     shape_and_name = *shape, config.searched_granularity(length), config.schedule
-    return plan_slices(costs, length, *shape_and_name, schedule_options=config.schedule_options, **options)
+    options |= {"schedule_options": config.schedule_options, "progress": progress}
+    return plan_slices(costs, length, *shape_and_name, **options)
 
 
 def _advice(possible: Sequence[PlanResult], result: PlanResult, layout: Layout, cuts: MeasuredParts) -> list[str]:
@@ -163,7 +168,9 @@ def _better_partition(
     return [f'"partition": {bounds} would take {gain:.1%} less time than {now}: set it to try it']
 
 
-def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None) -> Ranking:
+def _ranking(
+    stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: float | None, progress: Progress | None
+) -> Ranking:
     """Return all schedules for sequences of `length` tokens, with the slices of the config, or the planner's.
 
     Raises:
@@ -175,6 +182,7 @@ def _ranking(stage: StageToPlan, cuts: MeasuredParts, length: int, limit_bytes: 
         "memory_of": cuts.memory if cuts.has_memory else None,
         "memory_limit_bytes": limit_bytes,
         "with_order": False,
+        "progress": progress,
     }
     shape = stage.layout.num_stages, num_micro_batches
     if config.slices == "auto":

@@ -123,10 +123,15 @@ class AutoPlanner:
         )
         limit_bytes = None if limit_gb is None else bytes_of_gb(limit_gb)
         costs, more = cuts.cut(layout.num_parts), list[str]()
+
+        def progress(schedule: str, done: int, of: int) -> None:
+            # each step is an action for the watch-dog: with many stages a search takes minutes
+            self._note(f"the search for the best slices of {schedule}")
+
         if config.recompute == "auto":
-            result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes)
+            result, costs = best_with_recompute(self._stage, cuts, length, limit_bytes, progress)
         else:
-            result, more = best_without_moving(self._stage, cuts, length, limit_bytes)
+            result, more = best_without_moving(self._stage, cuts, length, limit_bytes, progress)
         of_what = f"{many(engine.num_stages, 'stage')} and {many(engine.micro_batches, 'micro-batch')}"
         lines = [f"planned {length} tokens for {of_what}:"]
         lines += [*describe(result, schedule_chosen=config.schedule == "auto", limit_gb=limit_gb), *more]

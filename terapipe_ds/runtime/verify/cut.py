@@ -6,6 +6,7 @@ usually shows at the first boundary between slices, so a short window with unequ
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -108,7 +109,10 @@ def window_plan(
         if plan.num_slices <= _MOST_SLICES:
             return plan
         units, last = divmod(length, unit)  # ends with the sequence
-    first, second = max(2, 3 * units // 10), max(1, units // 5)
-    second = next(count for count in range(second, units) if math.gcd(first, count) == 1)  # starts share the unit alone
+    # a layer that keeps something of the slice before alone needs long slices
+    first, second = max(2, 3 * units // 10), max(1, min(units // 5, min(plan.lengths[:-1]) // unit))
+    first = next(
+        count for count in itertools.count(first) if math.gcd(count, second) == 1
+    )  # starts share the unit alone
     parts = [1] * units if units <= _MOST_SLICES else [first, second, units - first - second]
     return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last))

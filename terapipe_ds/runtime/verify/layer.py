@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from terapipe_ds.attention import UncompiledMode, push_slice
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.batch.cut_tensors import Tensors
-from terapipe_ds.runtime.batch.in_flight import Key
 from terapipe_ds.runtime.layers.kept_state import KeptState, is_the_users, same
 from terapipe_ds.runtime.layers.untouched import stand_ins
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients
@@ -28,7 +27,7 @@ from terapipe_ds.runtime.verify.constant_draws import ConstantDraws, Draws, draw
 from terapipe_ds.runtime.verify.named_layer import NamedLayer
 from terapipe_ds.runtime.verify.tokens import Activations, Slicing, TensorLayout, TokenDim, held_as
 
-_HALF = {torch.float16, torch.bfloat16}
+HALF = {torch.float16, torch.bfloat16}
 _SCALES = (1.0, 1.1, 1.3, 1.7)  # of gradients by which rounding is measured: a single number may be right by luck
 _SEED = 20210718  # of the output gradients, equal on all ranks
 _MAY_ADD = ("MoEAuxLossAutoScaler", "CheckpointFunction")  # Megatron's, and the one that hides the functions within
@@ -46,26 +45,30 @@ class Forward(NamedTuple):
     formed: Callable[[Sequence[Tensor]], Any]  # as of `Activations`
 
 
-class _SeesNarrow(UncompiledMode):
-    """Collect the dtypes to which a forward rounds numbers of a wider one; with `nudges` round some otherwise."""
+class SeesDtypes(UncompiledMode):
+    """Collect the dtypes of the results that `counts` chooses by their operands; with `nudges` round some otherwise."""
 
-    def __init__(self, nudges: torch.Generator | None) -> None:
+    def __init__(self, counts: Callable[[Tensor, list[Tensor]], bool], nudges: torch.Generator | None = None) -> None:
         super().__init__()
         self.dtypes: set[torch.dtype] = set()
-        self._nudges = nudges
+        self._counts, self._nudges = counts, nudges
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.is_tensor(result) and result.is_floating_point():
-            operands = [each for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)]
-            if any(each.is_floating_point() and each.itemsize > result.itemsize for each in operands):
-                self.dtypes.add(result.dtype)
-                if self._nudges is not None and not any(result is each for each in operands):
-                    signs = torch.randint(-1, 2, result.shape, generator=self._nudges, device=result.device)
-                    result = result * (1 + torch.finfo(result.dtype).eps * signs).to(result.dtype)
+        operands = [each for each in (*args, *(kwargs or {}).values()) if torch.is_tensor(each)]
+        if torch.is_tensor(result) and result.is_floating_point() and self._counts(result, operands):
+            self.dtypes.add(result.dtype)
+            if self._nudges is not None and not any(result is each for each in operands):
+                signs = torch.randint(-1, 2, result.shape, generator=self._nudges, device=result.device)
+                result = result * (1 + torch.finfo(result.dtype).eps * signs).to(result.dtype)
         return result
+
+
+def _is_rounded(result: Tensor, operands: list[Tensor]) -> bool:
+    """Return whether numbers of a wider dtype were rounded."""
+    return any(each.is_floating_point() and each.itemsize > result.itemsize for each in operands)
 
 
 class UncutOutput(ValueError):
@@ -144,7 +147,7 @@ class LayerCheck:
         if reference is None:
             return difference
         agrees = all(self.slicing.ranks.exchange(in_wider is None))
-        if not agrees and not any(self.slicing.ranks.exchange(bool(reference.inside & _HALF))):
+        if not agrees and not any(self.slicing.ranks.exchange(bool(reference.inside & HALF))):
             return difference
         # the wider dtype shows no difference, or rounds within as well, to half precision for a kernel: measure how
         # much of this difference is rounding
@@ -281,14 +284,14 @@ class LayerCheck:
         """Return the forwards of all slices, of other `inputs` if there are any, and the draws of each."""
         runs, drawn, inputs = [], [], inputs or self.inputs
         if self.weights is not None:
-            keys = [self._key(slice_id) for slice_id in range(slicing.plan.num_slices)]
+            keys = [(slicing.part_id, 0, slice_id) for slice_id in range(slicing.plan.num_slices)]
             self.weights.open_batch(keys if len(keys) > 1 else (), is_trial=not self.splits)
         for slice_id in range(slicing.plan.num_slices):
             leaves = inputs.cut(slicing, slice_id)
             # each slice draws the first numbers of the whole: equal numbers of draws show draws per call
             self._kept.rewind_generators()
             nudges = None if self._nudge is None else torch.Generator(leaves[0].device).manual_seed(self._nudge)
-            states, sees = self._kept.generator_states(), _SeesNarrow(nudges)
+            states, sees = self._kept.generator_states(), SeesDtypes(_is_rounded, nudges)
             replaced = (self.draws or slicing.plan.num_slices == 1) and not self.repeats
             constant = self._constant if replaced else nullcontext()
             with push_slice(slicing.active(slice_id)), self.autocast(), constant, sees:
@@ -298,15 +301,13 @@ class LayerCheck:
                 self.is_running = False
             held = [each for each in tree_leaves(outputs) if each is not None]
             if not held or not all(map(torch.is_tensor, held)):
-                raise OtherOutput(f"it returns {_kinds(held) or 'no tensor'}, whose value may differ between slices")
+                kinds = ", ".join(sorted({type(each).__name__ for each in held if not torch.is_tensor(each)}))
+                raise OtherOutput(f"it returns {kinds or 'no tensor'}, whose value may differ between slices")
             runs.append(Forward(leaves, tuple(held), held_as(outputs)))
             self._may_add |= _has_functions(runs[-1].outputs)
             self.inside |= sees.dtypes if slicing.plan.num_slices == 1 else frozenset()
             drawn.append(self._constant.take(states, self._kept.generator_states()))
         return runs, drawn
-
-    def _key(self, slice_id: int) -> Key:
-        return self.slicing.part_id, 0, slice_id
 
     def _compare_kept(
         self, before: Mapping[str, Any], of_whole: Mapping[str, Any], difference: Difference | None
@@ -350,7 +351,11 @@ class LayerCheck:
                 if self.outputs is not None:  # with their layouts
                     shares = [slicing.share_of_gradient(self.outputs.layouts[i], of_outputs[i], slice_id) for i in used]
                 constant = self._constant if self.draws else nullcontext()
-                with push_slice(slicing.active(slice_id, "recompute")), constant, weights.deferred(self._key(slice_id)):
+                with (
+                    push_slice(slicing.active(slice_id, "recompute")),
+                    constant,
+                    weights.deferred((slicing.part_id, 0, slice_id)),
+                ):
                     self.is_running = True
                     torch.autograd.backward([outputs[i] for i in used], shares)
                     self.is_running = False
@@ -380,7 +385,7 @@ class LayerCheck:
 
     def _dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes that a layer computes with, without half precision within: that rounding is measured."""
-        return self._own_dtypes(outputs) | (self.inside - _HALF)
+        return self._own_dtypes(outputs) | (self.inside - HALF)
 
     def _own_dtypes(self, outputs: Sequence[Tensor]) -> set[torch.dtype]:
         """Return the dtypes of what a layer gets and has, and of its `outputs`."""
@@ -440,10 +445,6 @@ def _is_updated_per_call(before: Any, of_whole: Any, of_slices: Any, num_slices:
     return not is_kept and (is_other if is_float else torch.equal(sliced - old, (whole - old) * num_slices))
 
 
-def _kinds(values: Iterable[Any]) -> str:
-    return ", ".join(sorted({type(each).__name__ for each in values if not torch.is_tensor(each)}))
-
-
 def _has_functions(outputs: Sequence[Tensor]) -> bool:
     """Return whether the graph has an `autograd.Function` of the user, or another that may add a loss."""
     nodes, seen = [tensor.grad_fn for tensor in outputs], set()
@@ -461,7 +462,7 @@ def _has_functions(outputs: Sequence[Tensor]) -> bool:
 def wider(dtypes: Iterable[torch.dtype]) -> torch.dtype | None:
     """Return the dtype in which a layer that computes with `dtypes` rounds much less; None for fp64."""
     dtypes = set(dtypes)
-    if dtypes & _HALF:
+    if dtypes & HALF:
         return torch.float32
     return torch.float64 if torch.float32 in dtypes else None
 

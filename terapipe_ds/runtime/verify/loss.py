@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from terapipe_ds.attention import ActiveSlice, UncompiledMode, active_slice, guard_plain_attention, push_slice
+from terapipe_ds.attention import ActiveSlice, active_slice, guard_plain_attention, push_slice
 from terapipe_ds.attention.plain_attention_guard import GuardCapturedNames
 from terapipe_ds.config import TeraPipeConfig
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors, Tensors
 from terapipe_ds.runtime.batch.loss_weights import slice_counts, weighted_loss, weights_of
 from terapipe_ds.runtime.verify.compare import Difference, Tolerance, compare, tolerance_of
-from terapipe_ds.runtime.verify.layer import Forward, LayerCheck
+from terapipe_ds.runtime.verify.layer import HALF, Forward, LayerCheck, SeesDtypes
 from terapipe_ds.runtime.verify.named_layer import NamedLayer, chained
 from terapipe_ds.runtime.verify.tokens import Activations, PerSlice, Slicing, TokenDim, alone
 
@@ -93,7 +93,7 @@ class LossAfterLayers(LayerCheck):
 
 
 def _compare_values(total: Tensor, expected: Tensor, size: float, dtypes: set[torch.dtype]) -> Difference | None:
-    cancels = _CANCELS_IN_HALF if dtypes & {torch.float16, torch.bfloat16} else _CANCELS
+    cancels = _CANCELS_IN_HALF if dtypes & HALF else _CANCELS
     # if terms cancel out, the loss itself is mostly rounding
     least = size if float(expected.abs()) < cancels * size else 0.0
     return compare("the loss", total, expected, tolerance_of(dtypes, of_loss=True), least_norm=least)
@@ -111,23 +111,11 @@ def reported_so_far(get_additional_losses: Callable[[], Mapping[str, Any] | None
         return {}
 
 
-class _SeesSums(UncompiledMode):
-    """Collect the half precisions in which a loss sums, so that the sums of slices round otherwise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dtypes: set[torch.dtype] = set()
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        # metrics beside the loss have no gradient, and views sum nothing
-        is_half = torch.is_tensor(result) and result.dtype in (torch.float16, torch.bfloat16)
-        if is_half and result.requires_grad and not result._is_view():  # noqa: SLF001
-            summed = (each.numel() > result.numel() for each in args if torch.is_tensor(each))
-            self.dtypes |= {result.dtype} if any(summed) else set()
-        return result
+def _is_sum_in_half(result: Tensor, operands: list[Tensor]) -> bool:
+    """Return whether a loss sums in half precision, where the sums of slices round otherwise."""
+    # metrics beside the loss have no gradient, and views sum nothing
+    is_half = result.dtype in HALF and result.requires_grad and not result._is_view()  # noqa: SLF001
+    return is_half and any(each.numel() > result.numel() for each in operands)
 
 
 @dataclass
@@ -159,7 +147,7 @@ class LossCheck:
         """Return the difference and the weights that fit; None if the loss and its gradients agree."""
         # a report that does not change from here on does not come from loss_fn
         before = reported_so_far(self.get_additional_losses)
-        with _SeesSums() as seen:
+        with SeesDtypes(_is_sum_in_half) as seen:
             whole = self.losses(self.slicing.whole())
         self.sums_in = frozenset(seen.dtypes)
         self.is_finite = all(self.slicing.ranks.exchange(bool(torch.isfinite(whole.values).all())))

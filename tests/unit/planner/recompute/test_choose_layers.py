@@ -188,7 +188,10 @@ def test_slices_and_layers_are_found_together(schedule: str) -> None:
         choice = choose_layers(parts, build(each.schedule, 4, 4, each.plan.num_slices), each.plan, limit)
         replayed = Replay.of(build(each.schedule, 4, 4, each.plan.num_slices)).makespan(each.plan, list(choice.costs))
         assert each.predicted_s == pytest.approx(replayed) and choice.layers == each.recompute
-    assert plan_with_recompute(parts, 32, 4, 2, schedule, limit) == result  # the same on every rank
+    searched: list[str] = []
+    again = plan_with_recompute(parts, 32, 4, 2, schedule, limit, progress=lambda name, *_: searched.append(name))
+    assert again == result  # the same on every rank
+    assert "seq1f1b" in searched  # the watch-dog of a job hears of each step
     text = "\n".join(describe(result))
     assert "recompute stage 0: layers 0" in text and "more" in text
 

@@ -66,6 +66,26 @@ def test_what_a_user_has_put_beside_the_files_stays_and_files_of_another_layout_
     assert not (place.final / name).exists()
 
 
+def test_states_that_deepspeed_itself_had_saved_under_a_tag_go(tmp_path: Path) -> None:
+    """A load would mix them with the new ones: DeepSpeed reads each file of a layer that it finds."""
+    stock = ("layer_00-model_01-model_states.pt", "mp_rank_03_model_states.pt", f"bf16_{FILES[2]}")
+    (tmp_path / "last").mkdir()
+    for name in (*stock, "ema_model_states.pt", "notes"):
+        (tmp_path / "last" / name).touch()
+    save(tmp_path, "last", 2)
+    assert {path.name for path in (tmp_path / "last").iterdir()} == {*FILES, MANIFEST, "ema_model_states.pt", "notes"}
+
+
+def test_latest_is_written_before_an_older_one_is_removed(tmp_path: Path) -> None:
+    """A file system may refuse to remove what another program reads."""
+    save(tmp_path, "a", 1)
+    save(tmp_path, "b", 2)
+    place = save(tmp_path, "a", 3, finish=False)
+    with mock.patch("shutil.rmtree", side_effect=OSError(errno.EBUSY, "EBUSY")), pytest.raises(OSError, match="EBUSY"):
+        place.commit(is_latest=True)
+    assert steps_of(tmp_path) == 3
+
+
 # -- what is chosen --------------------------------------------------------------------------------------------
 
 
@@ -161,6 +181,9 @@ def test_what_deepspeed_has_written_is_for_deepspeed_to_judge(tmp_path: Path) ->
     assert steps_of(tmp_path) == 2
     (CheckpointPaths(tmp_path, "stock", OWN).saving / FILES[0]).unlink()
     assert steps_of(tmp_path) == 1
+    shutil.rmtree(CheckpointPaths(tmp_path, "stock", OWN).saving)
+    with pytest.raises(CheckpointError, match="stock, which does not exist. There is no other whole"):
+        choose_checkpoint(tmp_path, None, damaged={".stock.replaced": "it is cut short"})
 
 
 # -- who saves -------------------------------------------------------------------------------------------------

@@ -275,6 +275,30 @@ class TestStalls:
         assert "no progress for 2 s" in (text := job.said())
         assert "Stage 1 (rank 1) holds up the job: running verifying layer 8" in text
 
+    @pytest.mark.parametrize("is_held", [False, True])
+    def test_time_for_which_the_processes_were_stopped_is_no_stall(self, is_held: bool, job: Job) -> None:
+        """As in a suspended job. A main thread that holds the interpreter's lock does not stop the process."""
+        wall, wait, stopped_s = time.monotonic, process_end.Sigterm.wait, [0.0]
+        begin, end = threading.Barrier(2), threading.Barrier(2, lambda: stopped_s.append(LONG_S + 10.0))
+        waited: set[Any] = set()
+
+        def stopped(sigterm: Any) -> bool:
+            if sigterm in waited:
+                return wait(sigterm)
+            waited.add(sigterm)
+            begin.wait(DEADLINE_S)
+            end.wait(DEADLINE_S)
+            return False
+
+        first, second = job.rank(0), job.rank(1)
+        with first.batch(), second.batch(), first.waiting("F0.0"):
+            second.note("F0.0")
+            job.patch(time, "monotonic", lambda: wall() + stopped_s[-1])
+            job.patch(module, "_switches", lambda: int(is_held * 200 * stopped_s[-1]))
+            job.patch(process_end.Sigterm, "wait", stopped)
+            assert job.ended.wait(DEADLINE_S if is_held else 2.0) == is_held
+        assert len(waited) == 2
+
     def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job) -> None:
         """Each has asked all ranks at a moment of its own; what the first found is the cause for both."""
         second, first = job.rank(0, stall_timeout_s=0.3), job.rank(1)

@@ -59,6 +59,14 @@ def best_of(
     return best_without_moving(stage, cuts, LENGTH, limit_bytes)
 
 
+@pytest.mark.parametrize(("config", "names"), [({}, {"seq1f1b", "zbv"}), ({"schedule": "terapipe"}, {"terapipe"})])
+def test_the_watch_dog_hears_of_a_long_search(config: dict[str, Any], names: set[str]) -> None:
+    stage, searched = stage_on("seq1f1b", 1, config=config), set[str]()
+    cuts = measured(2).running(stage.engine.module.parts, LENGTH, has_other_cuts=True, offloads=False, process_bytes=0)
+    best_without_moving(stage, cuts, LENGTH, None, lambda name, *_: searched.add(name))
+    assert names <= searched
+
+
 def test_the_bytes_of_the_process_count_under_the_limit() -> None:
     stage, parts = stage_on("seq1f1b", 1, layers=6, bounds=(0, 3, 6)), uneven(UNEVEN, [10] * 6)
     assert best_of(stage, parts, 45.0, 15)[0].peak_bytes == (45, 45)

@@ -59,6 +59,13 @@ def test_the_slices_of_a_window_part_the_blocks_that_the_plan_parts(rows: int) -
     assert unit_of(found) == 16
 
 
+@pytest.mark.parametrize("shortest", [64, 128])
+def test_a_slice_of_a_window_is_as_short_as_one_of_the_plan(shortest: int) -> None:
+    """A layer that carries tokens of the slice before alone may need more of them: with 200 it would pass."""
+    found = window_plan(SlicePlan((4096, 2048, shortest, 1984)), 64, 1, 4, 8, 1, 2)
+    assert unit_of(found) == shortest and found.sequence_length == 1024 and min(found.lengths[:-1]) <= shortest
+
+
 def sliceable(*tensors: Tensor, sliced: Any = None, dim: int = 1) -> SliceableTensors:
     return SliceableTensors(tensors, sliced or tuple(t.dim() > dim for t in tensors), dim, len(tensors) > 1)
 

@@ -264,8 +264,10 @@ class OpenBatch:
             yield
 
     def guard_again(self) -> None:
-        """Run the next batch of each mode under the closer guard."""
+        """Run the next batch of each mode under the closer guard, and see anew which layers work in place."""
         self._modes_run.clear()
+        for part in self._parts:
+            part.handed.renew()
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""

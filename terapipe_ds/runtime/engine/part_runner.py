@@ -161,7 +161,7 @@ class PartRunner:
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
         # only this part owns what comes over a wire; offloading frees memory once nothing else holds it
-        self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
+        self.handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
         self._without_logits = stage.deepspeed.loss_of_hidden(stage, place.chunk_id) if place.is_last else None
         self._has_told_of_logits = False
         self.open_batch(None)
@@ -219,20 +219,20 @@ class PartRunner:
         saving = self._begin(action)
         # wait for the message of the part before, or cut the micro-batch
         leaves, is_tuple = self._leaves(action, active)
-        inputs = self._handed.leaves_or_copies(leaves)
+        inputs = self.handed.leaves_or_copies(leaves, action.slice_id == 0)
         # layers see the active slice, so that attention reads and writes its keys and values
         stage.own_time.layers_begin()
         with push_slice(active), saving:
             try:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
             except RuntimeError as error:
-                self._handed.explain(error)
+                self.handed.explain(error)
                 if stage.offload is not None:
                     explain_refusal(error)
                 raise
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan
-                self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
+                self.handed.look(leaves, inputs, action.slice_id == 0, is_last=action.slice_id == plan.num_slices - 1)
             loss = self._loss(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None and active.wants_logits:
                 stage.finite.look_at_loss(loss)

@@ -120,30 +120,7 @@ def can_run_within(schedule: Schedule, budget: int) -> bool:
     never comes, whatever the times.
     """
     nodes = schedule.nodes
-    inputs, awaited = nodes.inputs.tolist(), _awaited_after(nodes, budget).tolist()
-    has_run, is_over = (bytearray(nodes.num_nodes) + b"\1" for _ in range(2))  # the last: none
-    at, ends = nodes.first[:-1].tolist(), nodes.first[1:].tolist()
-    waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by the node that they wait for: its run, or its end
-    ready, num_over = list(range(len(at))), 0
-    while ready:
-        stage_id = ready.pop()
-        node = at[stage_id]
-        while node < ends[stage_id]:
-            if not has_run[node]:
-                if not has_run[inputs[node]]:
-                    waiting.setdefault((False, inputs[node]), []).append(stage_id)
-                    break
-                has_run[node] = 1
-                ready += waiting.pop((False, node), ())
-            if not is_over[awaited[node]]:
-                waiting.setdefault((True, awaited[node]), []).append(stage_id)
-                break
-            is_over[node] = 1
-            num_over += 1
-            ready += waiting.pop((True, node), ())
-            node += 1
-        at[stage_id] = node
-    return num_over == nodes.num_nodes
+    return len(nodes.run_order(_awaited_after(nodes, budget).tolist())) == nodes.num_nodes
 
 
 def _awaited_after(nodes: Nodes, budget: int) -> Numbers:

@@ -235,7 +235,7 @@ def job_kept_schedules() -> list[int]:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(engines.batches(1, count)[0]))
-            kept.append(len(engine._stage.links._of_schedules))
+            kept.append(len(engine._stage.links._budgets))
     return kept
 
 

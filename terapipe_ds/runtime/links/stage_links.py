@@ -9,12 +9,12 @@ memory stays until the peer is known to have received it.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,6 +27,7 @@ from terapipe_ds.runtime.links.channel import AnnouncedChannel, ReceiveChannel, 
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
+from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
 
@@ -36,7 +37,6 @@ HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
-_Computation = tuple[int, Kind, int, SliceKey]  # the stage, F, B or W, the part, and the unit
 
 
 class _KindRun:
@@ -106,9 +106,7 @@ class StageLinks:
         self._num_batches = self._num_by_host = 0
         self._plans = False, False
         self._batch: BatchInFlight | None = None
-        # The place of each computation in the orders of the peers, and the budget of sends, take long to compute:
-        # keep them by the identity of a schedule, as long as it lives
-        self._of_schedules: dict[int, tuple[dict[_Computation, int], int]] = {}
+        self._budgets: WeakKeyDictionary[Schedule, int] = WeakKeyDictionary()  # of sends; they take long to compute
         self.outstanding_sends = 0  # the budget of each link in the open batch
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
         # By chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
@@ -149,16 +147,11 @@ class StageLinks:
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
-        # The schedule may be a new object in each batch: the values kept for it end with it
-        key = id(batch.schedule)
-        if key not in self._of_schedules:
+        # The schedule may be a new object in each batch
+        if batch.schedule not in self._budgets:
             self._queues.check(batch.schedule)
-            peers = {channel.wire.peer_stage_id for channel in self._sending}
-            orders = {stage_id: enumerate(batch.schedule.orders[stage_id]) for stage_id in peers}
-            places = {(k, a.kind, a.part_id, a.unit): i for k, order in orders.items() for i, a in order}
-            self._of_schedules[key] = places, budget_of_sends(batch.schedule)
-            weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
-        self._places, self.outstanding_sends = self._of_schedules[key]
+            self._budgets[batch.schedule] = budget_of_sends(batch.schedule)
+        self.outstanding_sends = self._budgets[batch.schedule]
 
     @property
     def host_share(self) -> float | None:
@@ -216,13 +209,6 @@ class StageLinks:
         for sending in self._activations_out.values():
             sending.announced.clear()
 
-    def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
-        """Release the messages that `stage_id` has received: a message came that it sends after this computation."""
-        sent_at = self._places[stage_id, kind, part_id, unit]
-        for channel in self._sending:
-            if channel.wire.peer_stage_id == stage_id:
-                channel.release(before=sent_at)
-
     def post(self, action: Action) -> None:
         """Begin to receive the input of a later F, or the gradients of a later B, while others are computed."""
         _there(self._incoming(action), action).post(action.unit)
@@ -236,9 +222,18 @@ class StageLinks:
             except KeyError:
                 raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
         message = channel.wait(action.unit)
-        neighbour = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
-        self._heard_from(channel.wire.peer_stage_id, action.kind, neighbour, action.unit)
+        # The peer has received all that it needed before this message
+        sent_at = self._place(action, -1 if action.kind is Kind.FORWARD else 1)
+        for sending in self._sending:
+            if sending.wire.peer_stage_id == channel.wire.peer_stage_id:
+                sending.release(before=sent_at)
         return message
+
+    def _place(self, action: Action, step: int) -> int:
+        """Return the place, on its stage, of the F or B of the same unit on a neighbouring part."""
+        kind = Kind.FORWARD if action.kind in (Kind.FORWARD, Kind.SEND_ACTIVATION) else Kind.BACKWARD
+        neighbour = action._replace(kind=kind, part_id=action.part_id + step)
+        return self._open().schedule.nodes.place(neighbour)
 
     def _incoming(self, action: Action) -> ReceiveChannel | None:
         """Return the channel of the message that an F or a B waits for."""
@@ -249,20 +244,18 @@ class StageLinks:
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
         channel = _there(self._activations_out.get(action.chunk_id), action)
-        unit = action.unit
         # The peer has received the message when something arrives that it sends after this action
-        needed_at = self._places[action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit]
+        needed_at = self._place(action, 1)
         # Both ends know the form of a signature from its first message on; another form is an error here
         spec = MessageSpec.of(tensors, is_tuple)
-        channel.announce(self._signature(unit), spec)
+        channel.announce(self._signature(action.unit), spec)
         channel.send(tensors, needed_at, spec)
         self._keep_budget(channel)
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
         channel = _there(self._gradients_out.get(action.chunk_id), action)
-        peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
-        needed_at = self._places[peer, Kind.BACKWARD, part_id, action.unit]
+        needed_at = self._place(action, -1)
         received = _there(self._activations_in.get(action.chunk_id), action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
         activations = received.spec_of(action.unit)

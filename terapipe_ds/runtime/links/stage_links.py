@@ -30,6 +30,7 @@ from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
+from terapipe_ds.schedule.schedule import COMPUTE_OF
 
 BATCHES_BY_HOST = 3  # batches of a kind whose messages go by way of the host: by then its kernels are loaded
 
@@ -109,27 +110,23 @@ class StageLinks:
         self._budgets: WeakKeyDictionary[Schedule, int] = WeakKeyDictionary()  # of sends; they take long to compute
         self.outstanding_sends = 0  # the budget of each link in the open batch
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
-        # By chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
-        self._activations_in: dict[int, AnnouncedChannel] = {}
-        self._activations_out: dict[int, SendChannel] = {}
-        self._gradients_in: dict[int, ReceiveChannel] = {}
-        self._gradients_out: dict[int, SendChannel] = {}
+        # By F or B and chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
+        self._in: dict[tuple[Kind, int], ReceiveChannel] = {}
+        self._out: dict[tuple[Kind, int], SendChannel] = {}
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id in (source, target):
                 activations, gradients = wires.between(ends)
             if stage_id == source:
+                self._out[Kind.FORWARD, source_chunk] = SendChannel(activations)
                 spec_of = partial(self._gradient_spec, source_chunk)
-                self._activations_out[source_chunk] = SendChannel(activations)
-                self._gradients_in[source_chunk] = ReceiveChannel(gradients, spec_of)
+                self._in[Kind.BACKWARD, source_chunk] = ReceiveChannel(gradients, spec_of)
             elif stage_id == target:
-                self._activations_in[target_chunk] = AnnouncedChannel(activations, self._signature)
-                self._gradients_out[target_chunk] = SendChannel(gradients)
-        self._receiving = *self._activations_in.values(), *self._gradients_in.values()
-        self._sending = *self._activations_out.values(), *self._gradients_out.values()
+                self._in[Kind.FORWARD, target_chunk] = AnnouncedChannel(activations, self._signature)
+                self._out[Kind.BACKWARD, target_chunk] = SendChannel(gradients)
 
     def _gradient_spec(self, chunk_id: int, unit: SliceKey) -> MessageSpec | None:
-        sent = self._activations_out[chunk_id].announced.get(self._signature(unit))
+        sent = self._out[Kind.FORWARD, chunk_id].announced.get(self._signature(unit))
         return None if sent is None else sent.gradient
 
     def open_batch(self, batch: BatchInFlight) -> None:
@@ -143,7 +140,7 @@ class StageLinks:
         self._plans = by_host and may_plan, may_plan
         self._num_batches += 1
         self._num_by_host += by_host
-        for channel in (*self._receiving, *self._sending):
+        for channel in (*self._in.values(), *self._out.values()):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
@@ -179,9 +176,9 @@ class StageLinks:
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
         # An unused message would be taken for one of the next batch
-        for receiving in self._receiving:
+        for receiving in self._in.values():
             receiving.assert_empty()
-        for sending in self._sending:
+        for sending in self._out.values():
             with self.waiting(_wait_of_send(sending)):
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
@@ -204,9 +201,10 @@ class StageLinks:
 
     def forget_announced(self) -> None:
         """Announce each signature again. Call it between batches, on both ends of a link."""
-        for receiving in self._activations_in.values():
-            receiving.known.clear()
-        for sending in self._activations_out.values():
+        for receiving in self._in.values():
+            if isinstance(receiving, AnnouncedChannel):
+                receiving.known.clear()
+        for sending in self._out.values():
             sending.announced.clear()
 
     def post(self, action: Action) -> None:
@@ -224,26 +222,24 @@ class StageLinks:
         message = channel.wait(action.unit)
         # The peer has received all that it needed before this message
         sent_at = self._place(action, -1 if action.kind is Kind.FORWARD else 1)
-        for sending in self._sending:
+        for sending in self._out.values():
             if sending.wire.peer_stage_id == channel.wire.peer_stage_id:
                 sending.release(before=sent_at)
         return message
 
     def _place(self, action: Action, step: int) -> int:
         """Return the place, on its stage, of the F or B of the same unit on a neighbouring part."""
-        kind = Kind.FORWARD if action.kind in (Kind.FORWARD, Kind.SEND_ACTIVATION) else Kind.BACKWARD
+        kind = COMPUTE_OF.get(action.kind, action.kind)
         neighbour = action._replace(kind=kind, part_id=action.part_id + step)
         return self._open().schedule.nodes.place(neighbour)
 
     def _incoming(self, action: Action) -> ReceiveChannel | None:
         """Return the channel of the message that an F or a B waits for."""
-        if action.kind in (Kind.FORWARD, Kind.RECV_ACTIVATION):
-            return self._activations_in.get(action.chunk_id)
-        return self._gradients_in.get(action.chunk_id)
+        return self._in.get((COMPUTE_OF.get(action.kind, action.kind), action.chunk_id))
 
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
-        channel = _there(self._activations_out.get(action.chunk_id), action)
+        channel = _there(self._out.get((Kind.FORWARD, action.chunk_id)), action)
         # The peer has received the message when something arrives that it sends after this action
         needed_at = self._place(action, 1)
         # Both ends know the form of a signature from its first message on; another form is an error here
@@ -254,9 +250,9 @@ class StageLinks:
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
-        channel = _there(self._gradients_out.get(action.chunk_id), action)
+        channel = _there(self._out.get((Kind.BACKWARD, action.chunk_id)), action)
         needed_at = self._place(action, -1)
-        received = _there(self._activations_in.get(action.chunk_id), action)
+        received = _there(self._in.get((Kind.FORWARD, action.chunk_id)), action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
         activations = received.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
@@ -270,11 +266,11 @@ class StageLinks:
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         """Return whether the result of an F (B) of the part at `chunk_id` goes to another stage."""
-        return chunk_id in (self._activations_out if kind is Kind.FORWARD else self._gradients_out)
+        return (kind, chunk_id) in self._out
 
     def copies_outputs(self, chunk_id: int) -> bool:
         """Return whether the wire from the part at `chunk_id` copies what it sends."""
-        channel = self._activations_out.get(chunk_id)
+        channel = self._out.get((Kind.FORWARD, chunk_id))
         return channel is not None and channel.wire.copies
 
     def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:

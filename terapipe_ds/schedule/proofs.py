@@ -77,10 +77,10 @@ def _keeps_stage_orders(nodes: Nodes) -> bool:
 
 def _keeps_link_orders(nodes: Nodes) -> bool:
     """Return whether each link's messages are awaited in the order in which they are sent."""
-    return all((np.diff(nodes.outputs[senders]) > 0).all() for senders in _senders_by_link(nodes))
+    return all((np.diff(nodes.outputs[senders]) > 0).all() for senders in senders_by_link(nodes))
 
 
-def _senders_by_link(nodes: Nodes) -> list[Numbers]:
+def senders_by_link(nodes: Nodes) -> list[Numbers]:
     """Return, for each link, the nodes whose results go over it, in the order in which they send.
 
     A link is a kind of computation, a part and two stages.
@@ -101,7 +101,7 @@ def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
     If the budget is the number of messages on the busiest link, no stage ever waits. A larger budget only removes
     waits. So the answer exists, and bisection yields it.
     """
-    most = max(map(len, _senders_by_link(schedule.nodes)), default=0)
+    most = max(map(len, senders_by_link(schedule.nodes)), default=0)
     if wanted >= most or can_run_within(schedule, wanted):
         return wanted
     too_few, enough = wanted, most
@@ -130,7 +130,7 @@ def _awaited_after(nodes: Nodes, budget: int) -> Numbers:
     before the taker is over.
     """
     awaited = np.full(nodes.num_nodes, nodes.num_nodes)
-    for senders in _senders_by_link(nodes):
+    for senders in senders_by_link(nodes):
         takers = nodes.outputs[senders[: max(0, len(senders) - budget)]]
         is_first = takers == nodes.first[nodes.stage[takers]]
         awaited[senders[budget:]] = np.where(is_first, nodes.num_nodes, takers - 1)

@@ -88,13 +88,8 @@ class Nodes:
     def peaks(self) -> tuple[int, ...]:
         """Return, per stage, the peak of live slices over all its chunks; without a backward none stops being live."""
         ends = (self.kind == WEIGHT) | (self.kind == BACKWARD) & ~self.is_split
-        live = np.cumsum((self.kind == FORWARD).astype(np.int64) - ends)
-        before = np.append(live, 0)[self.first - 1]  # per stage, the number of the stages before it; 0 for the first
-        before[self.first == 0] = 0
-        return tuple(
-            int(live[start:stop].max(initial=base) - base)
-            for start, stop, base in zip(self.first, self.first[1:], before, strict=False)
-        )
+        by_stage = np.split((self.kind == FORWARD).astype(np.int64) - ends, self.first[1:-1])
+        return tuple(int(np.cumsum(changes).max(initial=0)) for changes in by_stage)
 
     def place(self, action: Action) -> int:
         """Return the place of a computation, wherever it runs, in the order of its stage."""

@@ -6,6 +6,8 @@ oldest one. This module proves, for the schedule at hand, that no budget closes 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from terapipe_ds.schedule.clock import BACKWARD, FORWARD
@@ -104,11 +106,7 @@ def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
     most = max(map(len, senders_by_link(schedule.nodes)), default=0)
     if wanted >= most or can_run_within(schedule, wanted):
         return wanted
-    too_few, enough = wanted, most
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if can_run_within(schedule, middle) else (middle, enough)
-    return enough
+    return bisect_left(range(most), True, lo=wanted + 1, key=lambda budget: can_run_within(schedule, budget))
 
 
 def can_run_within(schedule: Schedule, budget: int) -> bool:

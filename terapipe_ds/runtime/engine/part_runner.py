@@ -240,7 +240,7 @@ class PartRunner:
                 self.handed.look(leaves, inputs, action.slice_id == 0, is_last=action.slice_id == plan.num_slices - 1)
             loss = self._loss(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None and active.wants_logits:
-                stage.finite.look_at_loss(loss)
+                stage.finite.look("the loss function", "the loss", loss)
         stage.own_time.layers_end()
         # keep the leaves and the outputs until B; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
@@ -302,14 +302,14 @@ class PartRunner:
         if not self.place.is_last:
             _, gradients = self._received(action, PIPE_RECV_GRAD_TIMER)
         # layers keep the factors of weight gradients: for W, or for one product with other slices
-        is_split = stage.weight_gradients.splits(key)
+        is_split = key in slices.batch.split
         with push_slice(self._active(action, "recompute")) as active, stage.weight_gradients.deferred(key):
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
                 if not active.wants_logits:  # the backward has computed the loss
                     stage.results.book(active, slice_.loss)
                     if stage.finite is not None:
-                        stage.finite.look_at_loss(slice_.loss)
+                        stage.finite.look("the loss function", "the loss", slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
             if stage.finite is not None and is_split:

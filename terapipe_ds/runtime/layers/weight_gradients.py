@@ -135,10 +135,6 @@ class WeightGradients:
         """
         return self._is_narrow and not checkpoints and not (self.is_watched and self.sums is None)
 
-    def splits(self, key: Key) -> bool:
-        """Return whether the slice has a W of its own in this batch."""
-        return key in self._split
-
     @contextmanager
     def deferred(self, key: Key) -> Iterator[None]:
         """Run the B of a slice in this context, and keep factors for `compute`.

@@ -75,11 +75,6 @@ class Action(NamedTuple):
     peer_part_id: int = -1
 
     @property
-    def kwargs(self) -> dict[str, Action]:
-        """Return the arguments that DeepSpeed's `_exec_schedule` passes to the method of an instruction."""
-        return {"action": self}
-
-    @property
     def unit(self) -> SliceKey:
         """Return the key under which tensors in flight are kept."""
         return self.micro_batch_id, self.slice_id

@@ -42,15 +42,6 @@ def seq1f1b_interleaved(num_stages: int, num_slices: tuple[int, ...], num_chunks
     return loop_with_leads(num_stages, num_slices, num_chunks)
 
 
-def looped_forwards(num_stages: int, num_slices: tuple[int, ...], num_chunks: int) -> list[PlacedUnit]:
-    """Return every forward in the order in which each stage of a loop runs them: groups of units, chunk by chunk.
-
-    A group has at least K units, so that its first unit is back from the last stage when stage 0 has run the last one;
-    all orders are the same, so that stages cannot wait for one another.
-    """
-    return _rounds(_groups(forwards(num_slices), num_stages), range(num_chunks))
-
-
 def _rounds(groups: list[list[PlacedUnit]], chunks: Sequence[int]) -> list[PlacedUnit]:
     return [(*unit[:3], chunk) for group in groups for chunk in chunks for unit in group]
 
@@ -88,24 +79,6 @@ def _groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
     """Return units in as many groups of at least K as possible, nearly equal, larger first; one for fewer units."""
     rest = iter(units)
     return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]
-
-
-# -- a V: the parts go down the stages and back up, so that stage k holds parts k and 2K - 1 - k
-
-
-def v_forwards(num_stages: int, num_slices: tuple[int, ...]) -> list[list[PlacedUnit]]:
-    """Return every forward, the n-th unit at slot p + 2n of part p: the parts of a stage never meet in a slot."""
-    units = forwards(num_slices)
-    orders = []
-    for stage_id in range(num_stages):
-        parts = (stage_id, 2 * num_stages - 1 - stage_id)
-        slots = {
-            part_id + 2 * n: (Kind.FORWARD, m, s, chunk)
-            for chunk, part_id in enumerate(parts)
-            for n, (_, m, s, _) in enumerate(units)
-        }
-        orders.append([unit for _, unit in sorted(slots.items())])
-    return orders
 
 
 # -- bidirectional: half of the micro-batches go down the stages (chunk 0), half up (chunk 1), in each other's gaps

@@ -11,16 +11,9 @@ from typing import Any
 
 from terapipe_ds.messages import check_count, closest
 from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError
-from terapipe_ds.schedule.chunked import (
-    chimera,
-    chimera_seq,
-    interleaved,
-    looped_forwards,
-    seq1f1b_interleaved,
-    v_forwards,
-)
+from terapipe_ds.schedule.chunked import chimera, chimera_seq, interleaved, seq1f1b_interleaved
 from terapipe_ds.schedule.one_f_one_b import backwards, dapple, forwards, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
-from terapipe_ds.schedule.placement import BIDIRECTIONAL, LOOPED, SEARCH, V_SHAPED, Placement, placement_for
+from terapipe_ds.schedule.placement import LOOPED, SEARCH, Placement, placement_for
 from terapipe_ds.schedule.schedule import Schedule
 from terapipe_ds.schedule.split_chunks import TAKE_LIMITS, seq1f1b_interleaved_zb, zbv
 
@@ -99,15 +92,14 @@ def build(
     placement = placement_for(name, num_stages, chunks_per_stage)
     chunks = len(placement) // num_stages
     if forward_only:
-        units = _forwards(name, num_stages, slices, chunks)
-    else:
-        looped = (chunks,) if name in LOOPED else ()
-        units = GENERATORS[name](num_stages, slices, *looped, **options)
+        return build_forwards(name, placement, slices)
+    looped = (chunks,) if name in LOOPED else ()
+    units = GENERATORS[name](num_stages, slices, *looped, **options)
     orders = tuple(
         tuple(Action(kind, m, s, placement[stage_id, chunk], chunk) for kind, m, s, chunk in order)
         for stage_id, order in enumerate(units)
     )
-    return Schedule(name, num_stages, len(slices), slices, chunks, bool(forward_only), orders, placement)
+    return Schedule(name, num_stages, len(slices), slices, chunks, False, orders, placement)
 
 
 def check_options(name: str, num_stages: int, options: Mapping[str, Any], chunks_per_stage: int = 1) -> None:
@@ -129,25 +121,19 @@ def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -
     """Return an evaluation on any placement: every forward, each at the first of its part's places.
 
     The n-th slice of a batch runs on part p in the order of n + p, which is later than everything that it waits for.
+    Of two directions all micro-batches go down: one stage has the results, in their order.
     """
     slices = tuple(num_slices)
-    num_stages, num_parts = 1 + max(stage for stage, _ in placement), len(set(placement.values()))
+    num_stages = 1 + max(stage for stage, _ in placement)
     chunks = len(placement) // num_stages
     homes = {part: place for place, part in sorted(placement.items(), key=lambda item: item[0][::-1], reverse=True)}
     units = [(m, s) for m, count in enumerate(slices) for s in range(count)]
-    waves = sorted((n + part, n, part) for n in range(len(units)) for part in range(num_parts))
-    orders = tuple(
-        tuple(Action(Kind.FORWARD, *units[n], part, homes[part][1]) for _, n, part in waves if homes[part][0] == stage)
-        for stage in range(num_stages)
-    )
-    return Schedule(name, num_stages, len(slices), slices, chunks, True, orders, dict(placement))
-
-
-def _forwards(name: str, num_stages: int, slices: tuple[int, ...], chunks: int) -> list[list[PlacedUnit]]:
-    if name in V_SHAPED:
-        return v_forwards(num_stages, slices)
-    # In both directions all micro-batches go down: one stage has the results, in their order.
-    return [looped_forwards(num_stages, slices, 1 if name in BIDIRECTIONAL else chunks)] * num_stages
+    orders = []
+    for stage_id in range(num_stages):
+        parts = [part for part, (home, _) in homes.items() if home == stage_id]
+        waves = sorted((n + part, n, part) for n in range(len(units)) for part in parts)
+        orders.append(tuple(Action(Kind.FORWARD, *units[n], part, homes[part][1]) for _, n, part in waves))
+    return Schedule(name, num_stages, len(slices), slices, chunks, True, tuple(orders), dict(placement))
 
 
 def _check_name(name: str) -> None:

@@ -88,36 +88,42 @@ class Nodes:
     def peaks(self) -> tuple[int, ...]:
         """Return, per stage, the peak of live slices over all its chunks; without a backward none stops being live."""
         ends = (self.kind == WEIGHT) | (self.kind == BACKWARD) & ~self.is_split
-        live = np.cumsum((self.kind == FORWARD).astype(np.int64) - ends)
-        before = np.append(live, 0)[self.first - 1]  # per stage, the number of the stages before it; 0 for the first
-        before[self.first == 0] = 0
-        return tuple(
-            int(live[start:stop].max(initial=base) - base)
-            for start, stop, base in zip(self.first, self.first[1:], before, strict=False)
-        )
+        by_stage = np.split((self.kind == FORWARD).astype(np.int64) - ends, self.first[1:-1])
+        return tuple(int(np.cumsum(changes).max(initial=0)) for changes in by_stage)
 
-    def run_order(self) -> list[int]:
+    def place(self, action: Action) -> int:
+        """Return the place of a computation, wherever it runs, in the order of its stage."""
+        kind, unit = CODES[action.kind], self._starts[action.micro_batch_id] + action.slice_id
+        node = self.at[kind, action.part_id, unit]
+        return int(node - self.first[self.stage[node]])
+
+    def run_order(self, awaited: Sequence[int] = ()) -> list[int]:
         """Return the nodes, with each stage's in its order, each after the node whose result it takes.
 
-        Where stages wait for one another for ever, it omits the nodes behind that wait.
+        With `awaited` a node is over, and its stage goes on, once the node that it awaits is over. Where stages wait
+        for one another for ever, the result omits the nodes behind that wait.
         """
         inputs = self.inputs.tolist()
-        done = bytearray(self.num_nodes) + b"\1"  # the node "none" is always done
+        has_run, is_over = (bytearray(self.num_nodes) + b"\1" for _ in range(2))  # the node "none" always is
         at, ends = self.first[:-1].tolist(), self.first[1:].tolist()
-        waiting: dict[int, list[int]] = {}
+        waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by the node that they wait for: its run, or its end
         ready, order = list(range(len(at))), []
         while ready:
             stage_id = ready.pop()
-            node, end = at[stage_id], ends[stage_id]
-            while node < end:
-                needed = inputs[node]
-                if not done[needed]:
-                    waiting.setdefault(needed, []).append(stage_id)
+            node = at[stage_id]
+            while node < ends[stage_id]:
+                if not has_run[node]:
+                    if not has_run[inputs[node]]:
+                        waiting.setdefault((False, inputs[node]), []).append(stage_id)
+                        break
+                    has_run[node] = 1
+                    ready += waiting.pop((False, node), ())
+                if awaited and not is_over[awaited[node]]:
+                    waiting.setdefault((True, awaited[node]), []).append(stage_id)
                     break
-                done[node] = 1
+                is_over[node] = 1
                 order.append(node)
-                if node in waiting:
-                    ready += waiting.pop(node)
+                ready += waiting.pop((True, node), ())
                 node += 1
             at[stage_id] = node
         return order

@@ -6,6 +6,8 @@ oldest one. This module proves, for the schedule at hand, that no budget closes 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import numpy as np
 
 from terapipe_ds.schedule.clock import BACKWARD, FORWARD
@@ -77,10 +79,10 @@ def _keeps_stage_orders(nodes: Nodes) -> bool:
 
 def _keeps_link_orders(nodes: Nodes) -> bool:
     """Return whether each link's messages are awaited in the order in which they are sent."""
-    return all((np.diff(nodes.outputs[senders]) > 0).all() for senders in _senders_by_link(nodes))
+    return all((np.diff(nodes.outputs[senders]) > 0).all() for senders in senders_by_link(nodes))
 
 
-def _senders_by_link(nodes: Nodes) -> list[Numbers]:
+def senders_by_link(nodes: Nodes) -> list[Numbers]:
     """Return, for each link, the nodes whose results go over it, in the order in which they send.
 
     A link is a kind of computation, a part and two stages.
@@ -101,14 +103,10 @@ def budget_of_sends(schedule: Schedule, wanted: int = OUTSTANDING_SENDS) -> int:
     If the budget is the number of messages on the busiest link, no stage ever waits. A larger budget only removes
     waits. So the answer exists, and bisection yields it.
     """
-    most = max(map(len, _senders_by_link(schedule.nodes)), default=0)
+    most = max(map(len, senders_by_link(schedule.nodes)), default=0)
     if wanted >= most or can_run_within(schedule, wanted):
         return wanted
-    too_few, enough = wanted, most
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if can_run_within(schedule, middle) else (middle, enough)
-    return enough
+    return bisect_left(range(most), True, lo=wanted + 1, key=lambda budget: can_run_within(schedule, budget))
 
 
 def can_run_within(schedule: Schedule, budget: int) -> bool:
@@ -120,30 +118,7 @@ def can_run_within(schedule: Schedule, budget: int) -> bool:
     never comes, whatever the times.
     """
     nodes = schedule.nodes
-    inputs, awaited = nodes.inputs.tolist(), _awaited_after(nodes, budget).tolist()
-    has_run, is_over = (bytearray(nodes.num_nodes) + b"\1" for _ in range(2))  # the last: none
-    at, ends = nodes.first[:-1].tolist(), nodes.first[1:].tolist()
-    waiting: dict[tuple[bool, int], list[int]] = {}  # stages, by the node that they wait for: its run, or its end
-    ready, num_over = list(range(len(at))), 0
-    while ready:
-        stage_id = ready.pop()
-        node = at[stage_id]
-        while node < ends[stage_id]:
-            if not has_run[node]:
-                if not has_run[inputs[node]]:
-                    waiting.setdefault((False, inputs[node]), []).append(stage_id)
-                    break
-                has_run[node] = 1
-                ready += waiting.pop((False, node), ())
-            if not is_over[awaited[node]]:
-                waiting.setdefault((True, awaited[node]), []).append(stage_id)
-                break
-            is_over[node] = 1
-            num_over += 1
-            ready += waiting.pop((True, node), ())
-            node += 1
-        at[stage_id] = node
-    return num_over == nodes.num_nodes
+    return len(nodes.run_order(_awaited_after(nodes, budget).tolist())) == nodes.num_nodes
 
 
 def _awaited_after(nodes: Nodes, budget: int) -> Numbers:
@@ -153,7 +128,7 @@ def _awaited_after(nodes: Nodes, budget: int) -> Numbers:
     before the taker is over.
     """
     awaited = np.full(nodes.num_nodes, nodes.num_nodes)
-    for senders in _senders_by_link(nodes):
+    for senders in senders_by_link(nodes):
         takers = nodes.outputs[senders[: max(0, len(senders) - budget)]]
         is_first = takers == nodes.first[nodes.stage[takers]]
         awaited[senders[budget:]] = np.where(is_first, nodes.num_nodes, takers - 1)

@@ -14,7 +14,7 @@ a tensor travels while its neighbours compute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NoReturn
@@ -130,18 +130,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class StageSchedule:
-    """Hold the actions of one stage in one batch: an iterable of lists of instructions, as DeepSpeed wants it."""
+    """Hold the actions of one stage in one batch."""
 
     stage_id: int
     actions: tuple[Action, ...]
     peak_live_slices: int
-
-    def __iter__(self) -> Iterator[list[Action]]:
-        return ([action] for action in self.actions)
-
-    def num_pipe_buffers(self) -> int:
-        """Return 0: tensors in flight are kept by unit, not in DeepSpeed's numbered buffers."""
-        return 0
 
 
 def lower_stage(nodes: Nodes, stage_id: int, order: Sequence[Action], forward_only: bool) -> StageSchedule:

@@ -7,15 +7,10 @@ runs exactly once, the order within each stage, the messages of each link, and t
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
-from itertools import zip_longest
 
-from terapipe_ds.schedule.action import COMPUTE_KINDS, RECV_KINDS, SEND_KINDS, Action, ComputeKey, Kind, ScheduleError
-from terapipe_ds.schedule.schedule import COMPUTE_OF, Schedule
-
-_Link = tuple[Kind, int, int, int, int]
-"""A wire in one direction: (F or B, source stage, source part, destination stage, destination part)."""
+from terapipe_ds.schedule.action import COMPUTE_KINDS, Action, ComputeKey, Kind, ScheduleError
+from terapipe_ds.schedule.schedule import Schedule, message
 
 
 def validate(schedule: Schedule) -> None:
@@ -157,24 +152,17 @@ def _rule(action: Action, first: Action) -> str:
 
 def _check_messages(schedule: Schedule) -> None:
     """Check that each link carries its messages in the order in which they are awaited."""
-    sends: dict[_Link, list[Action]] = defaultdict(list)
-    receives: dict[_Link, list[Action]] = defaultdict(list)
-    for stage in map(schedule.for_stage, range(schedule.num_stages)):
-        for action in stage.actions:
-            here, there = (stage.stage_id, action.part_id), (action.peer_stage_id, action.peer_part_id)
-            if action.kind in SEND_KINDS:
-                sends[COMPUTE_OF[action.kind], *here, *there].append(action)
-            elif action.kind in RECV_KINDS:
-                receives[COMPUTE_OF[action.kind], *there, *here].append(action)
-    for link in {**sends, **receives}:
-        kind, source, _, destination, _ = link
-        for number, (sent, received) in enumerate(zip_longest(sends[link], receives[link])):
-            if sent is None or received is None or sent.unit != received.unit:
-                stage_id, message = (source, sent) if received is None else (destination, received)
-                keys = [action.key for action in schedule.orders[stage_id]]
-                reason = f"{received or 'no receive'} is message {number} of its link, but stage {source} sends"
-                reason += f" {sent or 'nothing'} there: give both the same order"
-                schedule.fail_at(reason, stage_id, keys.index((kind, message.part_id, *message.unit)))
+    from terapipe_ds.schedule.proofs import senders_by_link
+
+    nodes, actions = schedule.nodes, [action for order in schedule.orders for action in order]
+    for senders in senders_by_link(nodes):
+        takers = nodes.outputs[senders]
+        for number, (sender, taker, next_taker) in enumerate(zip(senders, takers, sorted(takers), strict=True)):
+            if taker != next_taker:
+                source, stage_id = int(nodes.stage[sender]), int(nodes.stage[taker])
+                sent, received = message(actions[sender], stage_id), message(actions[next_taker], source, receives=True)
+                reason = f"{received} is message {number} of its link, but stage {source} sends {sent} there"
+                schedule.fail_at(f"{reason}: give both the same order", stage_id, next_taker - nodes.first[stage_id])
 
 
 def _check_waits(schedule: Schedule) -> None:

@@ -52,7 +52,7 @@ class _Host:
     def __init__(self, schedule: Schedule, stage_id: int, receives_per_wire: int | None) -> None:
         self.program: list[_Op] = []
         self._limit, self._budget = receives_per_wire, budget_of_sends(schedule)
-        self._index = [{(a.kind, a.part_id, a.unit): i for i, a in enumerate(order)} for order in schedule.orders]
+        self._place = schedule.nodes.place
         self._posted: defaultdict[Stream, deque[Message]] = defaultdict(deque)
         self._begun: defaultdict[Stream, int] = defaultdict(int)
         self._sent: defaultdict[Stream, deque[tuple[int, Message]]] = defaultdict(deque)
@@ -103,7 +103,7 @@ class _Host:
     def _release(self, peer: int, action: Action) -> None:
         """Wait for the sends that the peer consumed before it sent the message that has now come."""
         part_id = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
-        sent_at = self._index[peer][action.kind, part_id, action.unit]
+        sent_at = self._place(action._replace(part_id=part_id))
         for wire, sent in self._sent.items():
             while wire[3] == peer and sent and sent[0][0] < sent_at:
                 self._launch_computation(sent.popleft()[1])
@@ -113,7 +113,7 @@ class _Host:
         needed, wire = (kind, action.peer_part_id, action.unit), ("out", kind, action.part_id, action.peer_stage_id)
         self._launch(needed, wire)
         sent = self._sent[wire]
-        sent.append((self._index[action.peer_stage_id][needed], needed))
+        sent.append((self._place(action._replace(kind=kind, part_id=action.peer_part_id)), needed))
         while len(sent) > self._budget:
             self._launch_computation(sent.popleft()[1])
 

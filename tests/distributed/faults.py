@@ -126,7 +126,7 @@ MERGE = "attention.backends.blocks:merge"
 RUNNER = "runtime.engine.part_runner"
 DICT_BATCH = "dict_batch"
 REDUCE = "runtime.engine.engine:TeraPipeEngine._exec_reduce_grads"
-CLIP_NORM = "runtime.engine.batches:count_every_stage_in_norm"
+CLIP_NORM = "runtime.engine.deepspeed_faults:clip_fp32"
 LABELS_OF = "runtime.batch.cut_tensors:SliceableTensors.part"
 
 # -- attention -------------------------------------------------------------------------------------------------------
@@ -486,9 +486,15 @@ fault(
 )
 fault("engine", UNEVEN, "tied gradients are not summed", REDUCE_TIED)(tied_gradients_not_reduced=nothing)
 fault("engine", REPLICAS, "gradients are not averaged over replicas", REDUCE)(gradients_not_reduced=nothing)
-fault(
+
+
+@fault(
     "engine", replace(EQUAL, clipping=True), "the clip norm leaves out later stages, as DeepSpeed's own does", CLIP_NORM
-)(norm_of_the_first_stage=nothing)
+)
+def norm_of_the_first_stage(clip: Any, module: Any, grid: Any, limit: float) -> Any:
+    from deepspeed.runtime.utils import clip_grad_norm_
+
+    return clip_grad_norm_(module.parameters(), limit, mpu=grid)
 
 
 @fault("engine", UNEVEN, "tied gradients are summed twice", REDUCE_TIED)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import os
 import weakref
@@ -17,6 +18,7 @@ from torch import distributed
 
 import terapipe_ds
 from terapipe_ds.losses import LinearCrossEntropy
+from terapipe_ds.models import gpt
 from terapipe_ds.runtime.planning import plans as plans_module
 from tests.distributed import engines
 from tests.distributed.harness import rank_pool
@@ -68,7 +70,8 @@ def job_batch_in_a_batch() -> tuple[list[tuple[str, str]], list[float]]:
 
     losses = []
     for is_nested in (False, True):
-        with engines.engine_of(engines.gpt_layers(), engines.unchecked()) as engine:
+        loss_fn = functools.partial(gpt.gpt_loss)  # of logits
+        with engines.engine_of(engines.gpt_layers(), engines.unchecked(), loss_fn=loss_fn) as engine:
             if is_nested and engine.is_last_stage():
                 stock = engine.module.loss_fn
                 engine.module.loss_fn = lambda *given: (next(inner(engine, draws=False)), stock(*given))[1]  # noqa: B023
@@ -78,10 +81,11 @@ def job_batch_in_a_batch() -> tuple[list[tuple[str, str]], list[float]]:
 
 
 def test_a_batch_within_a_batch_is_an_error_that_changes_nothing() -> None:
-    for (train, evaluate, *saves), losses in rank_pool(2).run(job_batch_in_a_batch):
+    for rank, ((train, evaluate, *saves), losses) in enumerate(rank_pool(2).run(job_batch_in_a_batch)):
         for kind, text in (train, evaluate):
             assert kind == "RuntimeError" and "train_batch() or eval_batch() was called while the engine is" in text
             assert "running drawing data from the iterator: call it after that" in text
+        assert bool(saves) == (rank == 1)  # the stage of the loss
         assert all("save_checkpoint() was called while the engine is running F" in text for _, text in saves)
         assert losses[:2] == losses[2:] and min(losses) > 1.0
 
@@ -235,7 +239,7 @@ def job_kept_schedules() -> list[int]:
         for count in range(1, 5):
             engine.set_train_batch_size(2 * count)
             engine.train_batch(iter(engines.batches(1, count)[0]))
-            kept.append(len(engine._stage.links._of_schedules))
+            kept.append(len(engine._stage.links._budgets))
     return kept
 
 

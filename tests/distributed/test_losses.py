@@ -204,6 +204,36 @@ def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
         assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify)), (at, verify)
 
 
+def half_of_the_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return 0.5 * gpt.gpt_loss(logits, labels)
+
+
+OTHERS: dict[str, Any] = {
+    "of hidden states": LinearCrossEntropy(),
+    "smoothed": LinearCrossEntropy(label_smoothing=0.3),
+    "of logits": half_of_the_loss,
+}
+
+
+def loss_replaced(first: str, then: str) -> dict[str, float]:
+    """Return the differences from the stock engine if a program gives the module another loss before a step."""
+
+    def change(engine: PipelineEngine, step: int) -> None:
+        _draw(engine, step)
+        if step == 1:
+            engine.module.loss_fn = OTHERS[then]
+
+    data, options = batches(3), {"loss_fn": OTHERS[first], "before_step": change}
+    stock = run_training(with_head, None, data, stages=1, **options)
+    return differences(run_training(with_head, unchecked(slices=[8, 12, 3]), data, **options), stock)
+
+
+@pytest.mark.parametrize(("first", "then"), itertools.permutations(OTHERS, 2))
+def test_a_loss_that_a_program_replaces_counts_no_longer(first: str, then: str) -> None:
+    """The loss of hidden states that the engine was built with went on to train, without a word."""
+    assert not violations(rank_pool(2).run(loss_replaced, first=first, then=then))
+
+
 def logits_with_and_without_labels(slices: Any, reduction: str) -> float:
     """Return how far logits without labels, in the engine's first batch, are from those beside labels."""
     inputs, labels = micro_batch(1)

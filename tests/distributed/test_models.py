@@ -15,7 +15,10 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 
+from terapipe_ds.attention import active_slice
 from terapipe_ds.models import gpt
+from terapipe_ds.plan import SlicePlan
+from terapipe_ds.runtime.engine.engine import TeraPipeEngine
 from terapipe_ds.runtime.verify.loss import LossCheck
 from tests.distributed import engines
 from tests.distributed.harness import RankFailure, RankPool, rank_pool
@@ -276,12 +279,15 @@ class Scaled(nn.Module):
     """The first layer of stage 1: a product, in place or not."""
 
     writes = False
+    writes_later = False  # from the second slice on, as to add a state
     was_handed: list[bool] = []
 
     def forward(self, hidden: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             Scaled.was_handed.append(hidden.is_leaf and hidden.requires_grad)
-        return hidden.mul_(1.5) if Scaled.writes else hidden * 1.5
+        active = active_slice()
+        has_state = Scaled.writes_later and active is not None and active.start > 0
+        return hidden.mul_(1.5) if Scaled.writes or has_state else hidden * 1.5
 
 
 def layers() -> list[Any]:
@@ -335,6 +341,36 @@ def test_training_equals_the_stock_engine(writes: bool, name: str) -> None:
     assert len(handed) >= 12 and not any(handed[:3])
     if name in ("slices", "W apart"):  # behind the runs of the check of the first batch
         assert handed[-12:] == [False] * 3 + [not writes] * 9
+
+
+def double_in_place(layer: nn.Module, inputs: tuple[Tensor]) -> None:
+    inputs[0].mul_(2.0)
+
+
+def job_later(change: str) -> dict[str, float]:
+    """Train one batch in which no layer works in place, then one in which it does; return the errors."""
+    Scaled.writes, Scaled.writes_later = False, change == "slices"
+
+    def before_step(engine: Any, step: int) -> None:
+        if change == "slices" and isinstance(engine, TeraPipeEngine):
+            engine.use_slice_plan(SlicePlan((8, 9, 6) if step else (23,)))
+        for layer in engine.module.modules() if change == "hook" and step else ():
+            if isinstance(layer, Scaled):
+                layer.register_forward_pre_hook(double_in_place)
+
+    data = engines.batches(2)
+    ours, stock = (
+        engines.run_training(layers, terapipe, data, before_step=before_step, stages=stages)
+        for terapipe, stages in ((PLAN, 2), (None, 1))
+    )
+    Scaled.writes_later = False
+    return engines.differences(ours, stock)
+
+
+@pytest.mark.parametrize("change", ["slices", "hook"])
+def test_a_layer_that_works_in_place_from_the_second_batch_on_gets_copies(change: str) -> None:
+    """Because sequences are first cut in the second batch, or because a program adds a hook there."""
+    assert not engines.violations(rank_pool(2).run(job_later, change=change))
 
 
 def test_a_layer_that_begins_to_work_in_place_ends_the_job_with_the_cause() -> None:

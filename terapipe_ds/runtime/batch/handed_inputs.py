@@ -3,7 +3,8 @@
 A received tensor that needs a gradient is a leaf of its slice's graph, and torch lets no layer write to a leaf. Layers
 that write to their inputs get copies. A copy takes the memory of one more hidden state for each live slice, and the
 time of the copy and its backward. The forwards of the first micro-batch in training run on copies, whose versions tell
-whether layers write to them. Some layers do so from the second slice on, when there is a state to add.
+whether layers write to them. Some layers do so from the second slice on, when there is a state to add: later slices
+run on copies up to the end of the first micro-batch that has any.
 """
 
 from __future__ import annotations
@@ -27,34 +28,38 @@ class HandedInputs:
     """
 
     def __init__(self, may_hand: bool) -> None:
-        self._handed: frozenset[int] = frozenset()
-        self._is_known = not may_hand
-        self._written: set[int] = set()
+        self._may_hand = may_hand
+        self.renew()
 
-    def leaves_or_copies(self, leaves: Tensors) -> Tensors:
-        """Return the tensors that the layers get for the leaves of a slice."""
-        return tuple(
-            [leaf if i in self._handed and leaf.requires_grad else leaf.clone() for i, leaf in enumerate(leaves)]
-        )
+    def renew(self) -> None:
+        """Learn again: a program has changed the model."""
+        self._handed: dict[bool, frozenset[int]] = {}  # for first slices, and for later ones
+        self._written: set[int] = set()  # in later slices
 
-    def look(self, leaves: Tensors, inputs: Tensors, is_last: bool = True) -> None:
-        """Learn after a forward with a graph which `inputs` the layers have written to, up to the call that `is_last`.
+    def leaves_or_copies(self, leaves: Tensors, is_first: bool) -> Tensors:
+        """Return the tensors that the layers get for the leaves of a slice, the first or a later one."""
+        handed = self._handed.get(is_first, ())
+        return tuple([leaf if i in handed and leaf.requires_grad else leaf.clone() for i, leaf in enumerate(leaves)])
+
+    def look(self, leaves: Tensors, inputs: Tensors, is_first: bool, is_last: bool = True) -> None:
+        """Learn after a forward with a graph which `inputs` the layers have written to, up to the slice that `is_last`.
 
         A tensor whose memory was exchanged (`.data`, as DeepSpeed's checkpointing does to divide or to offload inputs)
         counts as written.
         """
-        if self._is_known:
+        if not self._may_hand or is_first in self._handed:
             return
         both = [*enumerate(zip(leaves, inputs, strict=True))]
         # each write raises the version of a tensor; copies begin at 0
-        self._written |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
-        if is_last:
-            self._is_known = True
-            self._handed = frozenset(i for i, (leaf, _) in both if i not in self._written and leaf.requires_grad)
+        written = {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
+        if not is_first:
+            written = self._written = self._written | written
+        if is_first or is_last:
+            self._handed[is_first] = frozenset(i for i, (leaf, _) in both if i not in written and leaf.requires_grad)
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WrittenInputError if layers have failed with `error` because they have no copy."""
-        if self._handed and "leaf Variable that requires grad" in text_of(error):
+        if any(self._handed.values()) and "leaf Variable that requires grad" in text_of(error):
             raise WrittenInputError(
                 "a layer changes its input in place, and did not in the first training forwards, so that it got "
                 "no copy: change a copy in the layer (inputs = inputs.clone())"

@@ -7,6 +7,7 @@ count the labels of all micro-batches and data-parallel ranks alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,25 +82,14 @@ def counts_of(labels: SliceableTensors | None, config: TeraPipeConfig, loss_fn: 
     return sum(slice_counts(labels, SlicePlan((labels.length,)), config, loss_fn))
 
 
-class _ExactZero(torch.autograd.Function):
-    """Make a zero loss whose gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
-        ctx.outputs = [(t.shape, t.dtype, t.device) for t in outputs]
-        return torch.zeros((), dtype=torch.promote_types(outputs[0].dtype, torch.float32), device=outputs[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
-        return tuple(
-            torch.zeros(shape, dtype=dtype, device=device) if needed else None
-            for (shape, dtype, device), needed in zip(ctx.outputs, ctx.needs_input_grad, strict=True)
-        )
-
-
 def exact_zero(outputs: Any) -> torch.Tensor:
-    """Return a scalar zero that depends on `outputs`: the backward of a slice without valid labels still runs."""
-    return _ExactZero.apply(*floating_tensors(outputs))
+    """Return a scalar zero that depends on `outputs`: the backward of a slice without valid labels still runs.
+
+    Its gradient is exactly zero, whatever the outputs are: 0 * NaN would be NaN.
+    """
+    tensors = floating_tensors(outputs)
+    nothing = functools.reduce(torch.add, [each.unsqueeze(0)[:0].sum() for each in tensors])
+    return nothing.to(torch.promote_types(tensors[0].dtype, torch.float32))
 
 
 def floating_tensors(outputs: Any) -> list[torch.Tensor]:

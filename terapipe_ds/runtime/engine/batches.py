@@ -21,7 +21,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.in_flight import BatchInFlight, MicroBatchInFlight
 from terapipe_ds.runtime.batch.loss_weights import SliceLossError, counts_of, weights_of
 from terapipe_ds.runtime.batch.source import BatchSource, DrawnMicroBatch
-from terapipe_ds.runtime.engine.deepspeed_faults import count_every_stage_in_norm, mark_gradients, skips_nan
+from terapipe_ds.runtime.engine.deepspeed_faults import mark_gradients, skips_nan
 from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
@@ -95,13 +95,11 @@ class IncomingBatches:
         # stages may hand on tensors that require gradients, where they did not before
         self._stage.links.forget_announced()
         if is_new:
-            # norms count all parameters, also those that a program adds between batches
             try:
                 if self._layout.has_copies:
                     join_copies(self._engine.module, self._world)
             except TeraPipeConfigError as error:
                 raise RaisedEverywhere(error) from None
-            count_every_stage_in_norm(self._engine.module, self._engine.grid)
             self._first_batch.renew()
             self._guard_again()
             self._stage.links.expect_new_kernels()  # gradients of weights that were frozen, for example
@@ -264,8 +262,10 @@ class OpenBatch:
             yield
 
     def guard_again(self) -> None:
-        """Run the next batch of each mode under the closer guard."""
+        """Run the next batch of each mode under the closer guard, and see anew which layers work in place."""
         self._modes_run.clear()
+        for part in self._parts:
+            part.handed.renew()
 
     def begin(self, batch: BatchInFlight, step: int) -> None:
         """Begin `batch`, whose training step is `step`, counted from 1."""

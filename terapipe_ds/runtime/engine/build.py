@@ -238,6 +238,5 @@ def give_back(engine: PipelineEngine) -> None:
     uncompile_layers(module)
     leave_to_autograd(module)
     forget_recompute(module)
-    faults.forget_marks(module)
     for name in [name for name in module._parameters if name.startswith(NOTHING_TRAINED)]:
         del module._parameters[name]

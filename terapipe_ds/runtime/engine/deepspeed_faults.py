@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed.runtime.engine as deepspeed_engine
 import torch
+import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_model_parallel_parameter
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
@@ -25,7 +25,7 @@ from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.messages import logger
 from terapipe_ds.runtime.agreement import everywhere, gather
 
-_COUNTED = "by terapipe_ds"  # as `model_parallel` of a parameter; DeepSpeed asks whether it is true
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes that `is_model_parallel_parameter` reads
 
 
 @contextmanager
@@ -36,25 +36,27 @@ def monitors_agreed() -> Iterator[None]:
         yield
 
 
-def count_every_stage_in_norm(module: nn.Module, grid: Any) -> None:
-    """Make DeepSpeed's fp32 `clip_grad_norm_` count the parameters of every stage, and tied ones once.
+@torch.no_grad()
+def clip_fp32(module: nn.Module, grid: Any, limit: float) -> torch.Tensor:
+    """Clip gradients by the norm of all stages, and return the norm; each tied weight counts once.
 
-    DeepSpeed takes parameters without the mark of model parallelism for replicas over stages, and leaves the parameters
-    of later stages out of the norm. Parameters that are divided over tensor-parallel ranks have Megatron's mark, and
-    count on each rank. See `tied_copies_left_out`.
+    DeepSpeed's fp32 `clip_grad_norm_` leaves the parameters of later stages out, unless tensor-parallel ranks divide
+    them, counts divided tied weights on each of their stages, and does not scale the sparse gradients of embeddings.
     """
-    if grid.get_slice_parallel_rank() != 0:  # replicated over tensor-parallel ranks: counted once, on rank 0
-        return
-    for parameter in module.parameters():
-        if not getattr(parameter, "ds_pipe_replicated", False) and not getattr(parameter, "model_parallel", False):
-            parameter.model_parallel = _COUNTED  # type: ignore[attr-defined]
-
-
-def forget_marks(module: nn.Module) -> None:
-    """Remove the marks of `count_every_stage_in_norm`."""
-    for parameter in module.parameters():
-        if getattr(parameter, "model_parallel", None) == _COUNTED:
-            del parameter.model_parallel  # type: ignore[attr-defined]
+    trained = [each for each in module.parameters() if each.grad is not None]
+    # a parameter that tensor-parallel ranks do not divide counts on the first of them
+    is_first = grid.get_slice_parallel_rank() == 0
+    here = [p for p in trained if not getattr(p, "ds_pipe_replicated", False)]
+    norms = [p.grad.float().norm() for p in here if p.grad is not None and (is_first or is_model_parallel_parameter(p))]
+    total = torch.stack([*norms, torch.zeros((), device=get_accelerator().current_device_name())]).square().sum()
+    torch_dist.all_reduce(total, group=grid.get_model_parallel_group())
+    # replicas clip by the same number
+    norm = total.sqrt() / grid.get_data_parallel_world_size()
+    torch_dist.all_reduce(norm, group=grid.get_data_parallel_group())
+    for each in trained:
+        assert each.grad is not None
+        each.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+    return norm
 
 
 def tell_of_clipping(engine: PipelineEngine) -> None:
@@ -68,36 +70,6 @@ def tell_of_clipping(engine: PipelineEngine) -> None:
             "stages. In fp32 without ZeRO DeepSpeed's own engine clips by the norm of the first stage only, and its "
             'losses differ after the first step that clips. To compare both, set "gradient_clipping": 0 in both configs'
         )
-
-
-_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes that DeepSpeed's is_model_parallel_parameter reads
-
-
-@contextmanager
-def tied_copies_left_out(module: nn.Module) -> Iterator[None]:
-    """Hide tied copies from DeepSpeed's fp32 `clip_grad_norm_`, which does not know `ds_pipe_replicated`.
-
-    A tied weight that is divided over tensor-parallel ranks, like a vocabulary-parallel embedding, would count on each
-    of its stages. In this context the copies, which are never on the first stage, look like replicated parameters.
-    """
-    copies = [p for p in module.parameters() if getattr(p, "ds_pipe_replicated", False)]
-    with ExitStack() as marks:
-        for parameter, name in itertools.product(copies, _DIVIDED):
-            if hasattr(parameter, name):
-                marks.callback(setattr, parameter, name, getattr(parameter, name))
-                setattr(parameter, name, False)
-        yield
-
-
-@torch.no_grad()
-def clip_sparse(module: nn.Module, limit: float, norm: torch.Tensor) -> None:
-    """Clip the sparse gradients of embeddings, which DeepSpeed's fp32 `clip_grad_norm_` counts and does not scale.
-
-    It multiplies `.data` of each gradient in place, and for a sparse one this is a copy.
-    """
-    for parameter in module.parameters():
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
 
 
 def warn_of_first_step(engine: PipelineEngine) -> None:

@@ -47,7 +47,6 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.pipe.engine import BATCH_INPUT_TIMER
-from deepspeed.runtime.utils import clip_grad_norm_
 
 import terapipe_ds.runtime.engine.deepspeed_faults as faults
 from terapipe_ds.plan import SlicePlan
@@ -401,10 +400,8 @@ class TeraPipeEngine(ModelEndsEngine):
     steps_per_print = faults.steps_between_prints
 
     def clip_fp32_gradients(self) -> None:
-        """Clip as DeepSpeed does if none of its own optimizers clips; tied weights count once. Keep the norm."""
-        with faults.tied_copies_left_out(self.module):
-            self._global_grad_norm = clip_grad_norm_(self.module.parameters(), self.gradient_clipping(), mpu=self.mpu)
-        faults.clip_sparse(self.module, self.gradient_clipping(), self._global_grad_norm)
+        """Clip if none of DeepSpeed's own optimizers does. Keep the norm."""
+        self._global_grad_norm = faults.clip_fp32(self.module, self.grid, self.gradient_clipping())
 
     # One micro-batch in two slices, as `seq1f1b` is lowered for two stages. Time goes to the right.
     #

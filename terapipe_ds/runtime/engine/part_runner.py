@@ -81,6 +81,8 @@ class DeepSpeedCalls:
 
     def __init__(self, engine: PipelineEngine, offloads: bool) -> None:
         self._engine, self._offloads = engine, offloads
+        self._ends_with: tuple[Any, Any] | None = None  # the loss and the last layer that `_of_hidden` is of
+        self._of_hidden: LossOfHidden | None = None
         self.open_batch()
 
     def open_batch(self) -> None:
@@ -95,10 +97,15 @@ class DeepSpeedCalls:
         warn_if_none_is_kept(self._engine.module, stage_id)
 
     def loss_of_hidden(self, stage: Stage, chunk_id: int) -> LossOfHidden | None:
-        """Return the loss of the last part, which is that chunk, without logits; None if it needs them."""
-        activate(self._engine.module, chunk_id)
-        autocast = partial(autocast_if_enabled, self._engine)
-        return LossOfHidden.of(self._engine.module, stage.weight_gradients, autocast, stage.own_time.layers)
+        """Return the loss of the last part, which is that chunk, without logits; None if it needs them now."""
+        module = self._engine.module
+        activate(module, chunk_id)
+        # a program may have changed them since the batch before
+        if self._ends_with != (ends_with := (module.loss_fn, module.forward_funcs[-1])):
+            autocast = partial(autocast_if_enabled, self._engine)
+            of_hidden = LossOfHidden.of(module, stage.weight_gradients, autocast, stage.own_time.layers)
+            self._ends_with, self._of_hidden = ends_with, of_hidden
+        return None if self._of_hidden is None or self._of_hidden.needs_logits else self._of_hidden
 
     def run_layers(self, inputs: Any, training: bool) -> Any:
         """Run the layers of the active part, and return their outputs."""
@@ -161,8 +168,7 @@ class PartRunner:
         self._sends_gradients = stage.links.has_wire(Kind.BACKWARD, place.chunk_id)
         self._has_warned = False
         # only this part owns what comes over a wire; offloading frees memory once nothing else holds it
-        self._handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
-        self._without_logits = stage.deepspeed.loss_of_hidden(stage, place.chunk_id) if place.is_last else None
+        self.handed = HandedInputs(may_hand=self._sends_gradients and stage.offload is None)
         self._has_told_of_logits = False
         self.open_batch(None)
 
@@ -172,9 +178,8 @@ class PartRunner:
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
         self._sent: SliceKey | None = None  # the slice whose gradients B itself has sent
-        # a program may have changed the last layer since the batch before
-        loss = None if batch is None else self._without_logits
-        self._of_hidden = None if loss is None or loss.needs_logits else loss
+        has_loss = batch is not None and self.place.is_last
+        self._of_hidden = self._stage.deepspeed.loss_of_hidden(self._stage, self.place.chunk_id) if has_loss else None
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""
@@ -219,23 +224,23 @@ class PartRunner:
         saving = self._begin(action)
         # wait for the message of the part before, or cut the micro-batch
         leaves, is_tuple = self._leaves(action, active)
-        inputs = self._handed.leaves_or_copies(leaves)
+        inputs = self.handed.leaves_or_copies(leaves, action.slice_id == 0)
         # layers see the active slice, so that attention reads and writes its keys and values
         stage.own_time.layers_begin()
         with push_slice(active), saving:
             try:
                 outputs = stage.deepspeed.run_layers(inputs if is_tuple else inputs[0], training)
             except RuntimeError as error:
-                self._handed.explain(error)
+                self.handed.explain(error)
                 if stage.offload is not None:
                     explain_refusal(error)
                 raise
             if training:
                 plan = slices.batch.micro_batches[action.micro_batch_id].plan
-                self._handed.look(leaves, inputs, is_last=action.slice_id == plan.num_slices - 1)
+                self.handed.look(leaves, inputs, action.slice_id == 0, is_last=action.slice_id == plan.num_slices - 1)
             loss = self._loss(active, outputs) if self.place.is_last else None
             if stage.finite is not None and training and loss is not None and active.wants_logits:
-                stage.finite.look_at_loss(loss)
+                stage.finite.look("the loss function", "the loss", loss)
         stage.own_time.layers_end()
         # keep the leaves and the outputs until B; a part on the same stage gets the outputs without a message
         slices.keep(action, leaves, outputs, loss)
@@ -297,14 +302,14 @@ class PartRunner:
         if not self.place.is_last:
             _, gradients = self._received(action, PIPE_RECV_GRAD_TIMER)
         # layers keep the factors of weight gradients: for W, or for one product with other slices
-        is_split = stage.weight_gradients.splits(key)
+        is_split = key in slices.batch.split
         with push_slice(self._active(action, "recompute")) as active, stage.weight_gradients.deferred(key):
             if self.place.is_last:
                 stage.deepspeed.backward_of_loss(slice_.loss)
                 if not active.wants_logits:  # the backward has computed the loss
                     stage.results.book(active, slice_.loss)
                     if stage.finite is not None:
-                        stage.finite.look_at_loss(slice_.loss)
+                        stage.finite.look("the loss function", "the loss", slice_.loss)
             else:
                 stage.deepspeed.backward_of_outputs(slice_.outputs, gradients)
             if stage.finite is not None and is_split:

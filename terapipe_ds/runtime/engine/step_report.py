@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 import torch.distributed as torch_dist
@@ -29,8 +28,6 @@ from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.show import many
 from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s
-
-T = TypeVar("T")
 
 PREFIX = "Train/TeraPipe/"
 _STEPS = 20  # after this many steps the log reports their speed; the first one, which warms up, does not count

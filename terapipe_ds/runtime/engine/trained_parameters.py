@@ -94,8 +94,7 @@ def problem_of_foreign_parameters(module: Any, trained: Iterable[torch.Tensor]) 
 
 
 def _with_some(module: Any, group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    given = group["params"]
-    listed = [given] if isinstance(given, torch.Tensor) else list(given)
+    listed = tensors_of([group])
     is_trained = any(each.requires_grad for each in listed)
     return {**group, "params": listed if is_trained else [*listed, _number(module, name)]}
 

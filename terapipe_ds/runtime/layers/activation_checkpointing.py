@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -170,17 +170,14 @@ def recompute_layers(module: PipelineModule, layers: Collection[int]) -> None:
         module.held_parts[module.active_chunk].checkpointable = module.is_checkpointable_results
 
 
-@contextmanager
-def checkpointing_with_gradients(module: Any, offloads: bool = False) -> Iterator[None]:
-    """Let a `PipelineModule` checkpoint by `checkpoint_with_gradients` during a forward."""
+def checkpointing_with_gradients(module: Any, offloads: bool = False) -> AbstractContextManager[None]:
+    """Return a context for a forward, in which a `PipelineModule` checkpoints by `checkpoint_with_gradients`."""
     # only during a forward: DeepSpeed recognises reentrant checkpointing by the identity of the module's function
     checkpoint = getattr(module, "activation_checkpoint_func", None)
     if checkpoint is None:  # a measured module of another kind
-        yield
-        return
+        return nullcontext()
     ours = checkpoint_with_gradients(checkpoint, offloads, kept_calls(module), getattr(module, "rng_trackers", ()))
-    with replaced(module, "activation_checkpoint_func", ours):
-        yield
+    return replaced(module, "activation_checkpoint_func", ours)
 
 
 def checkpoint_with_gradients(

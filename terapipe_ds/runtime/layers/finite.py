@@ -178,10 +178,6 @@ class FiniteCheck:
         if active is not None and numbers.numel() and numbers.layout is torch.strided:
             self._looks.append(Look(active, layer, what, is_backward, torch.aminmax(numbers)))
 
-    def look_at_loss(self, loss: Tensor) -> None:
-        """Check the weighted loss of the running slice on the last stage."""
-        self.look("the loss function", "the loss", loss)
-
     def look_at_parameters(self) -> None:
         """Check the parameters' gradients after the backward of the running slice."""
         if self._gradients and not self._collected:

@@ -41,10 +41,8 @@ def accumulate_in_products(module: nn.Module, optimizer: Any) -> WeightGradients
         defer = getattr(layer, "defer_weight_gradients", None)
         if defer is not None:
             defer(gradients)
-        elif type(layer) is nn.Linear and not _is_replaced(layer):
-            layer.forward = partial(_linear_of, layer, gradients)  # type: ignore[assignment, method-assign]
-        elif type(layer) is nn.Embedding and not _is_replaced(layer) and _is_plain(layer):
-            layer.forward = partial(_looked_up, layer, gradients)  # type: ignore[assignment, method-assign]
+        elif type(layer) in (nn.Linear, nn.Embedding) and not _is_replaced(layer):
+            layer.forward = partial(_forward_of, layer, gradients)  # type: ignore[assignment, method-assign]
     return gradients
 
 
@@ -136,10 +134,6 @@ class WeightGradients:
         sums watches each gradient, autograd makes it.
         """
         return self._is_narrow and not checkpoints and not (self.is_watched and self.sums is None)
-
-    def splits(self, key: Key) -> bool:
-        """Return whether the slice has a W of its own in this batch."""
-        return key in self._split
 
     @contextmanager
     def deferred(self, key: Key) -> Iterator[None]:
@@ -397,11 +391,7 @@ def _in_autograd(by_weight: dict[_Sum, list[_Product]]) -> None:
 def _is_replaced(layer: nn.Module) -> bool:
     """Return whether the user has replaced the forward of a layer; an earlier engine's does not count."""
     forward = vars(layer).get("forward")
-    return forward is not None and getattr(forward, "func", None) not in (_linear_of, _looked_up)
-
-
-def _is_plain(layer: nn.Embedding) -> bool:
-    return not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
+    return forward is not None and getattr(forward, "func", None) is not _forward_of
 
 
 # `deepcopy` copies the layer that a partial holds, but none that a function closes over: a copy of the layer, such as a
@@ -410,18 +400,15 @@ def _is_plain(layer: nn.Embedding) -> bool:
 # a program may give the layer another class or other options, or the class another forward, when the engine is built
 
 
-def _linear_of(layer: nn.Linear, gradients: WeightGradients, input: Tensor) -> Tensor:
-    forward = type(layer).forward
-    if forward is not nn.Linear.forward or not _is_of_torch(forward):
-        return forward(layer, input)
-    return gradients.linear(input, layer.weight, layer.bias)
-
-
-def _looked_up(layer: nn.Embedding, gradients: WeightGradients, input: Tensor) -> Tensor:
-    forward = type(layer).forward
-    if forward is not nn.Embedding.forward or not _is_of_torch(forward) or not _is_plain(layer):
-        return forward(layer, input)
-    return gradients.lookup(input, layer.weight, layer.padding_idx)
+def _forward_of(layer: nn.Module, gradients: WeightGradients, input: Tensor) -> Tensor:
+    forward: Callable[..., Tensor] = type(layer).forward
+    is_torchs = _is_of_torch(forward)
+    if is_torchs and isinstance(layer, nn.Linear) and forward is nn.Linear.forward:
+        return gradients.linear(input, layer.weight, layer.bias)
+    if is_torchs and isinstance(layer, nn.Embedding) and forward is nn.Embedding.forward:
+        is_plain = not (layer.sparse or layer.max_norm or layer.scale_grad_by_freq)
+        return gradients.lookup(input, layer.weight, layer.padding_idx) if is_plain else forward(layer, input)
+    return forward(layer, input)
 
 
 @lru_cache(maxsize=64)

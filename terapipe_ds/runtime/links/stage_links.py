@@ -9,12 +9,12 @@ memory stays until the peer is known to have received it.
 from __future__ import annotations
 
 import math
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -27,8 +27,10 @@ from terapipe_ds.runtime.links.channel import AnnouncedChannel, ReceiveChannel, 
 from terapipe_ds.runtime.links.groups import Wires
 from terapipe_ds.runtime.links.queues import QueueCheck
 from terapipe_ds.runtime.links.specs import LinkError, MessageSpec
+from terapipe_ds.schedule import Schedule
 from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.proofs import budget_of_sends
+from terapipe_ds.schedule.schedule import COMPUTE_OF
 
 BATCHES_BY_HOST = 3  # batches of a kind whose messages go by way of the host: by then its kernels are loaded
 
@@ -36,7 +38,6 @@ HOST_SHARE = 0.01
 """Share of batches up to which those with sizes of their own go by way of the host, between the sizes that have run."""
 
 _Channel = TypeVar("_Channel")
-_Computation = tuple[int, Kind, int, SliceKey]  # the stage, F, B or W, the part, and the unit
 
 
 class _KindRun:
@@ -106,32 +107,26 @@ class StageLinks:
         self._num_batches = self._num_by_host = 0
         self._plans = False, False
         self._batch: BatchInFlight | None = None
-        # The place of each computation in the orders of the peers, and the budget of sends, take long to compute:
-        # keep them by the identity of a schedule, as long as it lives
-        self._of_schedules: dict[int, tuple[dict[_Computation, int], int]] = {}
+        self._budgets: WeakKeyDictionary[Schedule, int] = WeakKeyDictionary()  # of sends; they take long to compute
         self.outstanding_sends = 0  # the budget of each link in the open batch
         self._handed: dict[tuple[Kind, int, SliceKey], tuple[MessageSpec, Tensors]] = {}
-        # By chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
-        self._activations_in: dict[int, AnnouncedChannel] = {}
-        self._activations_out: dict[int, SendChannel] = {}
-        self._gradients_in: dict[int, ReceiveChannel] = {}
-        self._gradients_out: dict[int, SendChannel] = {}
+        # By F or B and chunk. A wire between two parts of one stage does not exist: `hand_on` keeps the tensors for it
+        self._in: dict[tuple[Kind, int], ReceiveChannel] = {}
+        self._out: dict[tuple[Kind, int], SendChannel] = {}
         for ends in layout.wires():
             source, source_chunk, target, target_chunk = ends
             if stage_id in (source, target):
                 activations, gradients = wires.between(ends)
             if stage_id == source:
+                self._out[Kind.FORWARD, source_chunk] = SendChannel(activations)
                 spec_of = partial(self._gradient_spec, source_chunk)
-                self._activations_out[source_chunk] = SendChannel(activations)
-                self._gradients_in[source_chunk] = ReceiveChannel(gradients, spec_of)
+                self._in[Kind.BACKWARD, source_chunk] = ReceiveChannel(gradients, spec_of)
             elif stage_id == target:
-                self._activations_in[target_chunk] = AnnouncedChannel(activations, self._signature)
-                self._gradients_out[target_chunk] = SendChannel(gradients)
-        self._receiving = *self._activations_in.values(), *self._gradients_in.values()
-        self._sending = *self._activations_out.values(), *self._gradients_out.values()
+                self._in[Kind.FORWARD, target_chunk] = AnnouncedChannel(activations, self._signature)
+                self._out[Kind.BACKWARD, target_chunk] = SendChannel(gradients)
 
     def _gradient_spec(self, chunk_id: int, unit: SliceKey) -> MessageSpec | None:
-        sent = self._activations_out[chunk_id].announced.get(self._signature(unit))
+        sent = self._out[Kind.FORWARD, chunk_id].announced.get(self._signature(unit))
         return None if sent is None else sent.gradient
 
     def open_batch(self, batch: BatchInFlight) -> None:
@@ -145,20 +140,15 @@ class StageLinks:
         self._plans = by_host and may_plan, may_plan
         self._num_batches += 1
         self._num_by_host += by_host
-        for channel in (*self._receiving, *self._sending):
+        for channel in (*self._in.values(), *self._out.values()):
             channel.go_by_host(by_host)
         if self._announce_each:
             self.forget_announced()
-        # The schedule may be a new object in each batch: the values kept for it end with it
-        key = id(batch.schedule)
-        if key not in self._of_schedules:
+        # The schedule may be a new object in each batch
+        if batch.schedule not in self._budgets:
             self._queues.check(batch.schedule)
-            peers = {channel.wire.peer_stage_id for channel in self._sending}
-            orders = {stage_id: enumerate(batch.schedule.orders[stage_id]) for stage_id in peers}
-            places = {(k, a.kind, a.part_id, a.unit): i for k, order in orders.items() for i, a in order}
-            self._of_schedules[key] = places, budget_of_sends(batch.schedule)
-            weakref.finalize(batch.schedule, self._of_schedules.pop, key).atexit = False
-        self._places, self.outstanding_sends = self._of_schedules[key]
+            self._budgets[batch.schedule] = budget_of_sends(batch.schedule)
+        self.outstanding_sends = self._budgets[batch.schedule]
 
     @property
     def host_share(self) -> float | None:
@@ -186,9 +176,9 @@ class StageLinks:
     def close_batch(self) -> None:
         """Check that every message of the batch was used, and wait until everything sent has been received."""
         # An unused message would be taken for one of the next batch
-        for receiving in self._receiving:
+        for receiving in self._in.values():
             receiving.assert_empty()
-        for sending in self._sending:
+        for sending in self._out.values():
             with self.waiting(_wait_of_send(sending)):
                 sending.keep_at_most(0)
         # After some batches of a kind its kernels are loaded: later ones go by way of the device
@@ -211,17 +201,11 @@ class StageLinks:
 
     def forget_announced(self) -> None:
         """Announce each signature again. Call it between batches, on both ends of a link."""
-        for receiving in self._activations_in.values():
-            receiving.known.clear()
-        for sending in self._activations_out.values():
+        for receiving in self._in.values():
+            if isinstance(receiving, AnnouncedChannel):
+                receiving.known.clear()
+        for sending in self._out.values():
             sending.announced.clear()
-
-    def _heard_from(self, stage_id: int, kind: Kind, part_id: int, unit: SliceKey) -> None:
-        """Release the messages that `stage_id` has received: a message came that it sends after this computation."""
-        sent_at = self._places[stage_id, kind, part_id, unit]
-        for channel in self._sending:
-            if channel.wire.peer_stage_id == stage_id:
-                channel.release(before=sent_at)
 
     def post(self, action: Action) -> None:
         """Begin to receive the input of a later F, or the gradients of a later B, while others are computed."""
@@ -236,34 +220,39 @@ class StageLinks:
             except KeyError:
                 raise LinkError(f"{action} of part {action.part_id}: its neighbour has handed nothing on") from None
         message = channel.wait(action.unit)
-        neighbour = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
-        self._heard_from(channel.wire.peer_stage_id, action.kind, neighbour, action.unit)
+        # The peer has received all that it needed before this message
+        sent_at = self._place(action, -1 if action.kind is Kind.FORWARD else 1)
+        for sending in self._out.values():
+            if sending.wire.peer_stage_id == channel.wire.peer_stage_id:
+                sending.release(before=sent_at)
         return message
+
+    def _place(self, action: Action, step: int) -> int:
+        """Return the place, on its stage, of the F or B of the same unit on a neighbouring part."""
+        kind = COMPUTE_OF.get(action.kind, action.kind)
+        neighbour = action._replace(kind=kind, part_id=action.part_id + step)
+        return self._open().schedule.nodes.place(neighbour)
 
     def _incoming(self, action: Action) -> ReceiveChannel | None:
         """Return the channel of the message that an F or a B waits for."""
-        if action.kind in (Kind.FORWARD, Kind.RECV_ACTIVATION):
-            return self._activations_in.get(action.chunk_id)
-        return self._gradients_in.get(action.chunk_id)
+        return self._in.get((COMPUTE_OF.get(action.kind, action.kind), action.chunk_id))
 
     def send_activation(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool) -> None:
         """Send the outputs of F; `is_tuple`: the layers returned a tuple."""
-        channel = _there(self._activations_out.get(action.chunk_id), action)
-        unit = action.unit
+        channel = _there(self._out.get((Kind.FORWARD, action.chunk_id)), action)
         # The peer has received the message when something arrives that it sends after this action
-        needed_at = self._places[action.peer_stage_id, Kind.FORWARD, action.peer_part_id, unit]
+        needed_at = self._place(action, 1)
         # Both ends know the form of a signature from its first message on; another form is an error here
         spec = MessageSpec.of(tensors, is_tuple)
-        channel.announce(self._signature(unit), spec)
+        channel.announce(self._signature(action.unit), spec)
         channel.send(tensors, needed_at, spec)
         self._keep_budget(channel)
 
     def send_gradients(self, action: Action, gradients: Sequence[torch.Tensor]) -> None:
         """Send the gradients of what a slice has received; `action` is its B, or the message of B."""
-        channel = _there(self._gradients_out.get(action.chunk_id), action)
-        peer, part_id = channel.wire.peer_stage_id, action.part_id - 1
-        needed_at = self._places[peer, Kind.BACKWARD, part_id, action.unit]
-        received = _there(self._activations_in.get(action.chunk_id), action)
+        channel = _there(self._out.get((Kind.BACKWARD, action.chunk_id)), action)
+        needed_at = self._place(action, -1)
+        received = _there(self._in.get((Kind.FORWARD, action.chunk_id)), action)
         # The gradients have the form of the received activations; with a format both ends must know the packing
         activations = received.spec_of(action.unit)
         channel.send(gradients, needed_at, None if activations is None else activations.gradient)
@@ -277,11 +266,11 @@ class StageLinks:
 
     def has_wire(self, kind: Kind, chunk_id: int) -> bool:
         """Return whether the result of an F (B) of the part at `chunk_id` goes to another stage."""
-        return chunk_id in (self._activations_out if kind is Kind.FORWARD else self._gradients_out)
+        return (kind, chunk_id) in self._out
 
     def copies_outputs(self, chunk_id: int) -> bool:
         """Return whether the wire from the part at `chunk_id` copies what it sends."""
-        channel = self._activations_out.get(chunk_id)
+        channel = self._out.get((Kind.FORWARD, chunk_id))
         return channel is not None and channel.wire.copies
 
     def hand_on(self, action: Action, tensors: Sequence[torch.Tensor], is_tuple: bool = True) -> None:

@@ -346,11 +346,11 @@ class SliceTimer:
     def _forward(self, active: ActiveSlice, layers: Callable[[Any], Any] | None = None) -> LiveSlice:
         """Run the engine's F, without its bookkeeping, on the module or on `layers` in its place."""
         leaves, is_tuple = self._leaves(active)
-        inputs = self.handed.leaves_or_copies(leaves)
+        inputs = self.handed.leaves_or_copies(leaves, active.start == 0)
         with push_slice(active), checkpointing_with_gradients(self.module):
             with self.autocast():
                 outputs = (layers or self.module)(inputs if is_tuple else inputs[0])
-            self.handed.look(leaves, inputs)
+            self.handed.look(leaves, inputs, active.start == 0)
             if not self.is_last:
                 return LiveSlice(active, outputs, None)
             labels = None if self.labels is None else self.labels.part(active.start, active.stop)

@@ -39,18 +39,6 @@ def test_other_text_does_not_parse(text: str) -> None:
         Action.parse(text)
 
 
-def test_deepspeed_finds_what_it_needs() -> None:
-    stage = build("seq1f1b", 2, 2, 2).for_stage(1)
-    assert stage.num_pipe_buffers() == 0
-    steps = list(stage)
-    assert [step[0] for step in steps] == list(stage.actions)
-    assert {len(step) for step in steps} == {1}
-    for (action,) in steps:
-        assert type(action) is Action
-        assert action.kwargs == {"action": action}
-    assert steps == list(stage), "a schedule can be run again"
-
-
 def test_schedules_are_values() -> None:
     first, second = build("gpipe", 3, 2, 2), build("gpipe", 3, 2, [2, 2])
     assert first == second

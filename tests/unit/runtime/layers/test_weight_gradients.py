@@ -149,9 +149,9 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
     plain[2].weight, plain[3].weight = plain[1].weight, plain[0].weight
     ours, ids = copy.deepcopy(plain), torch.tensor([[1, 4, 2, 2, 0]])
     gradients = WeightGradients(is_watched=True, sums=(sums := OwnSums(ours)))
-    ours[0].forward = partial(weight_gradients._looked_up, ours[0], gradients)
+    ours[0].forward = partial(weight_gradients._forward_of, ours[0], gradients)
     for layer in ours[1:]:
-        layer.forward = partial(weight_gradients._linear_of, layer, gradients)
+        layer.forward = partial(weight_gradients._forward_of, layer, gradients)
     with one_slice(gradients) as computed:
         ours(ids).square().sum().backward()
     assert computed == [4]
@@ -405,7 +405,7 @@ def test_gradients_that_go_to_sums_are_autograds(first_has_gradient: bool) -> No
     model, inputs = copy.deepcopy(plain), torch.randn(2, 5, 4, dtype=torch.float64)
     sums = OwnSums(model)
     for layer in (model[0], model[2]):
-        layer.forward = partial(weight_gradients._linear_of, layer, WeightGradients(True, sums))
+        layer.forward = partial(weight_gradients._forward_of, layer, WeightGradients(True, sums))
     for which in (1, 0):
         own = inputs.clone().requires_grad_(first_has_gradient)
         with unit(3, 0, which):
@@ -441,7 +441,7 @@ def test_a_layer_may_ask_for_gradients_of_its_inputs(way: str, bias: bool, secon
     gradients = WeightGradients(way == "sums", sums if way == "sums" else None)
     gradients.open_batch(units if way == "split" else ())
     for layer in (model.linear, model.last):
-        layer.forward = partial(weight_gradients._linear_of, layer, gradients)
+        layer.forward = partial(weight_gradients._forward_of, layer, gradients)
     for which in units:
         own, theirs = inputs.clone().requires_grad_(), inputs.clone().requires_grad_()
         with unit(*which), gradients.deferred(which) if way == "split" else nullcontext():

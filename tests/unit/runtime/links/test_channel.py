@@ -198,7 +198,7 @@ def test_only_devices_beside_the_host_are_staged() -> None:
 def test_an_output_without_a_gradient_is_copied_once(kind: dict[str, bool]) -> None:
     """Over NCCL the copy for the message suffices; over gloo there would be none."""
     path, output = replace(wire(), **kind), torch.ones(3)
-    links = SimpleNamespace(_activations_out={0: SimpleNamespace(wire=path)})
+    links = SimpleNamespace(_out={(Kind.FORWARD, 0): SimpleNamespace(wire=path)})
     stage = SimpleNamespace(copies_outputs=partial(StageLinks.copies_outputs, links))
     runner: Any = SimpleNamespace(place=SimpleNamespace(chunk_id=0), _stage=SimpleNamespace(links=stage))
     runner._open = lambda: SimpleNamespace(get=lambda action: SimpleNamespace(outputs=output))

@@ -38,6 +38,7 @@ import torch.distributed as torch_dist
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
+from terapipe_ds.models.hugging_face.refusals import _over_gloo
 from terapipe_ds.runtime.agreement import _on_the_host
 
 PATIENCE_S = 30.0
@@ -280,7 +281,8 @@ def emulated_nccl(eager: bool, patience_s: float = PATIENCE_S) -> Iterator[Emula
             patches.enter_context(mock.patch.object(torch_dist, name, getattr(emulator, name)))
         for name in ("synchronize", "set_device"):
             patches.enter_context(mock.patch.object(get_accelerator(), name, getattr(emulator, name)))
-        _on_the_host.cache_clear()  # it knows the backend outside
-        patches.callback(_on_the_host.cache_clear)
+        for known in (_on_the_host, _over_gloo):  # they know the backend and the groups outside
+            known.cache_clear()
+            patches.callback(known.cache_clear)
         yield emulator
         emulator.close()

@@ -66,14 +66,16 @@ class NotCausalError(ModelRefusedError):
 def gathered(value: T) -> list[T]:
     """Return the values of all ranks, by rank. A collective on the CPU: ranks may have no device yet."""
     values = [value] * torch_dist.get_world_size()
-    torch_dist.all_gather_object(values, value, group=_on_the_host(torch_dist.group.WORLD))
+    # NCCL needs a device, which DeepSpeed sets
+    group = None if torch_dist.get_backend() == "gloo" else _over_gloo(torch_dist.group.WORLD)
+    torch_dist.all_gather_object(values, value, group=group)
     return values
 
 
 @functools.lru_cache(maxsize=1)  # to make a group connects each rank to all others
-def _on_the_host(world: Any) -> Any:
-    """Return a group of all ranks over gloo; None if `world` is one. NCCL needs a device, which DeepSpeed sets."""
-    return None if torch_dist.get_backend() == "gloo" else torch_dist.new_group(backend="gloo")
+def _over_gloo(world: Any) -> Any:
+    """Return a group over gloo of all ranks of `world`."""
+    return torch_dist.new_group(backend="gloo")
 
 
 @contextlib.contextmanager

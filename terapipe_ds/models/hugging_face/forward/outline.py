@@ -16,6 +16,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from terapipe_ds import compat
 from terapipe_ds.attention import active_slice
-from terapipe_ds.attention.active_slice import ActiveSlice
+from terapipe_ds.attention.active_slice import ActiveSlice, push_slice
 from terapipe_ds.models.hugging_face.forward.attention import NAME, own_attentions
 from terapipe_ds.models.hugging_face.forward.cache import SliceCache
 from terapipe_ds.models.hugging_face.refusals import ModelRefusedError, end_of_scaled_angles
@@ -273,7 +274,8 @@ class Outline:
         logits[0, :, 0], logits[0, :, -1] = tiny, huge
         hidden = torch.zeros((), dtype=torch.float64).expand(1, 2, self.config.hidden_size)
         try:
-            out = self.run_head(lambda _: logits.clone(), hidden)
+            with _whole_rows_of(2):
+                out = self.run_head(lambda _: logits.clone(), hidden)
         except Exception:  # in the model's own code
             return None, False
         scale, most = float(out[0, 0, 0]) / tiny, abs(float(out[0, 0, -1]))
@@ -300,12 +302,14 @@ class Outline:
         def difference() -> str:
             drawn.clear()
             try:
-                own = float(self._run({self.head: draw}, hidden, layers, labels=labels))
+                with _whole_rows_of(4):
+                    own = float(self._run({self.head: draw}, hidden, layers, labels=labels))
             except Exception as error:  # in the model's own code
                 return f"gives no loss in a trial ({type(error).__name__}: {error})"
             return "" if math.isclose(own, expected, rel_tol=1e-4) else f"gives the loss {own:.5g}"
 
-        logits = self._run({self.head: draw}, hidden, layers)
+        with _whole_rows_of(4):
+            logits = self._run({self.head: draw}, hidden, layers)
         expected = float(loss_of(logits[:, :-1], labels[:, 1:]))
         found = difference()
         if found and not drawn and self.model.training:
@@ -407,7 +411,8 @@ class Outline:
         names = "max_position_embeddings", "max_seq_len"
         most = {int(size) for size in (getattr(self.config, name, None) for name in names) if size}
         hidden = torch.zeros(1, 2, self.config.hidden_size)
-        arguments = self._find_arguments(0, hidden, self.attention(self.takes_patterns))
+        with _whole_rows_of(2):
+            arguments = self._find_arguments(0, hidden, self.attention(self.takes_patterns))
         buffers = [b for module in (self.model, self.layers[0]) for b in module.buffers() if b.dim() > 1]
         tensors = [*buffers, *(leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf))]
         ends = most & {size for tensor in tensors for size in tensor.shape}
@@ -445,10 +450,15 @@ class Outline:
         return trial.calls
 
     def _try(self, trial: _Trial, head: str, inputs: Tensor) -> Tensor:
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng([]), _whole_rows_of(3):
             torch.manual_seed(0)  # both trials drop the same numbers
             runs = trial.runs(self._others, head)
             return self._run(runs, inputs, [trial.layer] * len(self.layers)).detach()
+
+
+def _whole_rows_of(tokens: int) -> AbstractContextManager[Any]:
+    """Return a context for a trial: it has positions of its own, whatever slice or documents run when it is made."""
+    return push_slice(ActiveSlice(0, tokens, tokens))
 
 
 class _Trial:

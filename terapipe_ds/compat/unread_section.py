@@ -8,9 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from terapipe_ds.config import TeraPipeConfig, TeraPipeConfigError
+from terapipe_ds.messages import logger
 
 _GUARD = "terapipe_guard"  # attribute of the function
 READS_SECTION = "reads_terapipe_section"  # attribute of an engine class
+_NOT_ENABLED = (
+    'the section "terapipe" has no "enabled", so DeepSpeed\'s own engine trains whole sequences: set it to true, or '
+    "to false to end this warning"
+)
 
 
 def is_enabled(raw: Any) -> bool:
@@ -33,6 +38,8 @@ def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
         if not hasattr(type(self), READS_SECTION) and isinstance(raw, dict):
             if always:
                 TeraPipeConfig.from_deepspeed(raw)  # misspelt keys, and an enabled section that is not valid
+                if raw.get("terapipe") and "enabled" not in raw["terapipe"]:
+                    logger.warning(_NOT_ENABLED)
             if is_enabled(raw) and (always or _is_of_this_package(model)):
                 raise TeraPipeConfigError(_unread(type(self), model, always))
         stock(self, *args, **kwargs)

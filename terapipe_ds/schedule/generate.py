@@ -144,6 +144,8 @@ def _check_name(name: str) -> None:
         raise ScheduleError(f"schedule {name!r} has no order without costs: {fix}, or give a name: {_KNOWN}")
     near = closest(str(name).lower(), SCHEDULE_NAMES, cutoff=0.5)
     hint = "" if near is None else f" (did you mean {near!r}?)"
+    if str(name).endswith(".csv"):
+        hint = " (to read a file: --from-csv FILE, in Python terapipe_ds.schedule.load(FILE))"
     raise ScheduleError(f"unknown schedule {name!r}{hint}: known are {_KNOWN}")
 
 

@@ -25,6 +25,7 @@ from terapipe_ds.runtime.links.groups import PipelineGroups
 from terapipe_ds.runtime.log import Diagnostic
 from terapipe_ds.runtime.verify.compare import multiplies_in_tf32
 from terapipe_ds.schedule import Schedule
+from terapipe_ds.schedule.placement import LOOPED
 from terapipe_ds.schedule.show import many
 from terapipe_ds.timeline import Timeline
 from terapipe_ds.timeline.waits import exposed_comm_s
@@ -158,7 +159,10 @@ def first_line(ran: Ran, num_micro_batches: int, num_replicas: int) -> str:
     schedule, counts = ran.schedule, sorted(set(ran.schedule.num_slices))
     slices = f"{counts[0]} to " * (counts[0] < counts[-1]) + many(counts[-1], "slice")
     micro_batches = many(num_micro_batches, "micro-batch")
-    what = f"{schedule.name} on {many(schedule.num_stages, 'stage')}, {micro_batches} of {slices}"
+    what = f"{schedule.name} on {many(schedule.num_stages, 'stage')}"
+    if schedule.chunks_per_stage == 1 and schedule.name in LOOPED:
+        what += ' of one part, which interleaves nothing ("chunks_per_stage": 2 makes two parts)'
+    what += f", {micro_batches} of {slices}"
     what += f", {num_replicas} replicas" if num_replicas > 1 else ""
     return f"training runs {what}; {_expected(ran.predicted)}"
 
@@ -192,8 +196,8 @@ def after_steps(steps: Sequence[Took]) -> str:
     text += f", {statistics.median(faster):.2f} times as fast as whole sequences by prediction" if faster else ""
     if abs(off) > _FAR:
         text += (
-            "; costs are no longer those that were measured: delete the profile in planner.cache_dir, or look at a "
-            "step (trace_dir, terapipe timeline --against)"
+            "; costs are not those that were measured: start again to measure anew (with planner.cache_dir, delete its "
+            "profile first), or look at a step (trace_dir, terapipe timeline --against)"
         )
     return text
 

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import terapipe_ds
 from terapipe_ds import compat
+from terapipe_ds.compat.unread_section import guarded
 from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime import register
 from terapipe_ds.runtime.engine.engine import TeraPipeEngine
@@ -95,3 +96,16 @@ def test_initialize_registers_for_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     terapipe_ds.register()
     terapipe_ds.initialize()
     assert register.is_registered(), "what was registered before stays so"
+
+
+@pytest.mark.parametrize(("section", "warns"), [
+    ({"slices": 2}, True), ({}, False), ({"enabled": False, "slices": 2}, False),
+])  # fmt: skip
+def test_a_section_that_nobody_has_enabled(
+    section: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def build(engine: object, config_class: SimpleNamespace) -> None:
+        assert config_class._param_dict["terapipe"] is section
+
+    guarded(build, always=True)(object(), config_class=SimpleNamespace(_param_dict={"terapipe": section}))
+    assert ('"terapipe" has no "enabled", so DeepSpeed\'s own engine trains' in caplog.text) == warns

@@ -166,6 +166,8 @@ def test_an_unknown_name_gets_the_nearest_known(name: str, near: str | None) -> 
         build(name, 2, 2, 2)
     assert all(known in str(caught.value) for known in SCHEDULE_NAMES)
     assert (f"did you mean '{near}'" in str(caught.value)) == (near is not None)
+    with pytest.raises(ScheduleError, match=r"unknown schedule 'own.csv' \(to read a file: --from-csv"):
+        build("own.csv", 2, 2, 2)
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.0, "2", None, True])

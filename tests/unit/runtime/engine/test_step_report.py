@@ -71,6 +71,9 @@ def test_the_first_line() -> None:
     ramp = first_line(Ran(build("seq1f1b", 2, 3, [4, 2, 3]), 1, None), 3, 2)
     assert "3 micro-batches of 2 to 4 slices, 2 replicas; no prediction" in ramp
     assert "on 1 stage, 1 micro-batch of 1 slice; no " in first_line(Ran(build("1f1b", 1, 1, 1), 1, None), 1, 1)
+    for num_parts in (1, 2):  # an interleaved order of one part per stage is a plain one
+        looped = first_line(Ran(build("seq1f1b-interleaved", 2, 2, 2, chunks_per_stage=num_parts), 1, None), 2, 1)
+        assert ('"chunks_per_stage": 2' in looped) == (num_parts == 1)
 
 
 def test_what_steps_took() -> None:
@@ -81,7 +84,7 @@ def test_what_steps_took() -> None:
         "predicted, 1.82 times as fast as whole sequences by prediction"
     )
     far = after_steps([Took(1000, PREDICTED, 7.0, 6.0)])
-    assert "33% less than predicted" in far and "delete the profile in planner.cache_dir" in far
+    assert "33% less than predicted" in far and "start again to measure anew (with planner.cache_dir, delete" in far
     assert "predicted" not in after_steps([Took(1000, None, 7.0, 6.0)])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -38,7 +39,7 @@ def guarded(stock: Callable[..., None], always: bool) -> Callable[..., None]:
         if not hasattr(type(self), READS_SECTION) and isinstance(raw, dict):
             if always:
                 TeraPipeConfig.from_deepspeed(raw)  # misspelt keys, and an enabled section that is not valid
-                if raw.get("terapipe") and "enabled" not in raw["terapipe"]:
+                if raw.get("terapipe") and "enabled" not in raw["terapipe"] and os.environ.get("RANK", "0") == "0":
                     logger.warning(_NOT_ENABLED)
             if is_enabled(raw) and (always or _is_of_this_package(model)):
                 raise TeraPipeConfigError(_unread(type(self), model, always))

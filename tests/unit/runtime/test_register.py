@@ -98,12 +98,19 @@ def test_initialize_registers_for_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     assert register.is_registered(), "what was registered before stays so"
 
 
-@pytest.mark.parametrize(("section", "warns"), [
-    ({"slices": 2}, True), ({}, False), ({"enabled": False, "slices": 2}, False),
+@pytest.mark.parametrize(("section", "rank", "warns"), [
+    ({"slices": 2}, "0", True), ({"slices": 2}, "1", False), ({}, "0", False),
+    ({"enabled": False, "slices": 2}, "0", False),
 ])  # fmt: skip
 def test_a_section_that_nobody_has_enabled(
-    section: dict[str, Any], warns: bool, caplog: pytest.LogCaptureFixture
+    section: dict[str, Any],
+    rank: str,
+    warns: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("RANK", rank)
+
     def build(engine: object, config_class: SimpleNamespace) -> None:
         assert config_class._param_dict["terapipe"] is section
 

@@ -102,7 +102,8 @@ def job_cut_otherwise(path: str) -> tuple[list[int], list[float]]:
         engines.train(engine, engines.batches(1))
         planner = engine._plans._planner
         (profile,) = planner.profiles._known.values()
-        with mock.patch.object(choose_plan, "plan_slices", wraps=choose_plan.plan_slices) as search:
+        plan_slices = mock.patch.object(choose_plan, "plan_slices", wraps=choose_plan.plan_slices)
+        with plan_slices as search, mock.patch.object(planner, "_note"):  # the watch-dog takes notes within batches
             planner._plan(engines.LENGTH, profile)
         return list(engine.module.parts), [costs.forward_s(23, 0) for costs in search.call_args.args[0]]
 

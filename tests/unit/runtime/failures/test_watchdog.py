@@ -319,6 +319,20 @@ class TestStalls:
             job.wait_for_end()
         assert is_noted.is_set() and "F0.1" in job.said()
 
+    def test_a_stop_moves_the_end_of_an_excused_wait_too(self, job: Job) -> None:
+        """The action itself began longer ago than the limit."""
+        watchdog, wall, stopped_s = job.rank(0), time.monotonic, [0.0]
+        job.kill(watchdog)
+        with watchdog.batch():
+            doing = Doing("F0.0", since_s=time.monotonic() - 2 * LONG_S)
+            watchdog._record.now(doing)
+            watchdog._excused_at = time.monotonic()
+            job.patch(module, "_switches", lambda: 0)
+            job.patch(time, "monotonic", lambda: wall() + stopped_s[-1])
+            job.patch(process_end.Sigterm, "wait", lambda _: stopped_s.append(10 * LONG_S))
+            watchdog._listen()
+            assert not watchdog._has_stalled(doing)
+
     def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job) -> None:
         """Each has asked all ranks at a moment of its own; what the first found is the cause for both."""
         second, first = job.rank(0, stall_timeout_s=0.3), job.rank(1)

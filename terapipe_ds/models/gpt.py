@@ -196,24 +196,28 @@ class TokenEmbedding(nn.Module):
         # with learned positions, the next layer applies dropout to the sum of both embeddings
         self.dropout = 0.0 if self._is_learned else config.dropout
         self._lookup: Callable[[Tensor, Tensor], Tensor] = F.embedding
-        self._is_checked = False  # an engine checks whole rows
+        self._rows_count_anew: bool | None = None  # some position ids so far, of rows without documents
 
     def defer_weight_gradients(self, gradients: Any) -> None:
         """Let the engine make the gradient of the table, once for several slices."""
         self._lookup = gradients.lookup
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
-        """Check position ids while they are on the host: no slice then waits for its device to read them."""
-        self._is_checked = True
-        if isinstance(inputs, tuple):
-            _check_position_ids(inputs, starts, self._is_learned)
+        """Look at position ids while they are on the host: no slice then waits for its device to read them."""
+        if not isinstance(inputs, tuple) or not _are_with_ids(inputs):
+            return
+        counts_anew = starts is None and _count_anew(*inputs)  # which a slice refuses, and says what to set
+        if starts is None:
+            self._rows_count_anew = bool(self._rows_count_anew) or counts_anew
+        if self._is_learned and not counts_anew:
+            _require_from_0(inputs[1], starts)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         tokens, *others = (inputs,) if torch.is_tensor(inputs) else inputs
         if others:
-            active = active_slice()
-            is_checked = active is not None and (self._is_checked or active.documents or active.mode == "probe")
-            _check_position_ids((tokens, *others), None, self._is_learned and active is None, bool(is_checked))
+            _check_position_ids(tokens, others, self._rows_count_anew)
+            if self._is_learned and active_slice() is None:
+                _require_from_0(others[0], None)
         return F.dropout(self._lookup(tokens, self.weight), self.dropout, self.training)
 
 
@@ -236,26 +240,33 @@ def _require_from_0(position_ids: Tensor, starts: Starts | None) -> None:
             )
 
 
-def _check_position_ids(
-    inputs: Sequence[Tensor], starts: Starts | None, is_learned: bool, is_checked: bool = False
-) -> None:
-    """Raise GPTConfigError unless inputs are tokens [B, T] and position ids that layers respect.
+def _are_with_ids(inputs: Sequence[Any]) -> bool:
+    """Return whether inputs are tokens [B, T] with position ids."""
+    is_pair = len(inputs) == 2 and all(map(torch.is_tensor, inputs))
+    return is_pair and inputs[0].shape == inputs[1].shape and are_position_ids(inputs[1])
 
-    Without `starts`, which say where documents start in whole rows, layers count the positions of the whole row.
+
+def _check_position_ids(tokens: Tensor, others: Sequence[Tensor], rows_count_anew: bool | None) -> None:
+    """Raise GPTConfigError unless `others`, inputs beside tokens [B, T], are position ids that layers respect.
+
+    If no documents are known, layers count the positions of the whole row. `rows_count_anew`: whether whole rows have
+    ids that do not; None: nobody has looked.
     """
-    tokens, *others = inputs
-    if len(others) != 1 or others[0].shape != tokens.shape or not are_position_ids(others[0]):
+    if not _are_with_ids((tokens, *others)):
         shapes = ", ".join(f"{list(x.shape)} of {x.dtype}" for x in others)
         problem = f"beside tokens {list(tokens.shape)} the model takes position ids, integers of that shape"
         raise GPTConfigError(f"{problem}, and no more, got {shapes}: leave other inputs out")
-    if starts is None and not is_checked and _count_anew(tokens, others[0]):
+    active = active_slice()
+    # the engine has read the documents of the same ids
+    if active is not None and (active.documents is not None or active.mode == "probe"):
+        return
+    # numbers on a device are read only where whole rows, on the host, gave a reason
+    if (active is None or rows_count_anew is not False) and _count_anew(tokens, others[0]):
         raise GPTConfigError(
             "the position ids count anew within a row, but attention would mix its documents: set terapipe.documents "
             "to the index of the position ids among the inputs (outside of the engine: run the rows within "
             "terapipe_ds.attention.documents(position_ids)), or leave the position ids out"
         )
-    if is_learned:
-        _require_from_0(others[0], starts)
 
 
 class PositionEmbedding(nn.Module):

@@ -101,6 +101,21 @@ class ReadsLoss(Trainer):
         return loss
 
 
+class ReadsLossOnOneRank(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        if self.is_world_process_zero():
+            self.log({"mine": loss.item()})
+        return loss
+
+
+class OwnLossInPlace(Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().compute_loss(*args, **kwargs)
+        loss *= 2
+        return loss
+
+
 class OwnContext(Trainer):
     def compute_loss_context_manager(self) -> Any:
         return torch.autocast("cpu")
@@ -153,6 +168,8 @@ def losses_of_their_own(folder: str) -> dict[str, str]:
         f"OwnLoss{own_loss}, and stages run Trainer's in slices": over_stages(OwnLoss),
         f"OwnLossOverStages{own_loss}": OwnLossOverStages,
         f"ReadsLoss{own_loss} (Tensor.item() cannot be called on meta tensors)": over_stages(ReadsLoss),
+        f"on rank 0: ReadsLossOnOneRank{own_loss}": over_stages(ReadsLossOnOneRank),
+        f"OwnLossInPlace{own_loss}": over_stages(OwnLossInPlace),
         no_weights: over_stages(OwnStep),
         f"{no_weights}: ": over_stages(ModelsLoss),
         "LeavesOut.training_step must call its parent's once": over_stages(LeavesOut),

@@ -340,8 +340,18 @@ def test_learned_positions_begin_at_0() -> None:
     with pytest.raises(ValueError, match="begin at 7"):
         embedding((TOKENS, IDS + 7))
     padded = torch.cat([torch.ones(2, 3, dtype=torch.int64), IDS[:, :9]], 1)  # to leave these out would not be right
-    with pytest.raises(ValueError, match="count anew"):
-        embedding.check_inputs((TOKENS, padded), None)
+    embedding.check_inputs((TOKENS, padded), None)
+    with push_slice(ActiveSlice(0, 12, 12, store=SliceStore())), pytest.raises(ValueError, match="count anew"):
+        embedding((TOKENS, padded))
+
+
+@pytest.mark.parametrize("others", [(), (IDS, IDS), (torch.ones_like(IDS),)])
+def test_inputs_for_a_layer_before_the_embedding_are_no_concern_of_it(others: tuple[Tensor, ...]) -> None:
+    """An engine lets each layer look at the inputs of the first one: a mask, for example, which does not come here."""
+    embedding = gpt.TokenEmbedding(GPTConfig(**SMALL))
+    embedding.check_inputs((TOKENS, *others), None)
+    with push_slice(ActiveSlice(0, 12, 12, store=SliceStore())):
+        embedding((TOKENS,))
 
 
 @pytest.mark.parametrize("others", [(), (IDS, IDS), (IDS[:, :7],), (IDS.float(),), (IDS == 0,)])

@@ -262,6 +262,9 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+BOTH = frozenset({True, False})  # training and evaluation have run on all ranks
+
+
 class OwnLossLater(PipelineTrainerMixin, Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return torch.zeros(())
@@ -272,7 +275,7 @@ def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> N
     for kind, count, is_scaled, text in (
         own, (OtherOrder, None, None, "batch=None ask"), (OtherOrder, 3, False, "ga=False or num"),
     ):  # fmt: skip
-        fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled}
+        fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled, "_tried": BOTH}
         trainer = without_start(kind, **fields, _prepare_inputs=dict, model=torch.nn.Module())
         with pytest.raises(ModelRefusedError, match=text):
             trainer._train_on(trainer.model, {"labels": torch.ones(1, 2)}, count)
@@ -287,7 +290,12 @@ class AddsLabels(PipelineTrainerMixin, Trainer):
 
 
 def test_a_compute_loss_may_add_labels_and_return_a_tuple() -> None:
-    fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "model": torch.nn.Module(), "_prepare_inputs": dict}
+    fields: dict[str, Any] = {
+        "model_accepts_loss_kwargs": True,
+        "model": torch.nn.Module(),
+        "_prepare_inputs": dict,
+        "_tried": BOTH,
+    }
     trainer, ids = without_start(AddsLabels, **fields), torch.zeros(1, 2)
     assert trainer._for_loss(trainer.model, {"input_ids": ids})["labels"].sum() == 2
     with pytest.raises(ModelRefusedError, match="num_items_in_batch=None ask"):  # Trainer has counted no labels

@@ -12,7 +12,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from operator import attrgetter
 from pathlib import Path
@@ -97,6 +97,7 @@ class PipelineTrainerMixin(Trainer):
     _reduce_logits: Any = None
     _has_trained = False
     _taken = 0  # micro-batches to train on
+    _tried: frozenset[bool] = frozenset()  # of evaluation (False) and training, those that have computed a loss
     _made: Any = None  # the optimizer of the training run, or of the next one
     _joined_at = -1  # the step at whose end the ranks have joined their flags
     _asked: frozenset[str] = frozenset()  # flags by which callbacks have asked to stop since then
@@ -373,15 +374,22 @@ class PipelineTrainerMixin(Trainer):
 
     def _for_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
         """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""
+        is_known, self._tried = self.model.training in self._tried, self._tried | {self.model.training}
+        # a method that reads the loss on one rank alone, for a log, would leave the others in the step
+        with nullcontext() if is_known else refused_on_all_ranks():
+            return self._handed_on(model, inputs, **kwargs)
+
+    def _handed_on(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
         if (problem := problem_of_loss(self)) is not None:  # a class or a callback has set it by now
             raise ModelRefusedError(problem)
-        handed_on, loss = list[Any](), torch.zeros((), device="meta")
+        handed_on, cause = list[Any](), None
+        with torch.inference_mode(False):  # which counts no changes
+            loss = torch.zeros((), device="meta")
 
         def last(_: Trainer, model: nn.Module, inputs: Any, *__: Any, **___: Any) -> Tensor:
             handed_on.append(inputs)
             return loss
 
-        cause = None
         with replaced(stock := stock_of(type(self), "compute_loss"), "compute_loss", last):
             try:
                 returned = self.compute_loss(model, inputs, **kwargs)
@@ -389,7 +397,8 @@ class PipelineTrainerMixin(Trainer):
                 if not handed_on:
                     raise
                 cause, returned = error, None  # nobody may read a loss that stages compute later
-        if len(handed_on) == 1 and (returned[0] if isinstance(returned, tuple) else returned) is loss:
+        is_same = (returned[0] if isinstance(returned, tuple) else returned) is loss
+        if len(handed_on) == 1 and is_same and not loss._version:  # which counts changes in place
             return handed_on[0]
         raise ModelRefusedError(
             f"{type(self).__name__}.compute_loss is its own{f' ({cause})' if cause else ''}, and stages run "

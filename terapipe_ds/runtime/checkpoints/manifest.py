@@ -118,6 +118,7 @@ def names_in(folder: Path, manifest: Manifest | None, with_optimizer: bool = Tru
     if manifest is not None:
         names = list(manifest.files)
     else:
-        paths = [path.relative_to(folder) for path in folder.rglob("*.pt") if not path.is_dir()]
-        names = [str(path) for path in paths if _STATES.fullmatch(path.name) or "zero" in path.parts]
+        # other folders may hold checkpoints of their own
+        paths = [*filter(lambda path: _STATES.fullmatch(path.name), folder.glob("*.pt")), *folder.glob("zero/**/*.pt")]
+        names = [str(path.relative_to(folder)) for path in paths if not path.is_dir()]
     return sorted(name for name in names if with_optimizer or not name.endswith(OPTIMIZER_FILES))

@@ -270,7 +270,8 @@ class Watchdog:
         # interpreter, which another one does not let go, looks for it all the time
         stopped_s = time.monotonic() - begin_s - POLL_S
         if stopped_s > _STOPPED_S and _switches() - switches < _SWITCHES_PER_S * stopped_s:
-            self._record.doing.since_s += stopped_s
+            doing = self._record.doing  # may have begun since then
+            doing.since_s = min(doing.since_s + stopped_s, time.monotonic())
             self._excused_at += stopped_s
         if is_ended:
             self._terminated()

@@ -69,11 +69,13 @@ def test_what_a_user_has_put_beside_the_files_stays_and_files_of_another_layout_
 def test_states_that_deepspeed_itself_had_saved_under_a_tag_go(tmp_path: Path) -> None:
     """A load would mix them with the new ones: DeepSpeed reads each file of a layer that it finds."""
     stock = ("layer_00-model_01-model_states.pt", "mp_rank_03_model_states.pt", f"bf16_{FILES[2]}")
-    (tmp_path / "last").mkdir()
-    for name in (*stock, "ema_model_states.pt", "notes"):
+    (tmp_path / "last" / "best").mkdir(parents=True)  # a checkpoint of another tag
+    others = ("ema_model_states.pt", "notes", f"best/{FILES[0]}")
+    for name in (*stock, *others):
         (tmp_path / "last" / name).touch()
     save(tmp_path, "last", 2)
-    assert {path.name for path in (tmp_path / "last").iterdir()} == {*FILES, MANIFEST, "ema_model_states.pt", "notes"}
+    there = {str(path.relative_to(tmp_path / "last")) for path in (tmp_path / "last").rglob("*") if path.is_file()}
+    assert there == {*FILES, MANIFEST, *others}
 
 
 def test_latest_is_written_before_an_older_one_is_removed(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from terapipe_ds.runtime.failures import last_words, process_end
 from terapipe_ds.runtime.failures import watchdog as module
 from terapipe_ds.runtime.failures.last_words import PipelineAborted
 from terapipe_ds.runtime.failures.process_end import disarm_timer
-from terapipe_ds.runtime.failures.report import AS_JSON, DRAWING
+from terapipe_ds.runtime.failures.report import AS_JSON, DRAWING, Doing
 from terapipe_ds.runtime.failures.store import Failure
 from terapipe_ds.runtime.failures.watchdog import Watchdog, is_lost_connection
 
@@ -298,6 +298,40 @@ class TestStalls:
             job.patch(process_end.Sigterm, "wait", stopped)
             assert job.ended.wait(DEADLINE_S if is_held else 2.0) == is_held
         assert len(waited) == 2
+
+    def test_an_action_that_begins_after_the_stop_has_the_usual_limit(self, job: Job) -> None:
+        """The main thread may go on before the watching one."""
+        wall, stopped_s, is_noted = time.monotonic, [0.0], threading.Event()
+
+        def stopped(sigterm: Any) -> bool:
+            if not is_noted.is_set():
+                stopped_s.append(1000 * DEADLINE_S)
+                first._record.now(Doing("F0.1", since_s=time.monotonic()))
+                is_noted.set()
+            time.sleep(process_end.POLL_S)
+            return False
+
+        first = job.rank(0, stall_timeout_s=1.0)
+        with first.batch(), first.waiting("F0.0"):
+            job.patch(module, "_switches", lambda: 0)
+            job.patch(time, "monotonic", lambda: wall() + stopped_s[-1])
+            job.patch(process_end.Sigterm, "wait", stopped)
+            job.wait_for_end()
+        assert is_noted.is_set() and "F0.1" in job.said()
+
+    def test_a_stop_moves_the_end_of_an_excused_wait_too(self, job: Job) -> None:
+        """The action itself began longer ago than the limit."""
+        watchdog, wall, stopped_s = job.rank(0), time.monotonic, [0.0]
+        job.kill(watchdog)
+        with watchdog.batch():
+            doing = Doing("F0.0", since_s=time.monotonic() - 2 * LONG_S)
+            watchdog._record.now(doing)
+            watchdog._excused_at = time.monotonic()
+            job.patch(module, "_switches", lambda: 0)
+            job.patch(time, "monotonic", lambda: wall() + stopped_s[-1])
+            job.patch(process_end.Sigterm, "wait", lambda _: stopped_s.append(10 * LONG_S))
+            watchdog._listen()
+            assert not watchdog._has_stalled(doing)
 
     def test_two_ranks_that_see_one_stall_tell_one_cause(self, job: Job) -> None:
         """Each has asked all ranks at a moment of its own; what the first found is the cause for both."""

@@ -588,7 +588,8 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
         for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
             if hooks:
                 hooks.clear()
-    return raised
+    weight.requires_grad_(torch_dist.get_rank() == 0)
+    return [*raised, engines.raised_by(trainer.train)]
 
 
 class ChangesWeights(TrainerCallback):

@@ -225,6 +225,7 @@ class PipelineTrainerMixin(Trainer):
                     f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
                     "the engine, which keeps the old value: change it before, or build another Trainer"
                 )
+            self._check_model()
         self._has_trained = True
         once = replaced(self, "create_optimizer", partial(self._make_optimizer, self.create_optimizer))
         handler = self.callback_handler

@@ -71,8 +71,9 @@ def test_copies_that_are_fast_take_no_time_and_slow_ones_all_of_it() -> None:
 @pytest.mark.parametrize("rate", [1e9, 20.0, 5.0, 1.0])
 def test_a_critical_path_has_no_gaps(rate: float) -> None:
     """A computation that waits for a copy has its input before: the path must not go on with that input."""
-    memory = MemoryModel((PartMemory(static_bytes=0, slice_bytes_per_token=10.0),) * 2, True, rate)
-    schedule, plan = build("gpipe", 2, 6, 1), SlicePlan((2,))
+    parts = tuple(PartMemory(static_bytes=0, slice_bytes_per_token=rate_of) for rate_of in (0, 10, 0, 0, 0, 0))
+    memory = MemoryModel(parts, True, rate)
+    schedule, plan = build("1f1b", 6, 9, 1), SlicePlan((2,))
     timeline, plain = simulate(schedule, plan, COSTS, memory=memory), simulate(schedule, plan, COSTS)
     path = timeline.critical_path
     assert (path is None) == (timeline.makespan_s > plain.makespan_s)

@@ -171,6 +171,9 @@ def test_every_sequence_rank_has_as_many_tokens_of_a_slice(length: int, ranks: i
         assert section.plan_for(length) == strategy.plan
         assert not [tokens for tokens in strategy.plans[0].lengths if tokens % ranks]
     assert any(strategy.plans[0].num_slices > 1 for strategy in ranked)
+    old = ranked[0].model_copy(update={"slices": [length // 2 + 1, length - length // 2 - 1]})
+    with pytest.raises(PlannerError, match=f"slices of {length // 2 + 1} tokens, which its {ranks} sequence ranks"):
+        price_strategy(old, "gpt3-13b", Cluster("h200", 2, ranks))
     assert equal_plan(Setting(1, 1, sequence=ranks), 2 * ranks, 3).lengths == (ranks, ranks)
 
 

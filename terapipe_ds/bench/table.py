@@ -89,7 +89,7 @@ def counts_text(slices: Sequence[int], plans: Sequence[Sequence[int]]) -> str:
 
 
 def _seconds(*times: float, beside_s: float = 0.0) -> str:
-    """Show one or several times in one unit, that of `beside_s`; accelerators need milliseconds for a layer."""
+    """Show times in one unit, which `beside_s` chooses if it is given; accelerators need milliseconds for a layer."""
     short = (beside_s or max(times)) < 0.1
     return "-".join(f"{time_s * (1e3 if short else 1):.3f}" for time_s in times) + (" ms" if short else " s")
 

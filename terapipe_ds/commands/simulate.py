@@ -293,9 +293,10 @@ def _costs(
         length, share = max(plan.sequence_length for plan in plans), num_stages / num_parts  # of a stage's layers
         return UnitCosts(length, options.unit_send, share), None
     setup = _counted(options, num_stages, plans)
-    assert setup.memory_of is not None, "the model is counted"
+    assert setup.size is not None and setup.memory_of is not None, "the model is counted"
     if (costs := setup.costs_of(num_parts)) is None:
-        raise CommandError(f"the layers of {options.model} cannot be cut in {num_parts} parts: give fewer --stages")
+        has = f"{options.model} has {many(setup.size.num_layers, 'layer')}"
+        raise CommandError(f"{has}, and this schedule needs {num_parts} parts: give fewer --stages")
     return costs, setup.memory_of(num_parts)
 
 

@@ -367,7 +367,7 @@ def test_simulate_finds_an_order(capsys: pytest.CaptureFixture[str], tmp_path: P
     ("simulate --schedule search --slices 4,4 --unit", "--stages is missing"),
     ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --live-slices 3", "goes with --schedule search only"),
     ("simulate --schedule 1f1b --stages 2 --slices 4,4 --unit --order x.json", "end the name in .csv"),
-    ("simulate --schedule zbv --stages 4 --slices 8,8 --model nano --device h100", "in 8 parts: give fewer --stages"),
+    ("simulate --schedule zbv --stages 4 --slices 8,8 --model nano --device h100", "2 layers, and this schedule needs"),
     ("simulate --schedule 1f1b --stages 4 --slices 8,8 --model nano --device h100", "--stages 4: nano has 2 layers"),
     ("show --schedule search --stages 2", "has no order without costs: find one with `terapipe simulate"),
 ])  # fmt: skip

@@ -120,7 +120,7 @@ class MeasuredLayers(Layers):
         The step is measured; without a measurement it is counted. The states of bfloat16 are divided whatever the ZeRO
         stage. DeepSpeed's ZeRO-1 moves more than the plain optimizer: see `_PASSES`.
         """
-        # replicas divide a share of the states; the measured step had those of one of the ranks that divided them then
+        # replicas divide a share of the states; the measured step had the share of one rank of the measured job
         rate, share = self._cluster.card.reachable_bytes_per_s, 1.0
         if self.dtype == "bfloat16":
             share = 1 / setting.data

@@ -48,7 +48,7 @@ def plan_slices(
         granularity_tokens: plans cut at multiples of it; the last slice takes the rest (see `granularity_for`).
         schedule: a name of `schedule.build`, "search" or "auto".
         max_slices: at most this number of slices; None: no limit.
-        memory: a `MemoryModel`, or an object with its methods; both are asked by part.
+        memory: a `MemoryModel`, or an object with its methods.
         chunks_per_stage: as for `schedule.build`; "auto" tries the schedules that can have it, see `ranked_schedules`.
         schedule_options: further arguments of `schedule.build`, for one schedule by its name.
         placement: the fixed places of the parts: "auto" tries the schedules that run on it.

@@ -138,8 +138,8 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
     """Return a strategy with the seconds and bytes that the planner predicts for it on this cluster.
 
     Raises:
-        PlannerError: it is for another number of devices or layers, its tensor or sequence ranks leave a node, or it
-            has a plan for each micro-batch.
+        PlannerError: it is for another number of devices or layers, its tensor or sequence ranks leave a node or
+            cannot share its slices equally, or it has a plan for each micro-batch.
     """
     priced, plan = _priced(strategy, model, cluster), strategy.plan
     devices, layers = math.prod(strategy.dims), priced.layers.num_layers
@@ -158,6 +158,11 @@ def price_strategy(strategy: Strategy, model: Any, cluster: Cluster) -> Strategy
         )
     if plan is None:
         raise PlannerError("the strategy has other slices for each micro-batch: give one list of lengths")
+    ranks = strategy.grid.get("sequence", 1)
+    if bad := [tokens for tokens in plan.lengths if tokens % ranks]:
+        raise PlannerError(
+            f"the strategy has slices of {bad[0]} tokens, which its {ranks} sequence ranks do not divide: plan again"
+        )
     shape = Shape(strategy.schedule, strategy.chunks_per_stage)
     score = priced.price(tuple(strategy.partition), shape, plan, _recomputing(strategy))
     assert score is not None  # without a time to beat

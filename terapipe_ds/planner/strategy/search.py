@@ -386,7 +386,7 @@ class Search:
         granule = granule_of(priced.length)
         if self.space.layers.whole_is_least:  # other bounds are for multiples of the granule
             granule = min(granule, max(64, priced.length // score.plan.num_slices))
-        granule = min(math.lcm(granule, priced.candidate.grid.sequence), priced.length)
+        granule = max(granule - granule % (ranks := priced.candidate.grid.sequence), ranks)
         filling = -(-2 * priced.num_stages // score.plan.num_slices) + 2  # micro-batches that fill, and some that drain
         try:
             result = plan_slices(

@@ -180,6 +180,10 @@ def test_nothing_fits(length: int) -> None:
     for limit, text in (1.6, "; 1 GiB of it are.*try schedule"), (1.4, "with the 0.5 GiB of the optimizer's step"):
         with pytest.raises(MemoryLimitError, match=text):
             plan_slices(parts_of(3, 3), length, 3, 2, 1, "gpipe", memory=memory, memory_limit_bytes=limit * 2**30)
+    # a stage with both ends has a tied matrix once
+    tied = PartMemory(3 * 2**29, 0, gradient_bytes=3 * 2**28, tied_bytes=2**30, tied_gradient_bytes=2**29)
+    with pytest.raises(MemoryLimitError, match="; 3 GiB of it are parameters"):
+        plan_slices(split_parts(2, 2), 8, 1, 2, 1, "zbv", memory=MemoryModel((tied,) * 2), memory_limit_bytes=2**30)
     # a stage with both ends steps a tied matrix once
     memory = MemoryModel((PartMemory(2**29, 0, step_bytes=2**28, tied_step_bytes=2**28),) * 2)
     with pytest.raises(MemoryLimitError, match="is 1.25 GiB .*with the 0.25 GiB of the optimizer's step"):

@@ -1,5 +1,7 @@
 """Offloaded activations in the replay: who is away when, the bytes that are left, and the time of copies."""
 
+import itertools
+
 import pytest
 
 from terapipe_ds.plan import SlicePlan
@@ -64,6 +66,19 @@ def test_copies_that_are_fast_take_no_time_and_slow_ones_all_of_it() -> None:
     # 20 bytes a slice, out and back one after the other: at 1 byte per second they are nearly the whole step
     assert 2 * away * 20 <= seconds(1.0) <= 2 * away * 20 + plain
     assert plain < seconds(5.0) < seconds(2.0) < seconds(1.0)
+
+
+@pytest.mark.parametrize("rate", [1e9, 20.0, 5.0, 1.0])
+def test_a_critical_path_has_no_gaps(rate: float) -> None:
+    """A computation that waits for a copy has its input before: the path must not go on with that input."""
+    parts = tuple(PartMemory(static_bytes=0, slice_bytes_per_token=rate_of) for rate_of in (0, 10, 0, 0, 0, 0))
+    memory = MemoryModel(parts, True, rate)
+    schedule, plan = build("1f1b", 6, 9, 1), SlicePlan((2,))
+    timeline, plain = simulate(schedule, plan, COSTS, memory=memory), simulate(schedule, plan, COSTS)
+    path = timeline.critical_path
+    assert (path is None) == (timeline.makespan_s > plain.makespan_s)
+    for before, after in itertools.pairwise(path or ()):
+        assert before.event.end_s == after.event.start_s
 
 
 def test_a_slice_whose_backward_is_near_is_never_away() -> None:

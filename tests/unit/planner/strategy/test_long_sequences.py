@@ -28,11 +28,13 @@ from terapipe_ds.planner.strategy import (
     simulate_strategy,
     size_of,
 )
-from terapipe_ds.planner.strategy.candidate import Candidate, Levers, replay_of
+from terapipe_ds.planner.strategy.candidate import Candidate, Levers, Score, replay_of
 from terapipe_ds.planner.strategy.priced import Priced
 from terapipe_ds.planner.strategy.question import layers_of
+from terapipe_ds.planner.strategy.rates import equal_plan
+from terapipe_ds.planner.strategy.search import Search
 from terapipe_ds.planner.strategy.shapes import Shape
-from terapipe_ds.planner.strategy.space import Space
+from terapipe_ds.planner.strategy.space import Choices, Space
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator.offload import offloaded_until
 from terapipe_ds.simulator.peak_memory import host_bytes
@@ -169,6 +171,27 @@ def test_every_sequence_rank_has_as_many_tokens_of_a_slice(length: int, ranks: i
         assert section.plan_for(length) == strategy.plan
         assert not [tokens for tokens in strategy.plans[0].lengths if tokens % ranks]
     assert any(strategy.plans[0].num_slices > 1 for strategy in ranked)
+    old = ranked[0].model_copy(update={"slices": [length // 2 + 1, length - length // 2 - 1]})
+    with pytest.raises(PlannerError, match=f"slices of {length // 2 + 1} tokens, which its {ranks} sequence ranks"):
+        price_strategy(old, "gpt3-13b", Cluster("h200", 2, ranks))
+    assert equal_plan(Setting(1, 1, sequence=ranks), 2 * ranks, 3).lengths == (ranks, ranks)
+
+
+def test_planned_slices_on_sequence_ranks_are_as_fine_as_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slice of 390 tokens does not divide by 8 ranks: slices end at multiples of 384, not of 1,560."""
+    cluster, granules = Cluster("h100", 2, 8), []
+
+    def granule_alone(*question: Any, **options: Any) -> None:
+        granules.append(question[4])
+        raise MemoryLimitError("none", 0, 0)
+
+    monkeypatch.setattr("terapipe_ds.planner.strategy.search.plan_slices", granule_alone)
+    layers = layers_of("llama-3-8b", cluster, 50_008, "auto")
+    search = Search(Space(layers, cluster, 1, 50_008, 1e15, Choices(stages=2, sequence_parallel=8)))
+    candidate, plan = next(search.space.candidates()), SlicePlan.equal(50_008, 128, 8)
+    score = Score(1.0, candidate, (0, 17, 34), (Again.OFF,) * 2, Shape("seq1f1b"), plan, (), True)
+    search._plan_slices(search.price(candidate), score)
+    assert granules == [384]
 
 
 def test_bytes_by_kind_add_up_and_levers_lower_them() -> None:

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +14,7 @@ from terapipe_ds.planner.layers.measured_parts import NOT_TIMED, MeasuredParts
 from terapipe_ds.planner.result import Prediction
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.links.groups import PipelineGroups
+from terapipe_ds.runtime.planning import measure_and_share
 from terapipe_ds.runtime.planning.choice import Choice
 from terapipe_ds.runtime.planning.choose_plan import best_without_moving
 from terapipe_ds.runtime.planning.measure_and_share import warn_of_unread
@@ -37,7 +39,7 @@ def stage_on(
     layout = Layout(STAGES, placement_for(schedule, STAGES, chunks), bounds)
     keys = {"schedule": "auto", "slices": slices, "granularity_tokens": 4, **(config or {})}
     even = [layers * part // layout.num_parts for part in range(layout.num_parts + 1)]  # as DeepSpeed's "uniform"
-    engine = SimpleNamespace(module=SimpleNamespace(parts=even), micro_batches=2, optimizer=None)
+    engine = SimpleNamespace(module=SimpleNamespace(parts=even), micro_batches=2, num_stages=STAGES, optimizer=None)
     return StageToPlan(engine, TeraPipeConfig(enabled=True, **keys), layout, PipelineGroups((0, 1)), token_multiple=1)
 
 
@@ -65,6 +67,13 @@ def test_the_watch_dog_hears_of_a_long_search(config: dict[str, Any], names: set
     cuts = measured(2).running(stage.engine.module.parts, LENGTH, has_other_cuts=True, offloads=False, process_bytes=0)
     best_without_moving(stage, cuts, LENGTH, None, lambda name, *_: searched.add(name))
     assert names <= searched
+    # the engine's planner notes each of them
+    notes: list[str] = []
+    with mock.patch.object(measure_and_share, "Profiles"):
+        planner = measure_and_share.AutoPlanner(stage, mock.Mock(), notes.append)
+    with mock.patch.object(MeasuredParts, "of_profile", return_value=measured(2)):
+        planner._plan(LENGTH, mock.Mock())
+    assert {f"the search for the best slices of {name}" for name in names} <= {*notes}
 
 
 def test_the_bytes_of_the_process_count_under_the_limit() -> None:

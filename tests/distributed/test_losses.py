@@ -169,16 +169,21 @@ def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     assert ("not torch's own nn.Linear" in "".join(logs)) == job.keeps_logits
 
 
-def replace_forward(head: Any) -> None:
-    head.forward = lambda hidden, own=head.forward: own(hidden).tanh()
+def replace_forward(layers: list[Any]) -> None:
+    layers[-1].forward = lambda hidden, own=layers[-1].forward: own(hidden).tanh()
+
+
+def replace_layer(layers: list[Any]) -> None:
+    layers[-1] = lambda hidden, own=layers[-1]: own(hidden).tanh()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a hook": lambda head: head.register_forward_hook(lambda _, inputs, logits: logits.tanh()),
-    "a hook on gradients": lambda head: head.register_full_backward_hook(
+    "a hook": lambda layers: layers[-1].register_forward_hook(lambda _, inputs, logits: logits.tanh()),
+    "a hook on gradients": lambda layers: layers[-1].register_full_backward_hook(
         lambda _, inputs, outputs: (inputs[0] * outputs[0].abs().sum(-1, keepdim=True),)
     ),
     "a forward": replace_forward,
+    "another layer": replace_layer,
 }
 """Changes of the last layer by a program, which a loss of hidden states cannot follow."""
 
@@ -189,7 +194,7 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     def change(engine: PipelineEngine, step: int) -> None:
         _draw(engine, step)
         if step == at and engine.is_last_stage():
-            CHANGES[name](engine.module.forward_funcs[-1])
+            CHANGES[name](engine.module.forward_funcs)
 
     data, options = batches(3), {"loss_fn": LinearCrossEntropy()}
     stock = run_training(with_head, None, data, stages=1, before_step=change, **options)

@@ -182,8 +182,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a hook on gradients": lambda layers: layers[-1].register_full_backward_hook(
         lambda _, inputs, outputs: (inputs[0] * outputs[0].abs().sum(-1, keepdim=True),)
     ),
-    "a forward": replace_forward,
     "another layer": replace_layer,
+    "a forward": replace_forward,
 }
 """Changes of the last layer by a program, which a loss of hidden states cannot follow."""
 
@@ -202,7 +202,7 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
     """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""

@@ -56,14 +56,14 @@ def loop_with_leads(
     chunk's forward on stage 0 comes K or more places after the one that it needs from the last stage. Where there are
     fewer than K units they are one group, whose forwards of all chunks but the last come before every backward.
     """
-    grouped = _aligned_groups if aligned else _groups
+    grouped = _aligned_groups if aligned else in_groups
     ahead = _rounds(grouped(forwards(num_slices), num_stages), range(num_chunks))
     back = _rounds(grouped(backwards(num_slices), num_stages), range(num_chunks)[::-1])
     return with_leads(ahead, back, [2 * (num_stages - 1 - stage_id) for stage_id in range(num_stages)])
 
 
 def _aligned_groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
-    """Return `_groups` of each micro-batch, or of as few together as have K units."""
+    """Return `in_groups` of each micro-batch, or of as few together as have K units."""
     together: list[list[PlacedUnit]] = [[]]
     for _, slices in groupby(units, key=lambda unit: unit[1]):
         if len(together[-1]) >= num_stages:
@@ -72,10 +72,10 @@ def _aligned_groups(units: list[PlacedUnit], num_stages: int) -> list[list[Place
     if len(together) > 1 and len(together[-1]) < num_stages:
         rest = together.pop()
         together[-1] += rest
-    return [group for several in together for group in _groups(several, num_stages)]
+    return [group for several in together for group in in_groups(several, num_stages)]
 
 
-def _groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
+def in_groups(units: list[PlacedUnit], num_stages: int) -> list[list[PlacedUnit]]:
     """Return units in as many groups of at least K as possible, nearly equal, larger first; one for fewer units."""
     rest = iter(units)
     return [list(islice(rest, size)) for size in split_evenly(len(units), max(len(units) // num_stages, 1))]

@@ -11,9 +11,9 @@ from typing import Any
 
 from terapipe_ds.messages import check_count, closest
 from terapipe_ds.schedule.action import Action, Kind, PlacedUnit, ScheduleError
-from terapipe_ds.schedule.chunked import chimera, chimera_seq, interleaved, seq1f1b_interleaved
+from terapipe_ds.schedule.chunked import chimera, chimera_seq, in_groups, interleaved, seq1f1b_interleaved
 from terapipe_ds.schedule.one_f_one_b import backwards, dapple, forwards, one_f_one_b, seq1f1b, seq1f1b_zb, zb_h1
-from terapipe_ds.schedule.placement import LOOPED, SEARCH, Placement, placement_for
+from terapipe_ds.schedule.placement import LOOPED, SEARCH, Placement, loop, placement_for
 from terapipe_ds.schedule.schedule import Schedule
 from terapipe_ds.schedule.split_chunks import TAKE_LIMITS, seq1f1b_interleaved_zb, zbv
 
@@ -121,18 +121,22 @@ def build_forwards(name: str, placement: Placement, num_slices: Iterable[int]) -
     """Return an evaluation on any placement: every forward, each at the first of its part's places.
 
     The n-th slice of a batch runs on part p in the order of n + p, which is later than everything that it waits for.
+    On a loop, groups of slices run chunk by chunk: few outputs and micro-batches are in flight, however many chunks.
     Of two directions all micro-batches go down: one stage has the results, in their order.
     """
     slices = tuple(num_slices)
     num_stages = 1 + max(stage for stage, _ in placement)
     chunks = len(placement) // num_stages
     homes = {part: place for place, part in sorted(placement.items(), key=lambda item: item[0][::-1], reverse=True)}
-    units = [(m, s) for m, count in enumerate(slices) for s in range(count)]
+    units = forwards(slices)
+    rounds = [number for number, group in enumerate(in_groups(units, num_stages)) for _ in group]
+    is_loop = placement == loop(num_stages, chunks)
     orders = []
     for stage_id in range(num_stages):
         parts = [part for part, (home, _) in homes.items() if home == stage_id]
-        waves = sorted((n + part, n, part) for n in range(len(units)) for part in parts)
-        orders.append(tuple(Action(Kind.FORWARD, *units[n], part, homes[part][1]) for _, n, part in waves))
+        runs = [(n, part) for n in range(len(units)) for part in parts]
+        runs.sort(key=lambda run: (rounds[run[0]], run[1]) if is_loop else (sum(run), run[0]))
+        orders.append(tuple(Action(*units[n][:3], part, homes[part][1]) for n, part in runs))
     return Schedule(name, num_stages, len(slices), slices, chunks, True, tuple(orders), dict(placement))
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from terapipe_ds.schedule.action import Action
+from terapipe_ds.schedule.action import Action, Kind, SliceKey
 from terapipe_ds.schedule.clock import BACKWARD, CODES, FORWARD, WEIGHT
 
 Numbers = NDArray[np.int64]
@@ -91,10 +91,9 @@ class Nodes:
         by_stage = np.split((self.kind == FORWARD).astype(np.int64) - ends, self.first[1:-1])
         return tuple(int(np.cumsum(changes).max(initial=0)) for changes in by_stage)
 
-    def place(self, action: Action) -> int:
+    def place(self, kind: Kind, part_id: int, unit: SliceKey) -> int:
         """Return the place of a computation, wherever it runs, in the order of its stage."""
-        kind, unit = CODES[action.kind], self._starts[action.micro_batch_id] + action.slice_id
-        node = self.at[kind, action.part_id, unit]
+        node = self.at[CODES[kind], part_id, self._starts[unit[0]] + unit[1]]
         return int(node - self.first[self.stage[node]])
 
     def run_order(self, awaited: Sequence[int] = ()) -> list[int]:

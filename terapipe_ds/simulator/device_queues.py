@@ -103,7 +103,7 @@ class _Host:
     def _release(self, peer: int, action: Action) -> None:
         """Wait for the sends that the peer consumed before it sent the message that has now come."""
         part_id = action.part_id + (-1 if action.kind is Kind.FORWARD else 1)
-        sent_at = self._place(action._replace(part_id=part_id))
+        sent_at = self._place(action.kind, part_id, action.unit)
         for wire, sent in self._sent.items():
             while wire[3] == peer and sent and sent[0][0] < sent_at:
                 self._launch_computation(sent.popleft()[1])
@@ -113,7 +113,7 @@ class _Host:
         needed, wire = (kind, action.peer_part_id, action.unit), ("out", kind, action.part_id, action.peer_stage_id)
         self._launch(needed, wire)
         sent = self._sent[wire]
-        sent.append((self._place(action._replace(kind=kind, part_id=action.peer_part_id)), needed))
+        sent.append((self._place(*needed), needed))
         while len(sent) > self._budget:
             self._launch_computation(sent.popleft()[1])
 

@@ -16,10 +16,10 @@ from tests.distributed import engines
 from tests.distributed.harness import rank_pool
 
 
-def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
-    """Train with 23 slices of one token; return the errors, and the outstanding messages when the budget was spent.
+def job_far_ahead(schedule: str, slices: int, count: int) -> tuple[dict[str, float], list[int], int]:
+    """Train `count` micro-batches in slices; return the errors, and the outstanding messages when the budget was spent.
 
-    Stage 0 receives nothing before it has sent all activations, however fast stage 1 is.
+    With gpipe stage 0 receives nothing before it has sent all activations, however fast stage 1 is.
     """
     seen: list[int] = []
     keep = SendChannel.keep_at_most
@@ -31,19 +31,28 @@ def job_far_ahead() -> tuple[dict[str, float], list[int], int]:
 
     with (
         mock.patch.object(SendChannel, "keep_at_most", watched),
-        engines.engine_of(engines.gpt_layers(), engines.unchecked(schedule="gpipe", slices=23)) as engine,
+        engines.engine_of(
+            engines.gpt_layers(), engines.unchecked(schedule=schedule, slices=slices), gradient_accumulation_steps=count
+        ) as engine,
     ):
-        errors = engines.differences(engines.train(engine, engines.batches(2)), engines.stock_run())
+        errors = engines.differences(engines.train(engine, engines.batches(2, count)), engines.stock_run(2, count))
         return errors, seen, engine._stage.links.outstanding_sends
 
 
 def test_a_fast_stage_waits_where_its_budget_is_spent() -> None:
-    found = rank_pool(2).run(job_far_ahead)
+    found = rank_pool(2).run(job_far_ahead, schedule="gpipe", slices=23, count=2)
     assert not engines.violations([errors for errors, _, _ in found])
     assert [budget for _, _, budget in found] == [8, 8]
     _, seen, _ = found[0]
     assert seen.count(9) > 20, "of 92 activations all but the first ones of a step had to wait"
     assert max(max(seen) for _, seen, _ in found) == 9
+
+
+def test_a_message_that_comes_frees_those_that_its_sender_has_consumed() -> None:
+    """With one F and one B in turns an answer comes for each message, long before the budget is spent."""
+    found = rank_pool(2).run(job_far_ahead, schedule="seq1f1b", slices=2, count=8)
+    assert not engines.violations([errors for errors, _, _ in found])
+    assert max(max(seen) for _, seen, _ in found) < 8
 
 
 class Rounded(torch.autograd.Function):

@@ -22,6 +22,7 @@ from terapipe_ds.losses import LinearCrossEntropy, deferred, tied_logits
 from terapipe_ds.models import gpt
 from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import MemoryModel
+from terapipe_ds.runtime.layers.sliceable import ModelChanges
 from terapipe_ds.runtime.verify.stage import StageCheck
 from terapipe_ds.schedule import build
 from terapipe_ds.simulator import Replay
@@ -168,15 +169,20 @@ def test_training_equals_that_of_the_stock_engine(name: str) -> None:
     assert ("not torch's own nn.Linear" in "".join(logs)) == job.keeps_logits
 
 
-def replace_forward(head: Any) -> None:
-    head.forward = lambda hidden, own=head.forward: own(hidden).tanh()
+def replace_forward(layers: list[Any]) -> None:
+    layers[-1].forward = lambda hidden, own=layers[-1].forward: own(hidden).tanh()
+
+
+def replace_layer(layers: list[Any]) -> None:
+    layers[-1] = lambda hidden, own=layers[-1]: own(hidden).tanh()
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "a hook": lambda head: head.register_forward_hook(lambda _, inputs, logits: logits.tanh()),
-    "a hook on gradients": lambda head: head.register_full_backward_hook(
+    "a hook": lambda layers: layers[-1].register_forward_hook(lambda _, inputs, logits: logits.tanh()),
+    "a hook on gradients": lambda layers: layers[-1].register_full_backward_hook(
         lambda _, inputs, outputs: (inputs[0] * outputs[0].abs().sum(-1, keepdim=True),)
     ),
+    "another layer": replace_layer,
     "a forward": replace_forward,
 }
 """Changes of the last layer by a program, which a loss of hidden states cannot follow."""
@@ -188,7 +194,7 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     def change(engine: PipelineEngine, step: int) -> None:
         _draw(engine, step)
         if step == at and engine.is_last_stage():
-            CHANGES[name](engine.module.forward_funcs[-1])
+            CHANGES[name](engine.module.forward_funcs)
 
     data, options = batches(3), {"loss_fn": LinearCrossEntropy()}
     stock = run_training(with_head, None, data, stages=1, before_step=change, **options)
@@ -196,12 +202,51 @@ def changed(name: str, at: int, verify: str) -> dict[str, float]:
     return differences(run_training(with_head, terapipe, data, before_step=change, **options), stock)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_last_layer_that_a_program_changes_gets_its_logits(name: str) -> None:
     """Before the first step or between steps, whether layers are checked or not: as in the stock engine."""
     for at, verify in ((0, "off"), (1, "first_batch"), (2, "off")):
         assert not violations(rank_pool(2).run(changed, name=name, at=at, verify=verify)), (at, verify)
+
+
+def hooked_in_the_first_batch(compiles: bool) -> tuple[list[int], list[int]]:
+    """Return, per step, the losses of hidden states, and how far the model has changed, if step 0 alone has a hook."""
+    calls: list[int] = []
+    seen: list[int] = []
+    apply, since = deferred._Deferred.apply, ModelChanges.since_the_last_batch
+
+    def counted(*arguments: Any) -> Any:
+        calls[-1] += 1
+        return apply(*arguments)
+
+    def noted(changes: ModelChanges) -> int:
+        seen.append(since(changes))
+        return seen[-1]
+
+    patches = (
+        mock.patch.object(deferred._Deferred, "apply", counted),
+        mock.patch.object(ModelChanges, "since_the_last_batch", noted),
+    )
+    terapipe = unchecked(slices=[8, 12, 3], compile=compiles)
+    with patches[0], patches[1], engine_of(with_head(), terapipe, loss_fn=LinearCrossEntropy()) as engine:
+        for step, batch in enumerate(batches(4)):
+            calls.append(0)
+            head = engine.module.forward_funcs[-1]
+            hook = head.register_forward_hook(lambda *_: None) if step == 0 and not compiles else None
+            engine.train_batch(iter(batch))
+            if hook is not None:
+                hook.remove()
+    return calls, seen
+
+
+def test_a_hook_of_the_first_batch_alone_costs_logits_there_alone() -> None:
+    assert rank_pool(2).run(hooked_in_the_first_batch, compiles=False)[1][0] == [0, 6, 6, 6]
+
+
+def test_a_loss_without_logits_does_not_count_as_a_change_of_the_model() -> None:
+    """The engine's own forward of the head did: batch 1 was checked and guarded again, and ran without compiling."""
+    assert [seen for _, seen in rank_pool(2).run(hooked_in_the_first_batch, compiles=True)] == [[2, 0, 0, 0]] * 2
 
 
 def half_of_the_loss(logits: Tensor, labels: Tensor) -> Tensor:

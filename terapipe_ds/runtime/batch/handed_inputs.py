@@ -29,12 +29,12 @@ class HandedInputs:
 
     def __init__(self, may_hand: bool) -> None:
         self._may_hand = may_hand
+        self._written: dict[bool, set[int]] = {True: set(), False: set()}  # in first slices, and in later ones
         self.renew()
 
     def renew(self) -> None:
-        """Learn again: a program has changed the model."""
-        self._handed: dict[bool, frozenset[int]] = {}  # for first slices, and for later ones
-        self._written: set[int] = set()  # in later slices
+        """Learn again: a program has changed the model, and may change it back. Inputs once written to get copies."""
+        self._handed: dict[bool, frozenset[int]] = {}
 
     def leaves_or_copies(self, leaves: Tensors, is_first: bool) -> Tensors:
         """Return the tensors that the layers get for the leaves of a slice, the first or a later one."""
@@ -49,13 +49,11 @@ class HandedInputs:
         """
         if not self._may_hand or is_first in self._handed:
             return
-        both = [*enumerate(zip(leaves, inputs, strict=True))]
+        both = enumerate(zip(leaves, inputs, strict=True))
         # each write raises the version of a tensor; copies begin at 0
-        written = {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
-        if not is_first:
-            written = self._written = self._written | written
+        self._written[is_first] |= {i for i, (leaf, copy) in both if copy._version != 0 or copy.nbytes != leaf.nbytes}
         if is_first or is_last:
-            self._handed[is_first] = frozenset(i for i, (leaf, _) in both if i not in written and leaf.requires_grad)
+            self._handed[is_first] = frozenset(range(len(leaves))) - self._written[is_first]
 
     def explain(self, error: RuntimeError) -> None:
         """Raise WrittenInputError if layers have failed with `error` because they have no copy."""

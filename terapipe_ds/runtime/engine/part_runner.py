@@ -178,8 +178,9 @@ class PartRunner:
         self._slices = None if batch is None else PartInFlight(batch, self.place, self._stage.store, *sends)
         self._num_weights = self._num_products = 0  # W actions that ran, and weight gradients in them
         self._sent: SliceKey | None = None  # the slice whose gradients B itself has sent
-        has_loss = batch is not None and self.place.is_last
-        self._of_hidden = self._stage.deepspeed.loss_of_hidden(self._stage, self.place.chunk_id) if has_loss else None
+        calls, chunk_id = self._stage.deepspeed, self.place.chunk_id
+        # before the first batch too: a program may change the last layer for that batch alone
+        self._of_hidden = calls.loss_of_hidden(self._stage, chunk_id) if self.place.is_last else None
 
     def close_batch(self) -> None:
         """Log once if the schedule splits backwards but no layer does."""

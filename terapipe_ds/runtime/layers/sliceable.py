@@ -225,7 +225,7 @@ class ModelChanges:
             yield type(module)
             yield getattr(type(module), "forward", None)  # the class of a TorchScript module has none
             yield own.get("scale_grad_by_freq")  # of an embedding, which counts words per slice then
-            yield from map(_code_of, [own["forward"]] if "forward" in own else ())
+            yield _code_of(own["forward"]) if "forward" in own else None
             for name in HOOKS_OF_MODULES:
                 yield from map(_code_of, own[name].values() if own[name] else ())
             for parameter in own["_parameters"].values():

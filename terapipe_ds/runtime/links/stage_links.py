@@ -230,8 +230,7 @@ class StageLinks:
     def _place(self, action: Action, step: int) -> int:
         """Return the place, on its stage, of the F or B of the same unit on a neighbouring part."""
         kind = COMPUTE_OF.get(action.kind, action.kind)
-        neighbour = action._replace(kind=kind, part_id=action.part_id + step)
-        return self._open().schedule.nodes.place(neighbour)
+        return self._open().schedule.nodes.place(kind, action.part_id + step, action.unit)
 
     def _incoming(self, action: Action) -> ReceiveChannel | None:
         """Return the channel of the message that an F or a B waits for."""

@@ -1,6 +1,7 @@
 """Schedules whose stages hold several chunks: on a loop, on a V, and in both directions."""
 
 import dataclasses
+import itertools
 import types
 from typing import Any
 
@@ -30,6 +31,19 @@ def peaks_of_chunks(schedule: Schedule, stage_id: int) -> list[int]:
         live[action.chunk_id] += 1 if action.kind is Kind.FORWARD else -1
         peaks[action.chunk_id] = max(peaks[action.chunk_id], live[action.chunk_id])
     return peaks
+
+
+# --- evaluations
+
+
+@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize(("num_stages", "slices"), [(4, 1), (2, 3), (3, 4)])
+def test_an_evaluation_on_a_loop_has_few_slices_in_flight(name: str, num_stages: int, slices: int) -> None:
+    """At most a group, which is shorter than 2K, however many chunks there are."""
+    schedule = build(name, num_stages, 40, slices, chunks_per_stage=5, forward_only=True)
+    for order in schedule.orders:
+        changes = [(each.chunk_id == 0) - (each.chunk_id == 4) for each in order]
+        assert 0 < max(itertools.accumulate(changes)) < 2 * num_stages
 
 
 # --- placements

@@ -162,6 +162,18 @@ def test_layers_that_share_a_weight_have_biases_of_their_own() -> None:
         torch.testing.assert_close(total.double(), theirs.grad, rtol=1e-5, atol=1e-5)  # the sums are fp32
 
 
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_embeddings_of_other_kinds_keep_their_gradients(option: str) -> None:
+    ours = nn.Sequential(nn.Embedding(5, 4, dtype=torch.float64, **{option: True}))
+    plain, ids = copy.deepcopy(ours), torch.tensor([[1, 4, 2, 2, 0]])
+    accumulate_in_products(ours, None)
+    with slice_of(0, 5):
+        ours(ids).square().sum().backward()
+    plain(ids).square().sum().backward()
+    assert ours[0].weight.grad.layout == plain[0].weight.grad.layout
+    torch.testing.assert_close(ours[0].weight.grad.to_dense(), plain[0].weight.grad.to_dense())
+
+
 def test_another_engine_has_the_gradients_of_layers_that_had_one() -> None:
     """Otherwise they would go to the sums of the optimizer before it. A forward of the user's own stays."""
     model, ours, inputs = example()

@@ -99,8 +99,8 @@ class Nodes:
     def run_order(self, awaited: Sequence[int] = ()) -> list[int]:
         """Return the nodes, with each stage's in its order, each after the node whose result it takes.
 
-        With `awaited` a node is over, and its stage goes on, once the node that it awaits is over. Where stages wait
-        for one another for ever, the result omits the nodes behind that wait.
+        With `awaited` a node is over, and its stage goes on, once the node that it awaits is over. If stages wait for
+        one another for ever, the result omits the nodes behind that wait.
         """
         inputs = self.inputs.tolist()
         has_run, is_over = (bytearray(self.num_nodes) + b"\1" for _ in range(2))  # the node "none" always is

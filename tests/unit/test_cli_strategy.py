@@ -280,7 +280,7 @@ def test_a_search_that_is_stopped_says_so(capsys: pytest.CaptureFixture[str], mo
 
 
 def rows_on_a_terminal(text: str, columns: int) -> list[str]:
-    """Return the rows that a terminal of so many columns shows."""
+    """Return the rows that a terminal of that width shows."""
     rows, column, wraps = [""], 0, True
     for code in re.findall(r"\x1b\[[?0-9]*[A-Za-z]|.", text, re.DOTALL):
         if code == "\r":

@@ -39,7 +39,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = No
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     largest = wide.detach().amax(dim=-1, keepdim=True)
-    if group is not None:
+    if group is not None and group.size() > 1:
         torch_dist.all_reduce(largest, op=torch_dist.ReduceOp.MAX, group=group)
     shifted = wide - largest
     # labels counted from the first of this rank's share

@@ -111,8 +111,7 @@ def window_plan(
         units, last = divmod(length, unit)  # ends with the sequence
     # a layer that keeps something of the slice before alone needs long slices
     first, second = max(2, 3 * units // 10), max(1, min(units // 5, min(plan.lengths[:-1]) // unit))
-    first = next(
-        count for count in itertools.count(first) if math.gcd(count, second) == 1
-    )  # starts share the unit alone
+    # starts share the unit alone
+    first = next(count for count in itertools.count(first) if math.gcd(count, second) == 1)
     parts = [1] * units if units <= _MOST_SLICES else [first, second, units - first - second]
     return SlicePlan((*(part * unit for part in parts[:-1]), parts[-1] * unit + last))

@@ -1,7 +1,11 @@
 """Cross entropy over a split vocabulary, and the mean over a mask, against torch's own."""
 
+from types import SimpleNamespace
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as torch_dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -42,6 +46,16 @@ def test_per_token_loss_and_gradient_of_a_whole_vocabulary(dtype: torch.dtype) -
     torch.testing.assert_close(losses, wanted, rtol=tolerance, atol=tolerance)
     gradient_tolerance = 1e-2 if dtype == torch.bfloat16 else tolerance  # rounded once, to 8 bits
     torch.testing.assert_close(logits.grad, wide.grad.to(dtype), rtol=gradient_tolerance, atol=gradient_tolerance)
+
+
+def test_one_rank_has_nobody_to_ask() -> None:
+    """Over NCCL the first collective of a group connects its ranks, behind receives that wait for this rank."""
+    logits, labels, _ = sample()
+    alone = SimpleNamespace(size=lambda: 1)
+    with mock.patch.multiple(torch_dist, is_initialized=lambda: True, get_rank=lambda group: 0, all_reduce=None):
+        assert torch.equal(
+            vocab_parallel_cross_entropy(logits, labels, alone), vocab_parallel_cross_entropy(logits, labels)
+        )
 
 
 def test_large_logits_do_not_overflow() -> None:

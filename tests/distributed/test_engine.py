@@ -207,6 +207,7 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
             "additional losses": {name: float(loss) for name, loss in engine.get_additional_losses().items()},
             "evaluation": engine.eval_batch(iter(data[0])),
             "logits": engine.eval_batch(iter(data[1]), return_logits=True, bcast_loss=False),
+            "loss of the last micro-batch": engine.loss.detach(),
             "samples": engine.global_samples,
         }
 

@@ -191,7 +191,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, if sequences are whole. Raises TeraPipeConfigError if they are cut."""
-        check_compile_call(self.terapipe_config)
+        check_compile_call(self._plans.may_cut)
         super().compile(*args, **kwargs)
 
     def autotp_size(self) -> int:
@@ -329,7 +329,7 @@ class TeraPipeEngine(ModelEndsEngine):
         # the first training batch shows which values, except gradients, layers change
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             faults.tell_of_clipping(self)
-            is_whole = self.terapipe_config.is_one_slice
+            is_whole = not self._plans.may_cut
             self._written = None if is_whole else WrittenParameters(self.module)
             trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
             self._outside = OutsideLayers(self.module, self._layout.has_copies, is_whole, trainer)

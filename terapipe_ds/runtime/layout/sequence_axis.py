@@ -130,9 +130,8 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     The grid's group of model parallelism holds the stages of one pipeline.
     """
     topology, rank = grid.topology(), grid.get_global_rank()
-    if topology.get_dim(AXIS) <= 1:
-        return SequenceRanks()
-    if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
+    # without the axis there are none, and an engine before this one may have made them
+    if topology.get_dim(AXIS) <= 1 or hasattr(grid, "get_sequence_data_parallel_group"):
         return sequence_ranks_of(grid)
     # ranks of one stage that share the tokens of its slices
     grid.sequence_group = group_of(rank, topology.get_axis_comm_lists(AXIS))

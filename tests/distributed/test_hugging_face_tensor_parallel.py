@@ -253,6 +253,7 @@ def by_strategy(family: str, strategy: str) -> tuple[dict[str, Any], list[float]
 def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any], step: bool, **changes: Any) -> Any:
     """Return the error of a model whose config and plan have other entries: None takes one out."""
     apart, is_used_twice = changes.pop("apart", False), changes.pop("is_used_twice", False)
+    data, token = batches(VOCAB_SIZE), changes.pop("token", 0)
     forward, difference, is_alone = ApertusMLP.forward, divide.difference, changes.pop("is_alone", False)
 
     def differ_alone(*args: Any) -> Any:
@@ -282,7 +283,8 @@ def refusal(family: str, grid: Grid, fields: dict[str, Any], plan: dict[str, Any
                 if apart:  # as a layer that computes otherwise in training
                     weight = next(p for name, p in engine.module.named_parameters() if "layernorm" in name)
                     weight.register_hook(lambda gradient: gradient * (1 + torch_dist.get_rank()))
-                engines.train(engine, tuples(module, batches(VOCAB_SIZE)))
+                data[0][0]["input_ids"][0, 3] = token
+                engines.train(engine, tuples(module, data))
 
     return engines.raised_by(act)
 
@@ -437,6 +439,9 @@ REFUSALS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "by its plan: found by one rank": ("ModelRefusedError", {"is_alone": True}),
     "different gradients for 1 of 9 parameters": ("ReplicatedGradientError", {"step": True, "apart": True}),
+    f"tokens outside of the vocabulary of {VOCAB_SIZE}: 1, first token 200": (
+        "ValueError", {"step": True, "token": 200},
+    ),
     "the layers of the module are divided over 2 ranks": (
         "TeraPipeConfigError", {"tensor_parallel": {"autotp_size": 4}},
     ),

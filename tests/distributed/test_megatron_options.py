@@ -18,7 +18,7 @@ from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_e
 from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case
-from tests.distributed.megatron_models import engine_of, micro_batch, terapipe_section
+from tests.distributed.megatron_models import build_model, engine_of, micro_batch, terapipe_section
 from tests.distributed.nccl_emulator import emulated_nccl
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -188,7 +188,11 @@ def test_recompute_after_a_frozen_embedding(recompute: dict[str, Any]) -> None:
 
 
 def train_whole_logits(cross_entropy: str) -> list[float]:
-    return train("tp2", {"parallel_output": False, "loss_fn": VocabParallelLoss(cross_entropy)})
+    """Use a loss that has served a model whose ranks divide the logits."""
+    loss_fn = VocabParallelLoss(cross_entropy)
+    build_model(case_of("tp2"), loss_fn=loss_fn)
+    checked = {"terapipe": section(verify="first_batch", slices=2)}
+    return train("tp2", {"parallel_output": False, "loss_fn": loss_fn}, checked)
 
 
 def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
@@ -234,6 +238,19 @@ def test_a_loss_without_logits_over_a_divided_vocabulary(layout: str) -> None:
     for losses in rank_pool(2).run(train, layout=layout, options=SMOOTHED, ds_config=checked):
         assert losses == pytest.approx(stock[0], rel=1e-5)
     assert all(each.shape[-1] == 32 for each in rank_pool(2).run(whole_logits_of, layout=layout))
+
+
+def train_on_an_unknown_token() -> None:
+    batch = data(case_of("tp2"), 1)[0]
+    batch[1][0][0, 2] = 32
+    with engine_of(case_of("tp2")) as engine:
+        engine.train_batch(iter(batch))
+
+
+def test_a_token_that_no_rank_embeds() -> None:
+    """The ranks' sum of its embeddings was zero."""
+    for _, text in rank_pool(2).run(raised_by, act=train_on_an_unknown_token):
+        assert "tokens outside of the vocabulary of 32: 1, first token 32. Fix the tokenizer's" in text
 
 
 def of_a_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

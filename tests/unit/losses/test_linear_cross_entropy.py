@@ -162,7 +162,7 @@ def test_labels_outside_of_the_vocabulary() -> None:
     for label in (VOCABULARY, -1):
         labels = torch.zeros(1, 4, dtype=torch.long)
         labels[0, 1] = label
-        text = f"vocabulary of 50, for 1 tokens that count, first label {label}"
+        text = rf"labels outside of the vocabulary of 50: 1, first label {label}\. Mask them, or fix"
         with pytest.raises(ValueError, match=text):
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
         with pytest.raises(ValueError, match=text):

@@ -1,6 +1,7 @@
 """Test options of MegatronGPT: dropout, layer specs, whole logits, the engine. Each trains right, or is refused."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -185,6 +186,18 @@ def test_recompute_after_a_frozen_embedding(recompute: dict[str, Any]) -> None:
     frozen = {"model_class": FrozenEmbedding}
     stock = rank_pool(2).run(train, layout="pp2", options=frozen, ds_config={"terapipe": None})
     assert rank_pool(2).run(train, layout="pp2", options=frozen, **recompute)[0] == pytest.approx(stock[0], rel=1e-6)
+
+
+def recomputed_layers() -> list[int]:
+    changes = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    case = replace(case_of("pp2"), num_layers=4)
+    with engine_of(case, changes, terapipe=section(slices=2, partition=[0, 2, 7])) as engine:
+        return [each.layer.layer_number for each in engine.module.forward_funcs if getattr(each, "recompute", False)]
+
+
+def test_each_stage_recomputes_its_first_layers() -> None:
+    """DeepSpeed's cut has layer 3 first on the second stage, where it stays and comes second."""
+    assert rank_pool(2).run(recomputed_layers) == [[1], [2]]
 
 
 def train_whole_logits(cross_entropy: str) -> list[float]:

@@ -120,9 +120,9 @@ class MegatronGPT(TensorParallelModule):
         super()._build()
         config = self.blueprint.config
         if (config.recompute_granularity, config.recompute_method) == ("full", "block"):
-            layers = [layer for layer in self.forward_funcs if hasattr(layer, "recompute")]
-            for layer in layers[: config.recompute_num_layers]:
-                layer.recompute = True
+            layers = (layer for layer in self.forward_funcs if hasattr(layer, "recompute"))
+            for index, layer in enumerate(layers):  # one that stays may have been a first one before
+                layer.recompute = index < config.recompute_num_layers
 
     @property
     def slice_length_multiple(self) -> int:

@@ -30,9 +30,9 @@ from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidde
 from terapipe_ds.models.positions import (
     RowsOfTable,
     check_learned_positions,
+    document_places,
     first_position,
     longest_run,
-    places_in_documents,
     rotate,
     turns_of_slice,
 )
@@ -291,7 +291,7 @@ class PositionEmbedding(nn.Module):
         check_learned_positions(longest_run(inputs, starts), self.weight.shape[0], GPTConfigError)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        positions = places_in_documents()
+        positions = document_places()
         if positions is None:  # the usual case: rows of one document, whose positions are a range of the table
             stop = (start := first_position()) + hidden.shape[1]
         else:

@@ -12,7 +12,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from terapipe_ds.attention import sliced_attention
+from terapipe_ds.attention import documents, sliced_attention
 from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss, attention
 from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
@@ -251,6 +251,19 @@ def test_a_loss_without_logits_over_a_divided_vocabulary(layout: str) -> None:
     for losses in rank_pool(2).run(train, layout=layout, options=SMOOTHED, ds_config=checked):
         assert losses == pytest.approx(stock[0], rel=1e-5)
     assert all(each.shape[-1] == 32 for each in rank_pool(2).run(whole_logits_of, layout=layout))
+
+
+def embeddings_of_documents() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, ids = torch.arange(14).view(2, 7), torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+    embedding = build_model(case_of("tp2"), position_embedding_type="learned_absolute").forward_funcs[0]
+    with documents(ids):
+        return embedding(tokens).detach(), embedding((tokens, ids)).detach()
+
+
+def test_learned_positions_of_documents_outside_of_the_engine() -> None:
+    """A reference run gives the position ids to `attention.documents` alone."""
+    for found, expected in rank_pool(2).run(embeddings_of_documents):
+        assert torch.equal(found, expected)
 
 
 def train_on_an_unknown_token() -> None:

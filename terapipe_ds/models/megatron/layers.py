@@ -38,7 +38,7 @@ from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
+from terapipe_ds.models.positions import check_learned_positions, document_places, first_position, longest_run, places
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
@@ -190,9 +190,9 @@ class MegatronEmbedding(LanguageModelEmbedding):
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
         if self.add_position_embedding and position_ids is None:
-            stop = (start := first_position()) + tokens.shape[1]
-            check_learned_positions(stop, self.max_sequence_length, ValueError)
-            position_ids = torch.arange(start, stop, device=tokens.device).expand_as(tokens)
+            if document_places() is None:
+                check_learned_positions(first_position() + tokens.shape[1], self.max_sequence_length, ValueError)
+            position_ids = places(tokens)
         return super().forward(tokens, position_ids)
 
 

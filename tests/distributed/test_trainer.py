@@ -14,7 +14,9 @@ from tests.distributed import trainer_jobs
 from tests.distributed.harness import rank_pool
 from tests.distributed.test_strategy_runs import written
 from tests.distributed.trainer_classes import (
-    compare_busy,
+    Busy,
+    OwnCounts,
+    compare_of_class,
     compare_two_rates,
     losses_of_their_own,
     refusals,
@@ -285,10 +287,12 @@ def test_a_started_trainer_refuses_other_arguments_and_tells_who_saves(tmp_path:
     of_ranks = rank_pool(2).run(trainer_jobs.mistakes_after_a_start, **job)
     for raised, of_callback in zip(of_ranks, ["ModelRefusedError", "BatchError"], strict=True):
         refused = "ModelRefusedError"  # on all ranks
-        kinds = [refused, *["RuntimeError"] * 4, refused, refused, *[of_callback] * 3, refused]
+        kinds = [refused, *["RuntimeError"] * 4, refused, refused, *[of_callback] * 4, refused]
         assert [name for name, _ in raised] == kinds
         _, late = raised.pop()
-        (_, text), *without_weights, (_, lost), (_, lost_too), (_, hooked), (_, also_hooked), (_, frozen) = raised
+        hooked, also_hooked, frozen = (told for _, told in raised[-3:])
+        (_, text), *without_weights, (_, lost), (_, lost_too), (_, norm) = raised[:-3]
+        assert "max_grad_norm of the arguments: changed since" in norm
         assert all("Trainer.compute_loss_func: stages compute" in told for told in (lost, lost_too)), raised
         assert text.startswith("learning_rate, max_grad_norm of the arguments: changed")
         assert all("trainer.save_model(folder)" in told for _, told in without_weights)
@@ -309,8 +313,9 @@ def test_losses_of_other_classes_are_refused_in_the_first_step(tmp_path: Path) -
         assert told.pop("") == "" and not {words: text for words, text in told.items() if words not in text}
 
 
-def test_methods_that_stages_replace_change_batches_count_and_log(tmp_path: Path) -> None:
-    check_same(rank_pool(2).run(compare_busy, folder=str(tmp_path))[0], 1e-4)
+@pytest.mark.parametrize("kind", [Busy, OwnCounts])
+def test_methods_that_stages_replace_change_batches_count_and_log(kind: type, tmp_path: Path) -> None:
+    check_same(rank_pool(2).run(compare_of_class, kind=kind, folder=str(tmp_path))[0], 1e-4)
 
 
 @pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.full)])

@@ -578,13 +578,15 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
         raised += [engines.raised_by(call) for call in (trainer.train, trainer.evaluate)]
     weight = trainer.model.get_input_embeddings().weight
     for change in (
+        lambda _: vars(trainer.args).update(max_grad_norm=7.0),
         lambda weight: weight.register_hook(torch.zeros_like),
         lambda weight: weight.register_post_accumulate_grad_hook(torch.zero_),
         lambda weight: weight.requires_grad_(False),
     ):
-        trainer.add_callback(ChangesWeights(change))
+        trainer.add_callback(Changes(change))
         raised.append(engines.raised_by(trainer.train))
-        trainer.pop_callback(ChangesWeights)
+        trainer.pop_callback(Changes)
+        vars(trainer.args).update(trainer._started_with)
         for hooks in (weight._backward_hooks, weight._post_accumulate_grad_hooks):
             if hooks:
                 hooks.clear()
@@ -592,8 +594,8 @@ def mistakes_after_a_start(folder: str) -> list[tuple[str, str]]:
     return [*raised, engines.raised_by(trainer.train)]
 
 
-class ChangesWeights(TrainerCallback):
-    """Change what happens to the embedding from the second step on, on rank 0, as wandb does."""
+class Changes(TrainerCallback):
+    """Change an argument, or what happens to the embedding, from the second step on, on rank 0, as wandb does."""
 
     def __init__(self, change: Callable[[torch.Tensor], object]) -> None:
         self._change = change

@@ -262,7 +262,11 @@ def test_another_training_schedules_the_optimizer_of_the_engine(monkeypatch: pyt
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-BOTH = frozenset({True, False})  # training and evaluation have run on all ranks
+# training and evaluation have run on all ranks
+OF_STEP: dict[str, Any] = {
+    "model_accepts_loss_kwargs": True, "_prepare_inputs": dict, "_tried": frozenset({True, False}),
+    "_stages": types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2),
+}  # fmt: skip
 
 
 class OwnLossLater(PipelineTrainerMixin, Trainer):
@@ -275,8 +279,8 @@ def test_a_step_refuses_a_loss_of_its_own_and_other_weights_of_its_labels() -> N
     for kind, count, is_scaled, text in (
         own, (OtherOrder, None, None, "batch=None ask"), (OtherOrder, 3, False, "ga=False or num"),
     ):  # fmt: skip
-        fields: dict[str, Any] = {"model_accepts_loss_kwargs": True, "loss_is_scaled_for_ga": is_scaled, "_tried": BOTH}
-        trainer = without_start(kind, **fields, _prepare_inputs=dict, model=torch.nn.Module())
+        fields: dict[str, Any] = {**OF_STEP, "loss_is_scaled_for_ga": is_scaled}
+        trainer = without_start(kind, **fields, model=torch.nn.Module())
         with pytest.raises(ModelRefusedError, match=text):
             trainer._train_on(trainer.model, {"labels": torch.ones(1, 2)}, count)
 
@@ -290,27 +294,23 @@ class AddsLabels(PipelineTrainerMixin, Trainer):
 
 
 def test_a_compute_loss_may_add_labels_and_return_a_tuple() -> None:
-    fields: dict[str, Any] = {
-        "model_accepts_loss_kwargs": True,
-        "model": torch.nn.Module(),
-        "_prepare_inputs": dict,
-        "_tried": BOTH,
-    }
-    trainer, ids = without_start(AddsLabels, **fields), torch.zeros(1, 2)
-    assert trainer._for_loss(trainer.model, {"input_ids": ids})["labels"].sum() == 2
+    trainer, ids = without_start(AddsLabels, **OF_STEP, model=torch.nn.Module()), torch.zeros(1, 2)
+    batch, divisor = trainer._for_loss(trainer.model, {"input_ids": ids})
+    assert batch["labels"].sum() == 2 and divisor == 2.0  # one label per replica has a token before it
     with pytest.raises(ModelRefusedError, match="num_items_in_batch=None ask"):  # Trainer has counted no labels
         trainer._train_on(trainer.model, {"input_ids": ids}, None)
 
 
 def test_a_batch_without_labels_has_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in Trainer, whose logging_nan_inf_filter leaves it out of the mean of an evaluation."""
-    stages = types.SimpleNamespace(evaluate=lambda *_: (torch.zeros(()), None), replicas=2)
-    fields = {"_stages": stages, "_prepare_inputs": dict, "model": torch.nn.Module()}
     args = types.SimpleNamespace(device="cpu")
-    for count in (0.0, 3.0):
-        trainer = without_start(OtherOrder, args=args, **fields)
-        monkeypatch.setattr(OtherOrder, "_labels_of", lambda self, inputs, count=count: count)
-        assert bool(trainer.prediction_step(None, {}, True)[0].isnan()) == (count == 0)
+    monkeypatch.setattr(
+        OtherOrder, "_get_num_items_in_batch", lambda self, batches, _: batches[0]["labels"].gt(0).sum()
+    )
+    for labels in ([-100, -100, -100], [-100, 1, 2]):
+        trainer = without_start(OtherOrder, args=args, **OF_STEP, model=torch.nn.Module())
+        is_nan = trainer.prediction_step(None, {"labels": torch.tensor([labels])}, True)[0].isnan()
+        assert bool(is_nan) == (max(labels) < 0)
 
 
 def test_another_training_refuses_another_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,10 +329,10 @@ def test_another_training_refuses_another_optimizer(monkeypatch: pytest.MonkeyPa
 def test_weights_are_frozen_before_the_trainer_has_stages() -> None:
     model = torch.nn.Linear(2, 2, device="meta")
     trainer = without_start(OtherOrder, _given=[(name, each, True) for name, each in model.named_parameters()])
-    trainer._check_model()
+    assert trainer._check_unchanged() == []
     model.bias.requires_grad_(False)
     with pytest.raises(ModelRefusedError, match="requires_grad of bias has changed since the Trainer was built"):
-        trainer._check_model()
+        trainer._check_unchanged()
 
 
 class HasOtherWeightsInEvaluation(torch.optim.SGD):

@@ -216,16 +216,8 @@ class PipelineTrainerMixin(Trainer):
         # another training run goes on with the engine: accelerate must not destroy it, and gets the model again
         self.accelerator.deepspeed_engine_wrapped, self.model_wrapped = None, self.model
         with refused_on_all_ranks():
-            changed = [name for name, value in self._started_with if getattr(self.args, name) != value]
-            # Trainer's next run goes on with the optimizer of the first one as well, whatever its arguments are now
-            if kept := [name for name in changed if self._has_trained and name in _OF_OPTIMIZER]:
+            if kept := self._check_unchanged():
                 logger.warning("%s: changed after train(), whose optimizer keeps the old value", ", ".join(kept))
-            if changed := [name for name in changed if name not in kept]:
-                raise ModelRefusedError(
-                    f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
-                    "the engine, which keeps the old value: change it before, or build another Trainer"
-                )
-            self._check_model()
         self._has_trained = True
         once = replaced(self, "create_optimizer", partial(self._make_optimizer, self.create_optimizer))
         handler = self.callback_handler
@@ -307,7 +299,7 @@ class PipelineTrainerMixin(Trainer):
     def _train_on(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep the micro-batch; with the last one of the step, run them all. Return the loss of the step, or zero."""
         self.model.train()
-        inputs = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+        inputs, count = self._for_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
         accepts_counts, is_scaled = self.model_accepts_loss_kwargs, getattr(self, "loss_is_scaled_for_ga", None)
         uncounted = accepts_counts and num_items_in_batch is None and inputs.get("labels") is not None
         if uncounted or is_scaled not in (None, accepts_counts):
@@ -316,13 +308,12 @@ class PipelineTrainerMixin(Trainer):
                 f"loss_is_scaled_for_ga={is_scaled} or num_items_in_batch={num_items_in_batch} ask for other weights"
             )
         self._taken += 1
-        self._waiting.append((inputs, num_items_in_batch))
+        self._waiting.append((inputs, None if num_items_in_batch is None else count))
         if not self.accelerator.sync_gradients:
             return self._without_labels(torch.zeros((), device=self.args.device), num_items_in_batch)
         batches, counts = zip(*self._waiting, strict=True)
         self._waiting.clear()
-        label_counts = None if counts[0] is None else [float(count) for count in counts]
-        loss = self._stages.train(batches, label_counts, self._check_model)
+        loss = self._stages.train(batches, None if None in counts else counts, self._check_unchanged)
         self._note_metrics("train", batches)
         return self._without_labels(loss.to(self.args.device), num_items_in_batch)
 
@@ -360,8 +351,16 @@ class PipelineTrainerMixin(Trainer):
             setattr(control, name, False)
         return control
 
-    def _check_model(self) -> None:
-        """Raise ModelRefusedError if a program or a callback, which gets the model, has frozen or hooked weights."""
+    def _check_unchanged(self) -> list[str]:
+        """Return the arguments of the optimizer that have changed after `train`; raise ModelRefusedError for others."""
+        changed = [name for name, value in self._started_with if getattr(self.args, name) != value]
+        # Trainer's next run goes on with the optimizer of the first one as well, whatever its arguments are now
+        kept = [name for name in changed if self._has_trained and name in _OF_OPTIMIZER]
+        if changed := [name for name in changed if name not in kept]:
+            raise ModelRefusedError(
+                f"{', '.join(changed)} of the arguments: changed since evaluate(), train() or save_model() started "
+                "the engine, which keeps the old value: change it before, or build another Trainer"
+            )
         if changed := [name for name, each, trained in self._given if each.requires_grad != trained]:
             raise ModelRefusedError(
                 f"requires_grad of {in_short(changed)} has changed since the Trainer was built, which no stage sees: "
@@ -372,28 +371,29 @@ class PipelineTrainerMixin(Trainer):
                 f"hooks of {in_short(hooked)}: trainer.model has no gradients, and nobody would call them: remove them "
                 "(WANDB_WATCH adds some), or train a PipelineModule of terapipe_ds.from_pretrained without Trainer"
             )
+        return kept
 
-    def _for_loss(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
-        """Return the batch that `compute_loss` of the user's classes hands on: they may change it, and see no loss."""
+    def _for_loss(self, model: nn.Module, inputs: Any, **counts: Any) -> tuple[Any, float | None]:
+        """Return the batch that `compute_loss` of the user's classes hands on, and its divisor: both may change."""
         is_known, self._tried = self.model.training in self._tried, self._tried | {self.model.training}
         # a method that reads the loss on one rank alone, for a log, would leave the others in the step
         with nullcontext() if is_known else refused_on_all_ranks():
-            return self._handed_on(model, inputs, **kwargs)
+            return self._handed_on(model, inputs, **counts)
 
-    def _handed_on(self, model: nn.Module, inputs: Any, **kwargs: Any) -> Any:
+    def _handed_on(self, model: nn.Module, inputs: Any, **counts: Any) -> tuple[Any, float | None]:
         if (problem := problem_of_loss(self)) is not None:  # a class or a callback has set it by now
             raise ModelRefusedError(problem)
-        handed_on, cause = list[Any](), None
+        handed_on, cause = list[tuple[Any, float | None]](), None
         with torch.inference_mode(False):  # which counts no changes
             loss = torch.zeros((), device="meta")
 
-        def last(_: Trainer, model: nn.Module, inputs: Any, *__: Any, **___: Any) -> Tensor:
-            handed_on.append(inputs)
+        def last(_: Any, model: Any, inputs: Any, return_outputs: Any = 0, num_items_in_batch: Any = None) -> Tensor:
+            handed_on.append((inputs, self._divisor_of(inputs, num_items_in_batch)))
             return loss
 
         with replaced(stock := stock_of(type(self), "compute_loss"), "compute_loss", last):
             try:
-                returned = self.compute_loss(model, inputs, **kwargs)
+                returned = self.compute_loss(model, inputs, **counts)
             except Exception as error:
                 if not handed_on:
                     raise
@@ -452,22 +452,22 @@ class PipelineTrainerMixin(Trainer):
         inputs = self._prepare_inputs(inputs)
         labels, reduce = inputs.get("labels"), self._reduce_logits or (lambda logits, _: logits)
         wanted = None if prediction_loss_only else lambda logits: reduce(logits, labels)
-        count = self._labels_of(inputs)
+        count, counts = None, dict[str, Any]()
         if labels is not None:
-            inputs = self._for_loss(model, inputs)
-            if not _COUNTS_OF_ALL or is_sft(type(self)):  # then the loss is a mean of the labels that it gets
-                count = self._labels_of(inputs)
+            if _COUNTS_OF_ALL and not is_sft(type(self)):
+                counts = {"num_items_in_batch": self._get_num_items_in_batch([inputs], self.args.device)}
+            inputs, count = self._for_loss(model, inputs, **counts)
         loss, logits = send_to_device(self._stages.evaluate(inputs, count, wanted), self.args.device)
         loss = self._without_labels(loss, count)
         self._note_metrics("eval", [inputs])
         return loss, logits, None if prediction_loss_only else labels
 
-    def _labels_of(self, inputs: Mapping[str, Any]) -> float | None:
-        """Return the divisor of a batch's loss in evaluation; None where each micro-batch takes its own mean."""
-        if inputs.get("labels") is None or not self.model_accepts_loss_kwargs:
+    def _divisor_of(self, inputs: Mapping[str, Any], count: Any) -> float | None:
+        """Return the divisor of a batch's loss: `count`, or the labels of this batch; None if the engine counts."""
+        if not self.model_accepts_loss_kwargs or "labels" not in inputs:
             return None
-        if _COUNTS_OF_ALL and not is_sft(type(self)):
-            return float(self._get_num_items_in_batch([inputs], self.args.device))
+        if count is not None:
+            return float(count)
         shifted = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
         return float(shifted.ne(IGNORED).sum()) * self._stages.replicas
 

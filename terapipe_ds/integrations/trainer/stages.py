@@ -204,10 +204,10 @@ class Stages:
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
-    def train(self, batches: Sequence[Any], label_counts: Sequence[float] | None, check: Callable[[], None]) -> Tensor:
+    def train(self, batches: Sequence[Any], counts: Sequence[float] | None, check: Callable[[], object]) -> Tensor:
         """Take one optimizer step on the micro-batches of this replica; return the loss, the same on all ranks.
 
-        `label_counts` are the divisors of the losses; None: each micro-batch's own number of labels. The engine tells
+        `counts` are the divisors of the losses; None: each micro-batch's own number of labels. The engine tells
         all ranks of an error of `check`.
         """
 
@@ -217,7 +217,7 @@ class Stages:
 
         engine = self.engine
         engine.set_train_batch_size(engine.train_micro_batch_size_per_gpu() * self.replicas * len(batches))
-        engine.step_label_counts = label_counts
+        engine.step_label_counts = counts
         return engine.train_batch(drawn()).detach().float().reshape(())
 
     def evaluate(

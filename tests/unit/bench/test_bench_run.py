@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -303,6 +304,15 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert "not taken: terapipe.planner.memory_limit_gb = 1:" in capsys.readouterr().err
     job = command.job_of(arguments(*words, "--accumulation", "2", "--stages", "2"))
     assert job.accumulations == (2,) and not (job.ds_config or {})["pipeline"]  # the engine would compare its stages
+    del settings["gradient_accumulation_steps"]
+    for batch, steps in ((12, (4,)), (2, ()), (10, ())):  # sequences of a step, as DeepSpeed divides them
+        config.write_text(json.dumps(settings | {"train_batch_size": batch}))
+        if steps:
+            assert command.job_of(arguments(*words)).accumulations == steps
+        else:
+            with pytest.raises(CommandError, match=f"train_batch_size = {batch} in --config: no multiple of"):
+                command.job_of(arguments(*words))
+        assert command.job_of(arguments(*words, "--accumulation", "2")).accumulations == (2,)
     for more in (("--systems", "deepspeed"), ("--schedules", "zb-h1")):
         with pytest.raises(ValueError, match="--slices: none of these runs has slices; leave it out"):
             command.job_of(arguments("--slices", "3", *more))
@@ -443,6 +453,9 @@ def test_no_success_without_a_run_of_ours() -> None:
     ({"zero_optimization": {"stage": 1}}, "ZeRO"), ({**BF16_SETTINGS, "zero_optimization": {"stage": 2}}, "ZeRO"),
     ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, "pipeline.activation_checkpoint_interval"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "adam_w_mode"),
+    ({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "amsgrad": True}}}, "amsgrad"),
 ])  # fmt: skip
 def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, Any], told: str) -> None:
     from terapipe_ds.bench.drivers.torch_pipeline import adam_options
@@ -452,6 +465,21 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     assert adam_options(plain) == {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "fused": True}
     with pytest.raises(CommandError, match=told):
         adam_options({**plain, **changes})
+
+
+@pytest.mark.parametrize("params", [{}, {"weight_decay": 0.5, "bias_correction": True, "adam_w_mode": True}])
+def test_torch_decays_weights_as_deepspeed_does_where_the_config_does_not_say(params: dict[str, Any]) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from terapipe_ds.bench.drivers.torch_pipeline import adam_options
+
+    for more in ({}, {"torch_adam": True}):
+        given = dict(params | more)
+        engine = mock.Mock(zero_use_cpu_optimizer=lambda: False)
+        kind, _ = DeepSpeedEngine.get_optimizer_configuration(engine, given, True)
+        usual = inspect.signature(kind).parameters["weight_decay"].default
+        config = {"optimizer": {"type": "Adam", "params": params | more}, "gradient_clipping": 0.0}
+        assert adam_options(config)["weight_decay"] == params.get("weight_decay", usual)
 
 
 def test_bf16_has_a_counterpart_in_torch() -> None:

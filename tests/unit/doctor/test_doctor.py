@@ -346,6 +346,10 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out.splitlines()
     assert "  ok       a                    fine" in said and "  note     b                    6" in said
     assert said[said.index("  note     b                    6") + 1].strip() == "-> do" and said[-2] == "1 ok, 1 note"
+    # tensor-parallel and sequence ranks need cores too
+    (tmp_path / "ds.json").write_text('{"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 5}')
+    assert main(["doctor", "--stages", "2", "--data", "3", "--config", str(tmp_path / "ds.json")]) == 0
+    assert "  note     b                    60" in capsys.readouterr().out
     (tmp_path / "ds.json").write_text('{"terapipe": {"enabled": true, "slices": -1}}')
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--json", "--config", str(tmp_path / "ds.json")])

@@ -202,10 +202,8 @@ class MeasuredRun:
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """Return the bytes that the schedule, or the stock engine's order, needs by our engine's memory model."""
-        cut = self.case.cut if self.case.system == "terapipe" else "whole stages"
-        is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
-        memory = self.measured.memory.get(cut)
-        if memory is None or self.case.system == "torch" or not is_ours:
+        memory = self.measured.memory.get(self.case.cut)
+        if memory is None or not (self.case.system == "terapipe" or self.is_stock):
             return None
         return list(Replay.of(self.schedule).peak_bytes(self.plans, memory))
 

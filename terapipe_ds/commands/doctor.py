@@ -66,7 +66,11 @@ def run(options: DoctorOptions) -> None:
         raise CommandError(
             "--quiet is for the text, and --json prints all findings: leave one out, or give --json FILE"
         )
-    ranks = None if options.stages is None else options.stages * (options.data or 1) * _inner_ranks(options.config)
+    ranks = None if options.stages is None else options.stages * (options.data or 1)
+    with contextlib.suppress(CommandError, OSError):  # the findings on the config name its faults
+        keys = DeepSpeedJson({} if options.config is None else read_json(options.config, "--config"))
+        inner = [keys.number(key, 0) or 1 for key in ("tensor_parallel.autotp_size", "sequence_parallel_size")]
+        ranks = ranks and ranks * math.prod(inner)
     checks = {"installation": installation.CHECKS, "machine": machine.checks(ranks)}
     if options.config is not None:
         path, shape = options.config, (options.stages, options.data, options.sequence_length)
@@ -86,14 +90,6 @@ def run(options: DoctorOptions) -> None:
     if counts["fail"]:
         sys.stdout.flush()
         raise SystemExit(1)
-
-
-def _inner_ranks(config: str | None) -> int:
-    """Return the tensor-parallel times the sequence ranks of a DeepSpeed JSON; 1 where it has a fault, or is none."""
-    with contextlib.suppress(CommandError, OSError):  # the findings on the config name it
-        keys = DeepSpeedJson({} if config is None else read_json(config, "--config"))
-        return math.prod(keys.number(key, 0) or 1 for key in ("tensor_parallel.autotp_size", "sequence_parallel_size"))
-    return 1
 
 
 def _report(found: list[tuple[str, Line]], quiet: bool) -> list[str]:

@@ -358,6 +358,8 @@ def _state_bytes(engine: PipelineEngine, parameters: Sequence[torch.nn.Parameter
         return here
     name = str(engine.optimizer_name() or "adam").lower()
     states = next((tensors for known, tensors in _STATES.items() if known in name), 2)
+    if "sgd" in name and not engine.optimizer.param_groups[0].get("momentum"):
+        states = 0
     is_zero = engine.zero_optimization()  # which has fp32 copies of wide parameters too
     trained = [p for p in parameters if p.requires_grad]
     least = 2 if is_narrow(engine) else 4

@@ -118,6 +118,9 @@ def test_flops_stand_in_the_table_and_mfu_in_the_picture_too() -> None:
     assert picture is not None
     texts = [text.get_text() for axes in picture.axes for text in axes.texts]
     assert "× stock  MFU" in texts and "1.60×  41.7 %" in texts
+    for axes in picture.axes:  # no dot, median or bound is cut off
+        drawn = [x for line in axes.lines for x in line.get_xdata()] + [bar.get_width() for bar in axes.patches]
+        assert 2.2 <= max(drawn) < axes.get_xlim()[1]
 
 
 def test_the_headline_is_worked_out_per_accumulation() -> None:

@@ -167,6 +167,19 @@ def test_the_table_has_a_line_per_run() -> None:
     assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
 
 
+def test_peaks_are_in_millions_of_bytes_and_the_timeline_is_of_the_median_step() -> None:
+    found = ranks()
+    for of_rank in found:
+        slow = of_rank["runs"][0]
+        slow["peak_bytes"], (events, _) = 70 * 10**6, slow["events"]
+        longer = [event._replace(end_s=event.end_s + 1) for event in events]
+        slow["events"] = [longer, events]  # 16 and 13 seconds, whose lower median is the second step
+    told = result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, found)
+    assert "  70/70  " in render(told)
+    drawn = Timeline.from_json(json.dumps(told["runs"][0]["timeline"]))
+    assert drawn.events[0].end_s - drawn.events[0].start_s == pytest.approx(2.0)
+
+
 def test_a_row_has_one_unit_of_time() -> None:
     told = result()
     row = told["runs"][1] = told["runs"][1] | {"predicted_s": 6.75, "exposed_comm_s": 0.0125}

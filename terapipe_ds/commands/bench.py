@@ -126,12 +126,14 @@ def run(options: BenchOptions) -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
-    from terapipe_ds.bench.report import write_report
+    from terapipe_ds.bench.report import check_packages, write_report
     from terapipe_ds.bench.run import run_benchmark
     from terapipe_ds.bench.table import render
 
     job = job_of(options)
     _check_devices(job)
+    if options.html:  # found out before a run of minutes
+        check_packages()
     measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
     result = {"command": command_line(options.words), **measured}
     # first, so that the figures are kept even if the table or the report fails

@@ -121,14 +121,6 @@ def _peak_flops(job: Job, device: str | None) -> float | None:
     return None if device is None else peak_of_card(device, str(dtype or "fp32").removeprefix("torch."))
 
 
-def _flops_of_sequence(job: Job) -> float:
-    """Return the model FLOPs of a forward and its backward over one sequence."""
-    config = gpt_config(job.work, job.gpt)
-    names = {field.name for field in dataclasses.fields(ModelSize)} & set(type(config).model_fields)
-    size = ModelSize(name="bench", **{name: getattr(config, name) for name in names})
-    return size.training_flops(job.work.sequence_length)
-
-
 class MeasuredRun:
     """Hold one case at one accumulation, as all ranks saw it; `records` has one for each rank."""
 
@@ -210,7 +202,9 @@ class MeasuredRun:
     def figures(self, stock: MeasuredRun | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
         """Return all figures of its row."""
         steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
-        step_s = statistics.median(steps)
+        step_s, config = statistics.median(steps), gpt_config(work, self.job.gpt)
+        names = {field.name for field in dataclasses.fields(ModelSize)} & set(type(config).model_fields)
+        size = ModelSize(name="bench", **{name: getattr(config, name) for name in names})
         sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
         bound = None
         if unsliced is not None:  # a schedule without costs of its own: no bubble but the ideal one
@@ -225,7 +219,7 @@ class MeasuredRun:
             "step_s_all": steps,
             "spread_s": [min(steps), max(steps)],
             "tokens_per_s": sequences * work.sequence_length / step_s,
-            "model_flops_per_s": sequences * _flops_of_sequence(self.job) / step_s / devices,
+            "model_flops_per_s": sequences * size.training_flops(work.sequence_length) / step_s / devices,
             "bound_s": bound,
             "predicted_s": self.predicted_s(),
             "replayed_s": self.replayed_s,

@@ -32,7 +32,7 @@ from terapipe_ds.bench.ranks import (
 from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.files.atomic import write_atomically
-from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 from terapipe_ds.timeline import Timeline
@@ -115,10 +115,14 @@ def _peak_flops(job: Job, device: str | None) -> float | None:
     """Return the peak of one device, given by the user or by the card that the name of a GPU identifies."""
     if job.peak_tflops is not None:
         return 1e12 * job.peak_tflops
-    autocast = (job.ds_config or {}).get("torch_autocast") or {}
-    # products run in autocast's dtype, which on a GPU is fp16 unless it is given
-    dtype = autocast.get("dtype") or "fp16" if autocast.get("enabled") else (job.gpt or {}).get("dtype")
-    return None if device is None else peak_of_card(device, str(dtype or "fp32").removeprefix("torch."))
+    return None if device is None else peak_of_card(device, _dtype_of_products(job))
+
+
+def _dtype_of_products(job: Job) -> str:
+    """Return the model's dtype, or under autocast its dtype, for which torch has a default by device."""
+    autocast, usual = (job.ds_config or {}).get("torch_autocast") or {}, "bf16" if job.device == "cpu" else "fp16"
+    name = autocast.get("dtype") or usual if autocast.get("enabled") else (job.gpt or {}).get("dtype")
+    return str(name or "float32").removeprefix("torch.")
 
 
 class MeasuredRun:
@@ -178,7 +182,8 @@ class MeasuredRun:
 
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
         """Return a sentence if the system did not learn the same as the reference, or None."""
-        tolerance = _TOLERANCE[(self.job.gpt or {}).get("dtype", "float32")]
+        dtype = _dtype_of_products(self.job)
+        tolerance = _TOLERANCE.get(DTYPE_NAMES.get(dtype, dtype), _TOLERANCE["float16"])  # "half"
         for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
             if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
                 label = reference.case.label

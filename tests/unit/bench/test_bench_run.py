@@ -160,6 +160,17 @@ def test_a_system_that_learned_something_else_is_an_error() -> None:
     assert "nan" in result(loss=float("nan"))["runs"][1]["error"]
 
 
+@pytest.mark.parametrize(("autocast", "tolerance"), [
+    ({"enabled": False, "dtype": "bf16"}, 1e-4), ({"enabled": True}, 3e-2),
+    ({"enabled": True, "dtype": "bfloat16"}, 3e-2),
+    ({"enabled": True, "dtype": "torch.half"}, 1e-2), ({"enabled": True, "dtype": "fp16"}, 1e-2),
+])  # fmt: skip
+def test_losses_under_autocast_agree_as_its_dtype_allows(autocast: dict[str, Any], tolerance: float) -> None:
+    for share, is_error in ((0.8, False), (1.2, True)):
+        told = result(loss=5.1 * (1 - share * tolerance) - 0.1, ds_config={"torch_autocast": autocast})["runs"][1]
+        assert ("they must agree" in told.get("error", "")) is is_error
+
+
 def test_the_table_has_a_line_per_run() -> None:
     lines = render(result()).splitlines()
     assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 2 x 8 tokens, 2 turns; made up, 2 cores")

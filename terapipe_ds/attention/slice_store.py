@@ -193,31 +193,16 @@ class SliceEntry:
 
         Raises SliceStoreError unless [start, stop) is the next slice of the reverse order.
         """
-        self.check_backward(start, stop)
+        if self.closed or (stop != self.frontier and self.mode != "probe"):
+            order = f"out of order, the next one must end at token {self.frontier}; run the backwards in reverse slice"
+            released = "after the micro-batch was released; release it after its last backward"
+            problem = released if self.closed else f"{order} order, each slice once"
+            raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
         self.frontier = start
         is_all_in_grads = self.reach.is_limited or self._store.on_gradients is not None
         self._own_stop, self._own = None if is_all_in_grads else stop, None
         if self.kv_needs_grad:
             self.make_room_for_grads(start, stop)
-
-    def check_backward(self, start: int, stop: int) -> None:
-        """Raise SliceStoreError unless [start, stop) is the next slice of the reverse order."""
-        is_probe = self.mode == "probe"
-        if self.closed:
-            problem = "after the micro-batch was released; release it after its last backward"
-        elif stop != self.frontier and not is_probe:
-            problem = (
-                f"out of order, the next one must end at token {self.frontier}; run the backwards in reverse slice "
-                f"order, each slice once"
-            )
-        elif self.kv_needs_grad and not self.grads.is_taken and stop < self.sequence_length and not is_probe:
-            problem = (
-                "has keys or values that need gradients but did not in the slices after it, so that their share is "
-                "lost; let k and v require gradients in all slices of a micro-batch or in none"
-            )
-        else:
-            return
-        raise SliceStoreError(f"{self}: backward of slice [{start}, {stop}) {problem}")
 
     def end_backward(self, start: int, stop: int) -> TensorPair | None:
         """Return the complete dK, dV of [start, stop), [B, H_kv, T, D] each: all later slices have added their share.

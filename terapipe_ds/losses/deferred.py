@@ -74,16 +74,16 @@ def weighted_sum(losses: Tensor, weights: Tensor) -> Tensor:
     return (losses.where(weights != 0, 0.0) * weights).sum()  # a product by `@` would be in 16 bits under autocast
 
 
-def require_known(labels: Tensor, vocabulary: int) -> None:
-    """Raise ValueError for labels that are not in the vocabulary; a GPU reports them later, as an assertion."""
-    is_known = (labels >= 0) & (labels < vocabulary)
-    if not labels.is_cpu:  # do not wait for the device
+def require_known(ids: Tensor, vocabulary: int, kind: str = "label") -> None:
+    """Raise ValueError for labels or tokens outside of the vocabulary; a GPU reports them later, as an assertion."""
+    is_known = (ids >= 0) & (ids < vocabulary)
+    if not ids.is_cpu:  # do not wait for the device
         torch._assert_async(is_known.all())
     elif not is_known.all():
-        wrong = labels[~is_known]
+        wrong = ids[~is_known]
         raise ValueError(
-            f"labels outside of the vocabulary of {vocabulary}, for {len(wrong)} tokens that count, first label "
-            f"{int(wrong[0])}: mask them, or fix the tokenizer's or the model's vocabulary"
+            f"{kind}s outside of the vocabulary of {vocabulary}: {len(wrong)}, first {kind} {int(wrong[0])}. "
+            f"{'Mask them, or fix' if kind == 'label' else 'Fix'} the tokenizer's or the model's vocabulary"
         )
 
 

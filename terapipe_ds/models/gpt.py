@@ -30,9 +30,9 @@ from terapipe_ds.losses import Head, LinearCrossEntropy, hand_on, hands_on_hidde
 from terapipe_ds.models.positions import (
     RowsOfTable,
     check_learned_positions,
+    document_places,
     first_position,
     longest_run,
-    places_in_documents,
     rotate,
     turns_of_slice,
 )
@@ -291,16 +291,16 @@ class PositionEmbedding(nn.Module):
         check_learned_positions(longest_run(inputs, starts), self.weight.shape[0], GPTConfigError)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        positions = places_in_documents()
-        # the usual case: rows of one document, whose positions are a range of the table
-        if positions is None:
+        positions = document_places()
+        if positions is None:  # the usual case: rows of one document, whose positions are a range of the table
             stop = (start := first_position()) + hidden.shape[1]
-            check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-            return F.dropout(hidden + self._rows(start, stop), self.dropout, self.training)
-        start, stop = int(positions.min()), int(positions.max()) + 1  # on the CPU
+        else:
+            start, stop = int(positions.min()), int(positions.max()) + 1  # on the CPU
         check_learned_positions(stop, self.weight.shape[0], GPTConfigError)
-        places = to_device(positions - start, hidden.device)
-        return F.dropout(hidden + F.embedding(places, self._rows(start, stop)), self.dropout, self.training)
+        added = self._rows(start, stop)
+        if positions is not None:
+            added = F.embedding(to_device(positions - start, hidden.device), added)
+        return F.dropout(hidden + added, self.dropout, self.training)
 
     def _rows(self, start: int, stop: int) -> Tensor:
         add = None if self._gradients is None else self._gradients.adder_of_rows(self.weight)

@@ -20,7 +20,7 @@ def first_position() -> int:
     return 0 if active is None else active.start
 
 
-def places_in_documents(device: torch.device | None = None) -> Tensor | None:
+def document_places(device: torch.device | None = None) -> Tensor | None:
     """Return each token's place in its document, int64 [B, T], on the CPU or on `device`; None: rows are documents."""
     active = active_slice()
     return None if active is None or active.documents is None else active.documents.position_ids(device)
@@ -29,7 +29,7 @@ def places_in_documents(device: torch.device | None = None) -> Tensor | None:
 def places(of: Tensor) -> Tensor:
     """Return each token's position, int64 [B, T], for tokens [B, T] or hidden states [B, T, H]."""
     # positions count from each document's start, as on the document alone
-    if (in_documents := places_in_documents(of.device)) is not None:
+    if (in_documents := document_places(of.device)) is not None:
         return in_documents
     start = first_position()
     return torch.arange(start, start + of.shape[1], device=of.device).expand(len(of), -1)

@@ -108,7 +108,18 @@ def job_other_evaluations() -> list[float]:
     return [engines.error_of(ours, stock) for stock, ours in zip(*engines.both(run), strict=True)]
 
 
+def job_failed_evaluation() -> list[str]:
+    """Return the errors of an evaluation without data, and of the training step after it."""
+    with engines.engine_of(engines.fp32_layers(), engines.unchecked()) as engine:
+        engine.set_dataiterator(iter(engines.batches(1)[0]))
+        calls: list[Callable[[], Any]] = [lambda: engine.eval_batch(iter(())), engine.train_batch]
+        return [engines.raised_by(call)[0] for call in calls]
+
+
 class TestEvaluation:
+    def test_training_has_its_own_data_after_an_evaluation_that_fails(self) -> None:
+        assert on_ranks(job_failed_evaluation) == [["StopIteration", ""]] * 2
+
     @pytest.mark.parametrize("name", EVALUATED)
     def test_results_equal_those_of_the_stock_engine_and_training_goes_on(self, name: str) -> None:
         for rank in on_ranks(job_evaluation, name=name):
@@ -207,6 +218,7 @@ def job_data_parallel() -> tuple[Errors, dict[str, float]]:
             "additional losses": {name: float(loss) for name, loss in engine.get_additional_losses().items()},
             "evaluation": engine.eval_batch(iter(data[0])),
             "logits": engine.eval_batch(iter(data[1]), return_logits=True, bcast_loss=False),
+            "loss of the last micro-batch": engine.loss.detach(),
             "samples": engine.global_samples,
         }
 

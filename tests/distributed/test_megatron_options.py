@@ -1,6 +1,7 @@
 """Test options of MegatronGPT: dropout, layer specs, whole logits, the engine. Each trains right, or is refused."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,14 +12,14 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
-from terapipe_ds.attention import sliced_attention
+from terapipe_ds.attention import documents, sliced_attention
 from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.models.megatron import MegatronConfigError, MegatronGPT, VocabParallelLoss, attention
 from terapipe_ds.models.rank_gradients import ReplicatedGradientError, require_equal_gradients
 from tests.distributed.engines import raised_by, section
 from tests.distributed.harness import rank_pool
 from tests.distributed.megatron_cases import LENGTH, Case
-from tests.distributed.megatron_models import engine_of, micro_batch, terapipe_section
+from tests.distributed.megatron_models import build_model, engine_of, micro_batch, terapipe_section
 from tests.distributed.nccl_emulator import emulated_nccl
 
 DROPOUT = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
@@ -187,8 +188,24 @@ def test_recompute_after_a_frozen_embedding(recompute: dict[str, Any]) -> None:
     assert rank_pool(2).run(train, layout="pp2", options=frozen, **recompute)[0] == pytest.approx(stock[0], rel=1e-6)
 
 
+def recomputed_layers() -> list[int]:
+    changes = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+    case = replace(case_of("pp2"), num_layers=4)
+    with engine_of(case, changes, terapipe=section(slices=2, partition=[0, 2, 7])) as engine:
+        return [each.layer.layer_number for each in engine.module.forward_funcs if getattr(each, "recompute", False)]
+
+
+def test_each_stage_recomputes_its_first_layers() -> None:
+    """DeepSpeed's cut has layer 3 first on the second stage, where it stays and comes second."""
+    assert rank_pool(2).run(recomputed_layers) == [[1], [2]]
+
+
 def train_whole_logits(cross_entropy: str) -> list[float]:
-    return train("tp2", {"parallel_output": False, "loss_fn": VocabParallelLoss(cross_entropy)})
+    """Use a loss that has served a model whose ranks divide the logits."""
+    loss_fn = VocabParallelLoss(cross_entropy)
+    build_model(case_of("tp2"), loss_fn=loss_fn)
+    checked = {"terapipe": section(verify="first_batch", slices=2)}
+    return train("tp2", {"parallel_output": False, "loss_fn": loss_fn}, checked)
 
 
 def test_logits_of_the_whole_vocabulary_on_each_rank() -> None:
@@ -234,6 +251,32 @@ def test_a_loss_without_logits_over_a_divided_vocabulary(layout: str) -> None:
     for losses in rank_pool(2).run(train, layout=layout, options=SMOOTHED, ds_config=checked):
         assert losses == pytest.approx(stock[0], rel=1e-5)
     assert all(each.shape[-1] == 32 for each in rank_pool(2).run(whole_logits_of, layout=layout))
+
+
+def embeddings_of_documents() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, ids = torch.arange(14).view(2, 7), torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+    embedding = build_model(case_of("tp2"), position_embedding_type="learned_absolute").forward_funcs[0]
+    with documents(ids):
+        return embedding(tokens).detach(), embedding((tokens, ids)).detach()
+
+
+def test_learned_positions_of_documents_outside_of_the_engine() -> None:
+    """A reference run gives the position ids to `attention.documents` alone."""
+    for found, expected in rank_pool(2).run(embeddings_of_documents):
+        assert torch.equal(found, expected)
+
+
+def train_on_an_unknown_token() -> None:
+    batch = data(case_of("tp2"), 1)[0]
+    batch[1][0][0, 2] = 32
+    with engine_of(case_of("tp2")) as engine:
+        engine.train_batch(iter(batch))
+
+
+def test_a_token_that_no_rank_embeds() -> None:
+    """The ranks' sum of its embeddings was zero."""
+    for _, text in rank_pool(2).run(raised_by, act=train_on_an_unknown_token):
+        assert "tokens outside of the vocabulary of 32: 1, first token 32. Fix the tokenizer's" in text
 
 
 def of_a_share(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

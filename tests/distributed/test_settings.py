@@ -6,10 +6,12 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import deepspeed
 import pytest
 import torch
+from deepspeed.runtime.pipe import engine as stock_engine
 from torch import Tensor, nn
 
 import terapipe_ds
@@ -291,7 +293,25 @@ def job_two_models() -> tuple[dict[str, float], list[float], list[float]]:
         return engines.differences(engines.train(policy, data, evaluate), alone), seen, fresh
 
 
+def job_in_pieces() -> list[float]:
+    """Return the stock engine's norm of the gradients of two replicas, and ours."""
+    [data], norms = engines.batches(1, first_seed=1000 * torch.distributed.get_rank()), []
+    options: dict[str, Any] = {"stages": 1, "bf16": {"enabled": True}, "optimizer": engines.SMALL_STEPS}
+    for terapipe in (None, engines.unchecked()):
+        with (
+            mock.patch.object(stock_engine, "MEMORY_OPT_ALLREDUCE_SIZE", 100),
+            engines.engine_of(engines.fp32_layers(), terapipe, **options) as engine,
+        ):
+            engine.train_batch(iter(data))
+            norms.append(float(engine.get_global_grad_norm()))
+    return norms
+
+
 class TestCombinations:
+    def test_replicas_sum_all_pieces_of_their_gradients(self) -> None:
+        for stock, ours in rank_pool(2).run(job_in_pieces):
+            assert ours == pytest.approx(stock, rel=0.02)  # bf16
+
     def test_optimizer_states_on_the_host(self) -> None:
         errors = rank_pool(2).run(job_offloaded)
         assert engines.violations(errors, limit=1e-5) == {}

@@ -420,18 +420,24 @@ def test_a_default_granularity_refuses_no_short_sequence_and_one_slice_has_the_b
             assert [max(errors.values()) for errors, _ in ranks] == [0.0, 0.0], schedule
 
 
-def job_slices_by_hand(data: list[engines.Batch], parted: bool) -> str:
-    options = on_images(loss_fn=loss_of_dict)
-    with engines.engine_of(options.pop("layers")(), WHOLE, **options) as engine:
-        engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2)))  # of the images' channels
+def job_slices_by_hand(has_images: bool, parted: bool) -> tuple[str, str]:
+    options: dict[str, Any] = on_images() if has_images else {"layers": engines.fp32_layers}
+    data = as_dicts(image_batches(1) if has_images else engines.batches(1))
+    layers, unchecked = options.pop("layers")(), {**WHOLE, "verify": "off"}
+    with engines.engine_of(layers, unchecked, **options | {"loss_fn": loss_of_dict}) as engine:
+        engine.use_slice_plan(terapipe_ds.SlicePlan((1, 2) if has_images else (11, 12)))  # of the images' channels
         with mock.patch.object(ds_checkpointing, "PARTITION_ACTIVATIONS", parted):
-            return engines.step_error(engine, data[0])[1]
+            return engines.step_error(engine, data[0])[1], engines.raised_by(engine.compile)[1]
 
 
-@pytest.mark.parametrize(("parted", "message"), [(False, "labels of type dict cannot be cut"), (True, "partition_act")])
-def test_slices_set_by_hand_are_not_deepspeeds_own_order(parted: bool, message: str) -> None:
-    for found in rank_pool(2).run(job_slices_by_hand, data=as_dicts(image_batches(1)), parted=parted):
-        assert message in found
+@pytest.mark.parametrize(("has_images", "parted", "message"), [
+    (False, False, "labels of type dict cannot be cut"),
+    (False, True, "partition_act"),
+    (True, False, "layers that mix the tokens of a sequence"),
+])  # fmt: skip
+def test_slices_set_by_hand_are_not_deepspeeds_own_order(has_images: bool, parted: bool, message: str) -> None:
+    for of_step, of_compile in rank_pool(2).run(job_slices_by_hand, has_images=has_images, parted=parted):
+        assert message in of_step and "with engine.compile() layers are compiled" in of_compile
 
 
 @pytest.mark.parametrize(

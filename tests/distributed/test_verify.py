@@ -353,9 +353,22 @@ def evaluated_tuples() -> str:
         return engines.raised_by(lambda: engine.eval_batch(iter(data)))[0]
 
 
+def evaluated_first(**changes: Any) -> list[str]:
+    [data] = engines.batches(1)
+    layers = [*engines.gpt_layers(), LayerSpec(nn.Identity)]
+    with engines.logged() as lines, engines.engine_of(layers, engines.section(**changes)) as engine:
+        for act in (engine.eval_batch, engine.eval_batch, engine.train_batch, engine.eval_batch):
+            act(iter(data))
+    return [line for line in lines if "an evaluation compares the loss alone" in line]
+
+
 class TestLosses:
     def test_tuples_of_labels_are_refused_in_evaluation(self) -> None:
         assert rank_pool(2).run(evaluated_tuples) == ["TeraPipeConfigError"] * 2
+
+    def test_an_evaluation_of_layers_that_nothing_has_compared_is_told(self) -> None:
+        assert [len(lines) for lines in rank_pool(2).run(evaluated_first)] == [1, 0]
+        assert rank_pool(2).run(evaluated_first, verify="off") == [[], []]
 
     def test_a_reduction_that_is_said_is_compared(self) -> None:
         data = [tuples.weighted_micro_batch(seed) for seed in range(2)]

@@ -34,10 +34,11 @@ from torch import Tensor, nn
 
 from terapipe_ds.attention.document_edges import Starts
 from terapipe_ds.losses import Head, hand_on, hands_on_hidden
+from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.models.megatron.attention import layer_specs
 from terapipe_ds.models.megatron.kernels import norm_class, on_cpu
 from terapipe_ds.models.megatron.linears import SplitBackwards, split_backwards
-from terapipe_ds.models.positions import check_learned_positions, first_position, longest_run
+from terapipe_ds.models.positions import check_learned_positions, document_places, first_position, longest_run, places
 from terapipe_ds.models.rank_gradients import SummedGradient
 from terapipe_ds.models.vocabulary_ranks import VocabularyRanks
 
@@ -179,17 +180,19 @@ class MegatronEmbedding(LanguageModelEmbedding):
             split_backwards(self.blueprint.tied_projection, gradients)
 
     def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
-        """Raise ValueError for a batch that needs more learned positions, before its first slice runs."""
+        """Raise ValueError for unknown tokens, and for too few learned positions, before the first slice runs."""
+        tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
+        require_known(tokens, self.vocab_size, "token")  # ranks that divide the vocabulary embed others as zeros
         if self.add_position_embedding:
-            stop = longest_run(inputs, starts) if torch.is_tensor(inputs) else int(inputs[1].max()) + 1
+            stop = longest_run(tokens, starts) if position_ids is None else int(position_ids.max()) + 1
             check_learned_positions(stop, self.max_sequence_length, ValueError)
 
     def forward(self, inputs: Tensor | tuple[Tensor, ...]) -> Tensor:  # type: ignore[override]
         tokens, position_ids = (inputs, None) if torch.is_tensor(inputs) else inputs
         if self.add_position_embedding and position_ids is None:
-            stop = (start := first_position()) + tokens.shape[1]
-            check_learned_positions(stop, self.max_sequence_length, ValueError)
-            position_ids = torch.arange(start, stop, device=tokens.device).expand_as(tokens)
+            if document_places() is None:
+                check_learned_positions(first_position() + tokens.shape[1], self.max_sequence_length, ValueError)
+            position_ids = places(tokens)
         return super().forward(tokens, position_ids)
 
 

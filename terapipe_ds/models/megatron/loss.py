@@ -11,22 +11,11 @@ from megatron.core import tensor_parallel
 from torch import Tensor
 
 from terapipe_ds.losses import LinearCrossEntropy
+from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.losses.linear_cross_entropy import Labels, targets_and_mask
 
 IGNORE_INDEX = -100
 _OF_HIDDEN = LinearCrossEntropy(ignore_index=IGNORE_INDEX)
-
-
-def _require_known_labels(ranks_with_label: Tensor) -> None:
-    """Refuse labels that are not in the share of exactly one rank, on all ranks alike; do not wait for a GPU."""
-    is_inside = (ranks_with_label == 1).all()
-    if is_inside.device.type != "cpu":
-        torch._assert_async(is_inside)
-    elif not is_inside:
-        raise ValueError(
-            f"labels outside of the vocabulary, for {int((ranks_with_label != 1).sum())} tokens that count: mask them "
-            f"(label {IGNORE_INDEX}, or 0 in the loss mask), or give the model the tokenizer's vocab_size"
-        )
 
 
 def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = None) -> Tensor:
@@ -46,12 +35,11 @@ def vocab_parallel_cross_entropy(logits: Tensor, labels: Tensor, group: Any = No
     here = labels.unsqueeze(-1) - logits.shape[-1] * (0 if group is None else torch_dist.get_rank(group))
     inside = (here >= 0) & (here < logits.shape[-1])
     of_label = shifted.gather(-1, here.where(inside, 0)) * inside
-    # one collective for all three; each rank gets the gradient of its own share
-    sums = torch.cat([shifted.exp().sum(dim=-1, keepdim=True), of_label, inside.to(wide.dtype)], -1)
+    # one collective for both; each rank gets the gradient of its own share
+    sums = torch.cat([shifted.exp().sum(dim=-1, keepdim=True), of_label], -1)
     if group is not None:
         sums = tensor_parallel.reduce_from_tensor_model_parallel_region(sums, group)
-    total, of_label, ranks_with_label = sums.unbind(-1)
-    _require_known_labels(ranks_with_label)
+    total, of_label = sums.unbind(-1)
     return total.log() - of_label
 
 
@@ -76,7 +64,7 @@ class VocabParallelLoss:
         self._group: Callable[[], Any] = lambda: None
 
     def use_group(self, group: Callable[[], Any]) -> None:
-        """Take a function that returns the tensor-parallel group once it exists; the module calls this."""
+        """Take a function that returns the group whose ranks divide the vocabulary, or None; the module calls this."""
         self._group = group
 
     @property
@@ -87,13 +75,14 @@ class VocabParallelLoss:
         return 'VocabParallelLoss("megatron") takes them' if self.cross_entropy == "megatron" else ""
 
     def __call__(self, logits: Tensor, labels: Labels) -> Tensor:
-        """Return the loss of logits [B, T, V / tp]."""
-        targets, mask = targets_and_mask(labels, IGNORE_INDEX)
+        """Return the loss of logits [B, T, V / tp]. Raises ValueError for labels outside of the vocabulary."""
+        (targets, mask), group = targets_and_mask(labels, IGNORE_INDEX), self._group()
+        require_known(targets, logits.shape[-1] * (1 if group is None else group.size()))
         if self.cross_entropy == "megatron":
             # megatron-core has tokens first; it works in place, and somebody may have asked for the logits
             first = logits.transpose(0, 1).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             losses = tensor_parallel.vocab_parallel_cross_entropy(first, targets.t().contiguous()).t()
         else:
-            losses = vocab_parallel_cross_entropy(logits, targets, self._group())
+            losses = vocab_parallel_cross_entropy(logits, targets, group)
         mask = mask.to(losses.dtype)
         return (losses * mask).sum() / mask.sum()

@@ -19,7 +19,7 @@ from terapipe_ds.losses import LinearCrossEntropy
 from terapipe_ds.messages import nearest
 from terapipe_ds.models.megatron.groups import process_groups
 from terapipe_ds.models.megatron.kernels import describe_kernels, stand_in_for_cuda, stand_in_for_transformer_engine
-from terapipe_ds.models.megatron.layers import Blueprint, gpt_layers, seed_dropout
+from terapipe_ds.models.megatron.layers import ROTARY, Blueprint, gpt_layers, seed_dropout
 from terapipe_ds.models.megatron.loss import VocabParallelLoss
 from terapipe_ds.models.megatron.refusals import HALF_RESIDUAL, MegatronConfigError, check_config
 from terapipe_ds.models.megatron.weights import is_partial, mark_split_parameters, universal_checkpoint_info
@@ -120,9 +120,9 @@ class MegatronGPT(TensorParallelModule):
         super()._build()
         config = self.blueprint.config
         if (config.recompute_granularity, config.recompute_method) == ("full", "block"):
-            layers = [layer for layer in self.forward_funcs if hasattr(layer, "recompute")]
-            for layer in layers[: config.recompute_num_layers]:
-                layer.recompute = True
+            layers = (layer for layer in self.forward_funcs if hasattr(layer, "recompute"))
+            for index, layer in enumerate(layers):  # one that stays may have been a first one before
+                layer.recompute = index < config.recompute_num_layers
 
     @property
     def slice_length_multiple(self) -> int:
@@ -167,9 +167,9 @@ class MegatronGPT(TensorParallelModule):
 
 def _take_logits(loss_fn: VocabParallelLoss, blueprint: Blueprint) -> None:
     """Tell the loss whether its logits are shares of the vocabulary or all of it."""
-    if blueprint.parallel_output:
-        loss_fn.use_group(lambda: blueprint.groups.tp)
-    elif loss_fn.cross_entropy == "megatron" and blueprint.config.tensor_model_parallel_size > 1:
+    loss_fn.use_group(lambda: blueprint.groups.tp if blueprint.parallel_output else None)
+    is_split = blueprint.parallel_output or blueprint.config.tensor_model_parallel_size == 1
+    if loss_fn.cross_entropy == "megatron" and not is_split:
         raise MegatronConfigError(
             'VocabParallelLoss("megatron") takes logits whose vocabulary is split over the ranks, and with '
             'parallel_output=False each rank has all of it: use VocabParallelLoss("exact"), or leave parallel_output on'
@@ -213,9 +213,8 @@ def _check_sizes(config: TransformerConfig, vocab_size: int, positions: str) -> 
 
 def _check_rotary(blueprint: Blueprint) -> None:
     """Refuse settings of rotary positions that latent attention would not read."""
-    names = ("rotary_percent", "rotary_base", "rope_scaling", "rope_scaling_factor", "seq_len_interpolation_factor")
     defaults = {field.name: field.default for field in dataclasses.fields(Blueprint)}
-    for name in names if blueprint.config.multi_latent_attention else ():
+    for name in ROTARY if blueprint.config.multi_latent_attention else ():
         if (value := getattr(blueprint, name)) != defaults[name]:
             problem = f"{name}={value!r}: latent attention has its own rotary positions"
             fix = "rope_type, rotary_base, rotary_percent and rotary_scaling_factor"

@@ -57,6 +57,7 @@ _ANYWHERE = {
     "it is for inference, not for training":
         "inference_rng_tracker use_inference_optimized_layers inference_fuse_tp_communication flash_decode",
     "quantized layers are not supported": "use_kitchen quant_recipe",
+    "the kernel of attention depends on a measurement": "batch_invariant_mode",
 }  # fmt: skip
 _WITH_EXPERTS = {
     "it is a product of means over the tokens of one forward pass, and not a sum over slices": "moe_aux_loss_coeff",
@@ -108,6 +109,8 @@ _COMBINATIONS: tuple[tuple[_Test, str], ...] = (
     (lambda c: c.multi_latent_attention and c.apply_rope_fusion and not on_cpu(),
      "apply_rope_fusion=True with multi_latent_attention: that kernel turns tokens from the first position of the "
      "sequence on, and a slice begins later. Set it to False"),
+    (lambda c: c.deterministic_mode and not on_cpu() and not torch.are_deterministic_algorithms_enabled(),
+     "deterministic_mode=True: kernels of attention obey torch. Call torch.use_deterministic_algorithms(True) as well"),
     (lambda c: c.transformer_impl == "inference_optimized",
      "transformer_impl='inference_optimized': it is for inference, not for training. Use 'local' or "
      "'transformer_engine'"),

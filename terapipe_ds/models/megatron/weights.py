@@ -66,7 +66,7 @@ def is_partial(name: str, parameter: nn.Parameter, config: TransformerConfig) ->
         return False
     if config.sequence_parallel and getattr(parameter, "sequence_parallel", False):
         return True
-    return not config.multi_latent_attention and ("q_layernorm." in name or "k_layernorm." in name)
+    return not config.multi_latent_attention and not {"q_layernorm", "k_layernorm"}.isdisjoint(name.split("."))
 
 
 def universal_checkpoint_info(module: nn.Module, blueprint: Blueprint, grid: PipelineParallelGrid) -> dict[str, Any]:

@@ -172,8 +172,8 @@ class BatchResults:
         engine, losses = self._engine, [by_slice[slice_id] for slice_id in sorted(by_slice)]
         # like the stock engine for a micro-batch: its loss, and the sum of the batch so far
         if losses and self.problem is None:
-            engine.loss = losses[-1]
-            engine.fwd_outputs.append(sum_of_slices(losses))
+            engine.loss = sum_of_slices(losses)
+            engine.fwd_outputs.append(engine.loss)
         if batch.training:
             engine.total_loss, engine.total_additional_losses = self._total, self._total_additional
         # join the logits of slices, and of the sequence ranks' shares of them, to logits of whole sequences

@@ -26,7 +26,7 @@ from terapipe_ds.runtime.engine.part_runner import PartRunner, Stage
 from terapipe_ds.runtime.engine.refused_calls import check_checkpointing, problem_of_device_waits
 from terapipe_ds.runtime.engine.trace import named_range, names_ranges
 from terapipe_ds.runtime.layers.compiled import layers_as_they_are
-from terapipe_ds.runtime.layers.sliceable import ModelChanges
+from terapipe_ds.runtime.layers.sliceable import ModelChanges, problem_of_layers
 from terapipe_ds.runtime.layout.layout import Layout
 from terapipe_ds.runtime.layout.tied_and_copied import (
     complete_gradients,
@@ -64,6 +64,7 @@ class IncomingBatches:
         self._guard_again, self._world = guard_again, to_plan.groups.world
         self._has_first = any(place.is_first for place in layout.places(stage.stage_id))
         self._num_micro_batches = 0  # of the batch that is drawn
+        self._problem_of_layers: str | None = None  # why layers of this stage cannot run slices that were set by hand
         self.announces_again = False  # set it on any rank, and all announce the shapes of their messages again
         self.evaluates_with = ""  # the arguments of `eval_batch` that must be equal on all ranks
         self._first_batch = FirstBatchCheck(to_plan, stage.watchdog.note)
@@ -115,8 +116,10 @@ class IncomingBatches:
             return self._engine._next_batch()
 
     def use_slice_plan(self, plan: SlicePlan | Sequence[SlicePlan], schedule: str | None) -> None:
-        """Run sequences of that length with `plan`, which the next batch compares over all ranks."""
+        """Run sequences of that length with `plan`. At the next batch all ranks agree on it and on the layers."""
         self._source.also_agree_on("slices set by hand:", self._plans.use(plan, schedule))
+        module, has_moe = self._engine.module, self._engine.has_moe_layers
+        self._problem_of_layers = problem_of_layers(module, self._config, has_moe, self._plans.may_cut)
 
     def next(self, num_micro_batches: int, training: bool) -> BatchInFlight:
         """Draw the next batch. A collective over all ranks; its errors are raised on each of them."""
@@ -152,9 +155,9 @@ class IncomingBatches:
         # a program has set it by hand, and DeepSpeed would run no layer at all
         if module.activation_checkpoint_interval not in (0, module.is_checkpointable_results_interval):
             module.set_checkpoint_interval(module.activation_checkpoint_interval)
-        check_checkpointing(self._config.is_stock_order and not self._plans.cut_by_hand)
+        check_checkpointing(self._config.is_stock_order and not self._plans.may_cut)
         problem = problem_of_device_waits(self._wires.post_on_device)
-        problem = problem or self._problem_of_label_counts()
+        problem = problem or self._problem_of_layers or self._problem_of_label_counts()
         if module.training:
             problem = problem or problem_of_left_gradients(module, self._layout, self._engine.optimizer)
         if problem is not None:

@@ -63,9 +63,10 @@ from terapipe_ds.runtime.layout.same_model import (
 from terapipe_ds.runtime.layout.sequence_axis import (
     problem_of_lengths,
     problem_of_sequence_axis,
+    sequence_size,
     shortest_slice_on,
+    slice_length_multiple,
     take_sequence_axis,
-    token_multiple,
     with_multiple,
 )
 from terapipe_ds.runtime.layout.tied_and_copied import problem_of_shared_layers, restore_hooks
@@ -108,10 +109,10 @@ class EngineSetup:
             problem = problem_of_arguments(module)
             problem = problem or faults.problem_of_grad_scaler(options["config_class"], module.num_stages)
             problem = problem or faults.problem_of_curriculum(options["config_class"], module.num_stages)
-            problem = problem or problem_of_sequence_axis(module, config, raw)
+            problem = problem or problem_of_sequence_axis(module, raw)
             if problem is not None:
                 raise TeraPipeConfigError(problem)
-            multiple = token_multiple(module)
+            multiple = slice_length_multiple(module) * sequence_size(module)  # each rank's share fits its layers
             set_recompute(module, config, raw)
             return multiple, layout_of(config, module)
 

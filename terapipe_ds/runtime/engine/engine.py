@@ -191,7 +191,7 @@ class TeraPipeEngine(ModelEndsEngine):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile as DeepSpeed does, if sequences are whole. Raises TeraPipeConfigError if they are cut."""
-        check_compile_call(self.terapipe_config)
+        check_compile_call(self._plans.may_cut)
         super().compile(*args, **kwargs)
 
     def autotp_size(self) -> int:
@@ -329,7 +329,7 @@ class TeraPipeEngine(ModelEndsEngine):
         # the first training batch shows which values, except gradients, layers change
         if self._batch.is_training and self._batch.is_first_of_its_mode:
             faults.tell_of_clipping(self)
-            is_whole = self.terapipe_config.is_one_slice
+            is_whole = not self._plans.may_cut
             self._written = None if is_whole else WrittenParameters(self.module)
             trainer = self, self.optimizer, self.basic_optimizer, self.lr_scheduler
             self._outside = OutsideLayers(self.module, self._layout.has_copies, is_whole, trainer)
@@ -340,14 +340,8 @@ class TeraPipeEngine(ModelEndsEngine):
             for action in pipe_schedule.actions:
                 self._exec_action(action)
         if self._compute_loss and not self._batch.is_training:
-            self._refuse_evaluated_loss()
+            self._refuse_in_batch(None)
         self._batch.close(pipe_schedule.peak_live_slices, self.global_steps)
-
-    def _refuse_evaluated_loss(self) -> None:
-        """Raise on every rank if a loss of an evaluation has no value. Otherwise the other stages would wait for it."""
-        with self._stage.watchdog.waiting("what the last stage says of the losses"):
-            self._stage.links.close_batch()  # a caller may go on after the error
-            refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 
     def _exec_action(self, action: Action) -> None:
         stage = self._stage
@@ -369,22 +363,23 @@ class TeraPipeEngine(ModelEndsEngine):
 
     def _reduce_tied_grads(self, action: Action) -> None:
         if self._outside is not None:
-            self._refuse_changes_in_batch(self._outside)
+            self._refuse_in_batch(self._outside)
             self._written = self._outside = None
         self._batch_end.before_sums()
         # DeepSpeed's own sum fails for weights that are frozen, or passes over gradients
         sum_gradients(self.module, self.optimizer)
 
-    def _refuse_changes_in_batch(self, outside: OutsideLayers) -> None:
-        """Raise on every rank if layers have changed values that do not train right, or a loss has no value."""
-        with self._stage.watchdog.waiting("what all ranks say of parameters and state that change in a batch"):
+    def _refuse_in_batch(self, outside: OutsideLayers | None) -> None:
+        """Raise on every rank if a loss has no value, or layers have changed values that do not train right."""
+        with self._stage.watchdog.waiting("what all ranks say of losses, parameters and state that change in a batch"):
             self._stage.links.close_batch()  # a caller may go on after the error
-            # with copies every sum has all gradients
-            has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
-            problem = None if has_copies else problem_of_tied_gradients(*tied)
-            problem = problem or (None if self._written is None else self._written.problem(has_copies))
-            problem = problem or outside.problem(Gradients.of(self.optimizer).is_there)
-            refuse_in_batch(problem, self._groups.world)
+            if outside is not None:
+                # with copies every sum has all gradients
+                has_copies, tied = self._layout.has_copies, (self.module, self.optimizer, self._groups.world)
+                problem = None if has_copies else problem_of_tied_gradients(*tied)
+                problem = problem or (None if self._written is None else self._written.problem(has_copies))
+                problem = problem or outside.problem(Gradients.of(self.optimizer).is_there)
+                refuse_in_batch(problem, self._groups.world)
             refuse_in_batch(self._stage.results.problem, self._groups.world, SliceLossError)
 
     # DeepSpeed calls these two around autograd in a B

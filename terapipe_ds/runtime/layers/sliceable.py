@@ -17,11 +17,11 @@ from terapipe_ds.runtime.layout.parted_module import functions_of
 
 
 def problem_of_layers(
-    module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool, has_sequence_ranks: bool = False
+    module: nn.Module, config: TeraPipeConfig, has_moe_layers: bool, sees_parts: bool = False
 ) -> str | None:
     """Return which of this stage's layers cannot run slice by slice; None if all can. Stages may differ.
 
-    If sequence ranks divide the tokens, no layer sees a whole sequence, even if it is one slice.
+    With `sees_parts` no layer sees a whole sequence, whatever the config: sequence ranks divide it, or a plan by hand.
     """
     # layers that count the tokens of a forward pass
     if has_moe_layers:
@@ -30,7 +30,7 @@ def problem_of_layers(
             "forward pass, which slices change. Set terapipe.enabled to false, or route without capacity in a layer of "
             "your own."
         )
-    if config.is_one_slice and not has_sequence_ranks:
+    if config.is_one_slice and not sees_parts:
         return None
     # layers that do not know slices
     compiled = _compiled(module)
@@ -278,9 +278,9 @@ def _warn_of_unchecked_hooks(module: nn.Module) -> None:
         )
 
 
-def check_compile_call(config: TeraPipeConfig) -> None:
+def check_compile_call(may_cut: bool) -> None:
     """Refuse `engine.compile()` for the same reason as layers that are compiled already."""
-    if not config.is_one_slice:
+    if may_cut:
         raise TeraPipeConfigError(f"with engine.compile() layers {_COMPILED}")
 
 

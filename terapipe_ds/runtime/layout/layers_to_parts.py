@@ -69,7 +69,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         if layout.bounds is not None:
             _log_cut(module, "by hand", ", as the module is cut already")
         _refuse_empty(module.parts, getattr(module, PARTITION_METHOD, None))
-        _tell(module)
+        getattr(module, "laid_out", lambda: None)()  # layers have their stages, and nobody has needed weights yet
         return parameters
     # its parameters would belong to layers that leave this stage
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -93,7 +93,7 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         moves = _moves(module, bounds_before, names)
         _build(module, {name: built[name] for name in built if module.stage_id not in moves[name][1]}, names)
     _move_layers(module, moves, built)
-    _tell(module)
+    getattr(module, "laid_out", lambda: None)()
     # new layers are on the CPU, and tied weights need their groups again
     module.to(get_accelerator().device_name(module.local_rank))
     module.tied_comms = module._index_tied_modules()
@@ -101,11 +101,6 @@ def lay_out(module: Any, layout: Layout, parameters: Any = None, optimizer: Any 
         join_copies(module)  # also the loss, which each rank has built
     module._synchronize_tied_weights()
     return _parameters_of(module, parameters, ids_before)
-
-
-def _tell(module: Any) -> None:
-    """Let the module know that its layers have their stages. Every rank calls, before anybody needs weights."""
-    getattr(module, "laid_out", lambda: None)()
 
 
 def _described(layout: Layout) -> str:

@@ -51,11 +51,6 @@ def slice_length_multiple(module: Any) -> int:
     return multiple
 
 
-def token_multiple(module: PipelineModule) -> int:
-    """Return the number that must divide every slice length, so that each sequence rank's share fits its layers."""
-    return slice_length_multiple(module) * sequence_size(module)
-
-
 def shortest_slice_on(module: PipelineModule) -> int:
     """Return the fewest tokens of a slice that give each sequence rank as many as the layers need.
 
@@ -95,7 +90,7 @@ def with_multiple(config: TeraPipeConfig, multiple: int, rank: int) -> TeraPipeC
     return config.with_multiple(multiple)
 
 
-def problem_of_sequence_axis(module: PipelineModule, config: TeraPipeConfig, raw: Mapping[str, Any]) -> str | None:
+def problem_of_sequence_axis(module: PipelineModule, raw: Mapping[str, Any]) -> str | None:
     """Return why this module cannot be trained with its axis `sequence`, or without one; None if it can."""
     size, wanted = sequence_size(module), raw.get("sequence_parallel_size")
     axes = module.topology().get_axis_names()
@@ -135,9 +130,8 @@ def take_sequence_axis(grid: PipelineParallelGrid) -> SequenceRanks:
     The grid's group of model parallelism holds the stages of one pipeline.
     """
     topology, rank = grid.topology(), grid.get_global_rank()
-    if topology.get_dim(AXIS) <= 1:
-        return SequenceRanks()
-    if hasattr(grid, "get_sequence_data_parallel_group"):  # of an engine before this one
+    # without the axis there are none, and an engine before this one may have made them
+    if topology.get_dim(AXIS) <= 1 or hasattr(grid, "get_sequence_data_parallel_group"):
         return sequence_ranks_of(grid)
     # ranks of one stage that share the tokens of its slices
     grid.sequence_group = group_of(rank, topology.get_axis_comm_lists(AXIS))

@@ -64,9 +64,9 @@ class Plans:
         return not self._config.is_one_slice if by_hand is None else by_hand.cuts
 
     @property
-    def cut_by_hand(self) -> bool:
-        """Return whether sequences of any length are cut into slices that were set by hand."""
-        return any(choice.cuts for choice in self._by_hand.values())
+    def may_cut(self) -> bool:
+        """Return whether sequences of any length are cut, by the config or into slices that were set by hand."""
+        return not self._config.is_one_slice or any(choice.cuts for choice in self._by_hand.values())
 
     def _key(self, length: int) -> ChoiceKey:
         return length, self._engine.micro_batches, self._engine.train_micro_batch_size_per_gpu()

@@ -14,7 +14,7 @@ from terapipe_ds.attention.backends import backend_name, choose_backend, first_u
 from terapipe_ds.attention.backends.base import Need
 from terapipe_ds.attention.backends.flash_attn import CudaFlash, FlashAttn
 from terapipe_ds.attention.backends.fused import CpuFlash
-from terapipe_ds.attention.backends.reference import dropout_factors
+from terapipe_ds.attention.backends.reference import draw_seed, dropout_factors
 
 
 def test_unknown_and_unavailable_backends() -> None:
@@ -92,6 +92,10 @@ def test_dropout_masks_are_replayed_drawn_anew_and_of_the_right_mean() -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert set(first.unique().tolist()) == {0.0, 1 / 0.7}
     assert abs(float((first == 0).double().mean()) - 0.3) < 5 * math.sqrt(0.3 * 0.7 / first.numel())
+    before = torch.get_rng_state()
+    seeds = [draw_seed(probs.device) for _ in range(2)]
+    torch.set_rng_state(before)
+    assert len(set(seeds)) == 2 and draw_seed(probs.device) == seeds[0]
 
 
 # -- kernels that need a device, through stand-ins ------------------------------------------------------------------

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as torch_dist
 from torch import Tensor
 
 from terapipe_ds.attention import ActiveSlice, SliceStore, SliceStoreError, carry, push_slice, sliced_attention
 from terapipe_ds.attention.document_edges import Documents
 from terapipe_ds.attention.exchange import SequenceRanks, to_heads, to_tokens
 from terapipe_ds.models.positions import first_position
+from tests.distributed.harness import rank_pool
 
 SIZE = 2
 
@@ -135,3 +137,38 @@ def test_states_and_attention_of_their_own_are_refused() -> None:
     assert active.store is not None
     with pytest.raises(SliceStoreError, match="sees the tokens of one sequence rank only"):
         active.store.write(active, "layer 0", x, x)
+
+
+def attend_divided() -> list[Tensor]:
+    """Attend in two slices of tokens that four ranks divide; return the gradients that this rank knows."""
+    store, ranks = SliceStore(), SequenceRanks(4, torch_dist.get_rank(), torch_dist.all_to_all_single)
+    leaves, weights, outs = heads_and_sinks(), drawn(*SHAPE, seed=4), []
+    for span in ((0, 8), (8, 12)):
+        active = ranks.part_of(ActiveSlice(*span, SHAPE[2], store=store))
+        own = slice(active.start, active.stop)
+        with push_slice(active):
+            out = sliced_attention(*(x[:, :, own] for x in leaves[:3]), "layer 0", sinks=leaves[3])
+        outs.append((active, out, weights[:, :, own]))
+    for active, out, weight in reversed(outs):
+        with push_slice(active):
+            out.backward(weight)
+    return [x.grad for x in leaves if x.grad is not None]
+
+
+SHAPE = 2, 8, 12, 4
+
+
+def heads_and_sinks() -> list[Tensor]:
+    k_shape = 2, 2, 12, 4
+    return [drawn(*shape, seed=i).requires_grad_() for i, shape in enumerate((SHAPE, k_shape, k_shape, (8,)))]
+
+
+def test_fewer_key_heads_than_ranks_and_sinks_are_those_of_all_heads() -> None:
+    q, k, v, sinks = leaves = heads_and_sinks()
+    wide_k, wide_v = (x[:, [0] * 4 + [1] * 4] for x in (k, v))
+    hidden = torch.ones(12, 12, dtype=torch.bool).triu(1)
+    scores = (q @ wide_k.mT / 2).masked_fill(hidden, -torch.inf)
+    probs = torch.cat([scores, sinks.view(1, 8, 1, 1).expand(2, 8, 12, 1)], 3).softmax(3)
+    (probs[..., :-1] @ wide_v).backward(drawn(*SHAPE, seed=4))
+    for leaf, *of_ranks in zip(leaves, *rank_pool(4).run(attend_divided), strict=True):
+        torch.testing.assert_close(sum(of_ranks), leaf.grad, rtol=1e-10, atol=1e-10)

@@ -173,16 +173,21 @@ def test_a_name_that_was_bound_before() -> None:
 
 def test_kernels_are_compared_by_their_tokens() -> None:
     """Which come before the heads in most packages, and after them in torch."""
-    of_package = "terapipe_tests::flash_attn_forward"
+    of_packages = "terapipe_tests::flash_attn_forward", "xformers_flash_tests::flash_fwd", "xformers_tests::dual_gemm"
     schema = "(Tensor q, Tensor k, Tensor v) -> Tensor"
-    torch.library.custom_op(of_package, lambda q, k, v: q.clone(), mutates_args=(), schema=schema)
+    for name in of_packages:
+        torch.library.custom_op(name, lambda q, k, v: q.clone(), mutates_args=(), schema=schema)
     q, long = (x.transpose(1, 2).contiguous() for x in (X, LONG))
     torch_s, package_s = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.terapipe_tests
+    of_xformers = torch.ops.xformers_flash_tests.flash_fwd
     with GuardCapturedNames(), push_slice(PART):
-        for call, own, others in ((torch_s, X, LONG), (package_s.flash_attn_forward, q, long)):
+        for call, own, others in (
+            (torch_s, X, LONG), (package_s.flash_attn_forward, q, long), (of_xformers, q, long)
+        ):  # fmt: skip
             call(own, others, others)
             with pytest.raises(PlainAttentionError):
                 call(own, own, own)
+        torch.ops.xformers_tests.dual_gemm(*[torch.ones(4, 4)] * 3)  # no attention
 
 
 # -- interception ---------------------------------------------------------------------------------------------------

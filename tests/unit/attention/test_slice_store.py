@@ -110,18 +110,6 @@ def test_a_change_of_shape_within_a_micro_batch(change: Callable[[torch.Tensor],
         store.write(second, "here", change(k), change(k))
 
 
-def test_keys_that_begin_to_need_gradients_in_the_middle() -> None:
-    store = SliceStore()
-    slices = slices_of((5, 5), store)
-    k = torch.zeros(1, 1, 5, 4)
-    entry, _ = (store.write(active, 0, k, k) for active in slices)
-    entry.begin_backward(5, 10)
-    assert entry.end_backward(5, 10) is None
-    entry.record(kv_needs_grad=True)
-    with pytest.raises(SliceStoreError, match="their share is lost"):
-        entry.begin_backward(0, 5)
-
-
 def test_keys_that_only_some_slices_detach() -> None:
     store = SliceStore()
     entry = store.write(slices_of((5, 5), store)[0], 0, *[torch.zeros(1, 1, 5, 4)] * 2)

@@ -26,16 +26,26 @@ from terapipe_ds.attention import (
     running_layer,
     sliced_attention,
 )
+from terapipe_ds.attention.call import WholeSequence
 
 ON_CPU = [None, "cpu_flash", "reference"]
 
 
-def test_half_precision_is_as_good_as_unsliced() -> None:
-    """The gradients of 16 slices are summed in fp32, not in bf16."""
+def test_half_precision_is_merged_and_summed_in_fp32() -> None:
+    """In bf16 the merged outputs of blocks are 3.8e-3 off, and the gradients of 16 slices 2.8e-3."""
     inputs = random_inputs((1, 4, 4, 512, 32), torch.bfloat16)
-    expected = run_plain(inputs)
-    unsliced = run_sliced(inputs, (512,))
-    assert largest_error(run_sliced(inputs, (32,) * 16), expected) <= 1.5 * largest_error(unsliced, expected)
+    both = zip(run_sliced(inputs, (32,) * 16), run_plain(inputs), strict=True)
+    errors = [float((a.double() - b).norm() / b.norm()) for a, b in both]
+    assert errors[0] <= 3e-3 and max(errors[1:]) <= 2.4e-3
+
+
+def test_a_whole_sequence_sums_gradients_in_fp32() -> None:
+    """Documents and windows call a kernel several times for the same keys."""
+    keys = torch.zeros(1, 1, 2, 8, dtype=torch.bfloat16)
+    (entry := WholeSequence(keys, keys)).begin_backward(0, 2)
+    for part in (1.0, *[2.0**-9] * 256):  # in bf16 each of these rounds away
+        entry.add_grads(1, torch.full((1, 1, 1, 8), part), torch.full((1, 1, 1, 8), -part))
+    assert [x[0, 0, :, 0].tolist() for x in entry.end_backward(0, 2)] == [[0.0, 1.5], [0.0, -1.5]]
 
 
 @pytest.mark.parametrize("layout", ["tokens first", "fused", "head dim not last"])
@@ -96,9 +106,23 @@ def test_autocast_computes_as_the_plain_function_does() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         plain = F.scaled_dot_product_attention(*inputs[:3], is_causal=True)
         result = run_sliced(inputs, (9, 11), SliceStore())
+        wide = run_sliced([x.double() for x in inputs], (9, 11), SliceStore())
     assert result.out.dtype == plain.dtype == torch.bfloat16
     assert result.dq.dtype == torch.float32
     assert largest_error(result, run_plain(inputs)) <= 2e-2
+    assert wide.out.dtype == torch.float64 and largest_error(wide, run_plain(inputs)) <= 1e-12
+
+
+def test_a_compiler_may_use_the_memory_of_keys_and_values_again() -> None:
+    """It plans memory by the tensors that the graph saves; inductor wrote another result there."""
+    q, k, v, grad = inputs = random_inputs()
+    expected = run_plain(inputs)
+    with running_layer("layer"), push_slice(ActiveSlice(0, 20, 20)):
+        out, lse, number = torch.ops.terapipe_ds.attend(q, k, v, None, None, 0.0, None, None, True, True, 0)
+        for x in (k, v):
+            x.zero_()
+        gradients = torch.ops.terapipe_ds.attend_backward(grad, q, out, lse, number, None, 4)[:3]
+    assert largest_error(Result(out, *gradients), expected) <= 1e-12
 
 
 def test_double_backward_is_refused() -> None:

@@ -79,6 +79,20 @@ def test_loss_and_gradients_equal_those_of_logits(name: str, bias: bool, labels:
         assert error_of(loss.of_hidden(ours, given, Head(linear.weight, linear.bias), 0.3), wanted) <= LIMITS[dtype]
 
 
+def test_chunks_add_up_in_fp32() -> None:
+    """In bf16 a sum of 500 equal chunks would stay at 256 of them."""
+    linear = nn.Linear(HIDDEN, VOCABULARY, dtype=torch.bfloat16)
+    for parameter in linear.parameters():
+        nn.init.zeros_(parameter)
+    hidden, labels = torch.ones(1, 3500, HIDDEN, dtype=torch.bfloat16), torch.zeros(1, 3500, dtype=torch.long)
+    LinearCrossEntropy().of_hidden(hidden, labels, Head(linear.weight, linear.bias)).backward()
+    wanted = torch.full((VOCABULARY,), 1 / VOCABULARY)
+    wanted[0] -= 1
+    for gradient in (linear.weight.grad, linear.bias.grad):
+        assert gradient is not None
+        assert error_of(gradient, wanted.view(-1, *[1] * (gradient.dim() - 1)).expand_as(gradient)) <= 1e-2
+
+
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_factors_entropies_and_largest_logits_of_tokens(softcap: float | None) -> None:
     torch.manual_seed(0)
@@ -162,7 +176,7 @@ def test_labels_outside_of_the_vocabulary() -> None:
     for label in (VOCABULARY, -1):
         labels = torch.zeros(1, 4, dtype=torch.long)
         labels[0, 1] = label
-        text = f"vocabulary of 50, for 1 tokens that count, first label {label}"
+        text = rf"labels outside of the vocabulary of 50: 1, first label {label}\. Mask them, or fix"
         with pytest.raises(ValueError, match=text):
             LinearCrossEntropy().of_hidden(torch.randn(1, 4, HIDDEN), labels, head)
         with pytest.raises(ValueError, match=text):

@@ -84,12 +84,14 @@ def test_ignored_labels_do_not_count_with_and_without_a_mask() -> None:
         assert VocabParallelLoss.slice_weight(given) == ROWS * TOKENS - 3
 
 
+@pytest.mark.parametrize("cross_entropy", ["exact", "megatron"])
 @pytest.mark.parametrize("bad", [-1, VOCAB, VOCAB + 100])
-def test_a_label_outside_of_the_vocabulary_is_an_error(bad: int) -> None:
+def test_a_label_outside_of_the_vocabulary_is_an_error(bad: int, cross_entropy: str) -> None:
+    """Megatron's own cross entropy takes its logit for 0."""
     logits, labels, _ = sample()
     labels[1, 3] = bad
-    with pytest.raises(ValueError, match="labels outside of the vocabulary, for 1 tokens"):
-        VocabParallelLoss()(logits, labels)
+    with pytest.raises(ValueError, match=f"labels outside of the vocabulary of {VOCAB}: 1, first label {bad}"):
+        VocabParallelLoss(cross_entropy)(logits, labels)
 
 
 def test_labels_of_another_form_are_refused() -> None:

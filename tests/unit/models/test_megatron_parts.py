@@ -162,6 +162,7 @@ def test_weights_that_nobody_draws_are_marked() -> None:
     ("1.layer.self_attention.q_layernorm.weight", {}, False, True),
     ("1.layer.self_attention.k_layernorm.weight", {}, False, True),
     ("1.layer.self_attention.q_layernorm.weight", {"multi_latent_attention": True}, False, False),
+    ("1.layer.seq_layernorm.weight", {}, False, False),
     ("1.layer.mlp.router.weight", {"sequence_parallel": True}, True, True),
     ("position_embeddings.weight", {"sequence_parallel": True}, False, False),
     ("1.layer.mlp.router.weight", {}, True, False),

@@ -64,7 +64,7 @@ SWITCHED_ON = words("""
     distribute_saved_activations account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
     enable_autocast moe_enable_routing_replay inference_rng_tracker
     use_inference_optimized_layers inference_fuse_tp_communication flash_decode mtp_standalone
-    init_model_with_meta_device use_kitchen apply_rope_fusion persist_layer_norm
+    init_model_with_meta_device use_kitchen batch_invariant_mode apply_rope_fusion persist_layer_norm
 """)  # the last two on a CPU
 FUNCTIONS = words("finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func")
 VALUES = {
@@ -146,7 +146,7 @@ WITHOUT_EFFECT = words("""
     moe_flex_dispatcher_backend moe_enable_deepep moe_per_layer_logging moe_pad_expert_input_to_capacity
     moe_token_drop_policy moe_deepep_num_sms moe_hybridep_num_sms cp_comm_type cuda_graph_use_single_mempool
     cuda_graph_retain_backward_graph cuda_graph_warmup_steps external_cuda_graph cuda_graph_scope config_logger_dir
-    batch_invariant_mode inference_sampling_seed mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    inference_sampling_seed mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     use_mamba_mem_eff_path mlp_chunks_for_prefill hetereogenous_dist_checkpoint quant_recipe offload_modules
     min_offloaded_tensor_size
 """)
@@ -219,6 +219,10 @@ def test_cuda_kernels_are_not_refused_on_a_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(refusals, "on_cpu", lambda: False)
     check_config(config(apply_rope_fusion=True, persist_layer_norm=True, params_dtype=torch.bfloat16))
     check_config(config(**MOE, moe_token_dispatcher_type="alltoall"))
+    with pytest.raises(MegatronConfigError, match="deterministic_mode=True: kernels of attention obey torch"):
+        check_config(config(deterministic_mode=True))
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check_config(config(deterministic_mode=True))
     fused = MLATransformerConfig(**SIZES)
     fused.apply_rope_fusion = True
     with pytest.raises(MegatronConfigError, match="apply_rope_fusion=True with multi_latent_attention"):

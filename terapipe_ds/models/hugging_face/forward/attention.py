@@ -6,7 +6,6 @@ returns a `Pattern` instead of a mask: it states, without a tensor, which tokens
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -74,14 +73,13 @@ def pattern_of_mask(
     if attention_mask is not None and not bool(attention_mask.all()):
         return Pattern(None, "it masks padding")
 
-    def sees(query: int, key: int) -> bool:
-        # on the host: a read of a device's tensor would wait for its receives
-        at = [torch.tensor(place, device="cpu") for place in (0, 0, query, key)]
-        return bool(mask_function(*at))
-
     first = 0 if local_size is None else _FAR - local_size + 1
+    seen = [(_FAR, _FAR), (_FAR, first)]
     hidden = [(_FAR, _FAR + 1), (0, 1), *((_FAR, key) for key in (first - 1, 0) if first)]
-    if not (sees(_FAR, _FAR) and sees(_FAR, first)) or any(itertools.starmap(sees, hidden)):
+    # one call for all places, on the host: a read of a device's tensor would wait for its receives
+    queries, keys = torch.tensor([*seen, *hidden], device="cpu").unbind(1)
+    sees = mask_function(torch.zeros_like(queries), torch.zeros_like(queries), queries, keys).expand_as(queries)
+    if sees.tolist() != [True] * len(seen) + [False] * len(hidden):
         return Pattern(None, "its mask is neither causal nor causal in a window of fixed length")
     return Pattern(local_size)
 

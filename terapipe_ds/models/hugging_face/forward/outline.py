@@ -68,7 +68,8 @@ class _Shared:
     def add(self, kind: Hashable, arguments: list[Arguments]) -> None:
         """Keep the arguments, and note what state their tensors are in."""
         self.by_kind[kind] = arguments
-        leaves = {id(leaf): leaf for leaf in tree_leaves(arguments) if torch.is_tensor(leaf)}
+        distinct = {id(each): each for args, named in arguments for each in (*args, *named.values())}
+        leaves = {id(leaf): leaf for leaf in tree_leaves([*distinct.values()]) if torch.is_tensor(leaf)}
         self._tensors += [(leaf, leaf._version) for leaf in leaves.values()]
 
     @property
@@ -112,6 +113,13 @@ class StandIn(nn.Module):
         return torch.zeros((), dtype=like.dtype, device=x.device).expand(*numbers.shape, like.shape[1])
 
 
+class _StandIns(nn.ModuleList):
+    """Hold stand-ins of decoder layers. Models take the first N of them in each run: as a list, no further module."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return [*self._modules.values()][index] if isinstance(index, slice) else super().__getitem__(index)
+
+
 class Outline:
     """Run the forward of a model without its weights.
 
@@ -136,7 +144,7 @@ class Outline:
         self.layers = list(layers)
         self.dtypes: dict[torch.dtype, torch.dtype] = {}  # that weights have, by those that they were made with
         self._layer_stand_ins = [StandIn(layer, self.dtypes) for layer in self.layers]
-        _put(model, self.layers_name, nn.ModuleList(self._layer_stand_ins))
+        _put(model, self.layers_name, _StandIns(self._layer_stand_ins))
         # decoder layers are stand-ins by now, so the remaining modules with weights run before or after them
         self._others = {name: StandIn(module, self.dtypes) for name, module in _with_weights(model, "")}
         _refuse_shared_parameters([*self.layers, *(other.original for other in self._others.values())], self.tied)

@@ -216,13 +216,9 @@ def _styles(outline: Outline, name: str, module: nn.Module) -> Iterator[tuple[st
     """Yield the names of parts of a module of the model that its plan names, and how it divides them."""
     plan: Mapping[str, str] = getattr(outline.config, "base_model_tp_plan", None) or {}
     prefix = f"{outline.model.base_model_prefix}."
-
-    def style_of(path: str) -> str | None:
-        words = f"{name}.{path}".removeprefix(prefix).split(".")
-        return plan.get(".".join("*" if word.isdigit() else word for word in words))
-
     for inner, _ in list(module.named_modules()):
-        style = style_of(_split(inner)[0])
+        words = f"{name}.{_split(inner)[0]}".removeprefix(prefix).split(".")
+        style = plan.get(".".join("*" if word.isdigit() else word for word in words))
         if style is not None:
             yield inner, style
 

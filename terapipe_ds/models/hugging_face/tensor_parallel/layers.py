@@ -17,6 +17,8 @@ from deepspeed.module_inject import layers as autotp
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from torch import Tensor, nn
 
+from terapipe_ds.attention.document_edges import Starts
+from terapipe_ds.losses.deferred import require_known
 from terapipe_ds.models.rank_gradients import SummedGradient, is_split, of_all_stages
 
 
@@ -80,6 +82,10 @@ class RowLinear(_Share, autotp.LinearAllreduce):
 
 class VocabEmbedding(_Share, autotp.VocabParallelEmbedding):
     """Embed tokens by a share of the vocabulary; the ranks sum their embeddings."""
+
+    def check_inputs(self, inputs: Tensor | tuple[Tensor, ...], starts: Starts | None) -> None:
+        """Raise ValueError for tokens that no rank has, whose embeddings would be zeros."""
+        require_known(inputs if torch.is_tensor(inputs) else inputs[0], self.vocab_size, "token")
 
     def logits(self, inputs: Tensor) -> Tensor:
         """Return the logits of the whole vocabulary, where the output matrix is this one."""

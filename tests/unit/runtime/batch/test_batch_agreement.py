@@ -16,6 +16,7 @@ from terapipe_ds.runtime import agreement
 from terapipe_ds.runtime.agreement import RaisedEverywhere
 from terapipe_ds.runtime.batch import batch_agreement
 from terapipe_ds.runtime.batch.batch_agreement import (
+    SAMPLE,
     DataSums,
     MicroBatchShape,
     PlaceInJob,
@@ -198,3 +199,5 @@ def test_values_count_and_neither_their_dtype_nor_what_stands_beside_them() -> N
     mask = torch.ones(2, 12)
     assert contents_of(TOKENS) == contents_of(TOKENS.int()) == contents_of((TOKENS, mask)) != 0
     assert contents_of(TOKENS) != contents_of(TOKENS.flip(0)) and contents_of(TOKENS) != contents_of(TOKENS + 1)
+    large = torch.arange(3 * SAMPLE)
+    assert contents_of(large) != contents_of(torch.cat([large[: 2 * SAMPLE], large[2 * SAMPLE :].flip(0)]))

@@ -35,6 +35,12 @@ def test_a_part_for_the_users_code_is_contiguous() -> None:
     assert torch.equal(labels, TOKENS[:, 3:7]) and torch.equal(mask, MASK)
 
 
+def test_measurements_repeat_tokens_from_the_start() -> None:
+    tokens, mask = of_inputs((TOKENS, MASK)).stretched(29).tensors
+    assert torch.equal(tokens, torch.cat([TOKENS, TOKENS, TOKENS[:, :5]], dim=1)) and torch.equal(mask, MASK)
+    assert torch.equal(of_inputs(TOKENS).stretched(5).tensors[0], TOKENS[:, :5])
+
+
 def test_the_first_label_tensor_with_the_dimension_gives_the_length() -> None:
     assert SliceableTensors.of_labels((torch.ones(7), TOKENS, WHOLE), 1).length == 12
     assert SliceableTensors.of_labels((torch.ones(7), TOKENS), 0).length == 7

@@ -175,6 +175,20 @@ def test_gradients_with_kept_attention(function: Any, layer: Any, lengths: tuple
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
+def test_draws_after_kept_attention_are_those_of_the_first_run() -> None:
+    """The second run draws no mask of attention."""
+    drawn: list[Tensor] = []
+
+    def layer(x: Tensor) -> Tensor:
+        out = sliced_attention(x * 1.0, x * 1.0, x * 1.0, "layer", dropout_p=0.5)
+        drawn.append(torch.rand(4))
+        return out
+
+    kept_gradients(ds_checkpointing.checkpoint, layer)
+    first, second = drawn
+    assert torch.equal(first, second)
+
+
 def test_two_kept_calls_need_two_names() -> None:
     reentrant = ds_checkpointing.checkpoint
     with pytest.raises(SliceStoreError, match=r"layer 'layer': two calls of .*: give each its own name"):

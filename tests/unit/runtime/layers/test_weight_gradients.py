@@ -27,8 +27,9 @@ from torch.utils.checkpoint import checkpoint
 from terapipe_ds.attention import ActiveSlice, push_slice
 from terapipe_ds.runtime.batch.in_flight import InFlightError
 from terapipe_ds.runtime.layers import weight_gradients
-from terapipe_ds.runtime.layers.gradient_sums import OwnSums
+from terapipe_ds.runtime.layers.gradient_sums import GradientSums, OwnSums
 from terapipe_ds.runtime.layers.weight_gradients import WeightGradients, accumulate_in_products, leave_to_autograd
+from terapipe_ds.runtime.layout.tied_and_copied import Gradients
 from tests.unit.runtime.layers.split_cases import Run, assert_same, unit
 
 SLICES = ((0, 3), (3, 8), (8, 10))
@@ -283,6 +284,18 @@ def test_hooks_on_a_weight_are_called_for_each_slice(products: list[bool]) -> No
     backward(ours, inputs)
     assert sorted(seen) == ["accumulated"] * 3 + ["gradient"] * 3
     assert products == []
+
+
+@pytest.mark.parametrize("own_hooks", [0, 1])
+def test_a_hook_beside_those_of_the_optimizer_gets_the_gradient(own_hooks: int) -> None:
+    layer, inputs = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    sums = GradientSums(Gradients("grad_accum", torch.float32), layer.parameters(), has_hooks=own_hooks > 0)
+    for _ in range(own_hooks + 1):
+        assert layer.weight.grad is None
+        layer.weight.register_post_accumulate_grad_hook(lambda weight: None)
+        with slice_of(0, 3):
+            WeightGradients(is_watched=True, sums=sums).linear(inputs, layer.weight).sum().backward()
+    assert layer.weight.grad is not None
 
 
 def test_without_a_slice_with_the_whole_sequence_and_under_autocast_it_is_the_plain_layer(products: list[bool]) -> None:

@@ -72,8 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     run.add_argument("--metrics", metavar="FILE.jsonl", help="one line per step: loss and seconds")
     run.add_argument("--plot", default="out/loss.png", metavar="FILE.png", help="loss curves, drawn at the end")
     args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps is 1 or more")
+    if min(args.steps, args.eval_batches) < 1:  # the last step evaluates, before it is saved
+        parser.error("--steps and --eval-batches are 1 or more")
     if min(args.eval_every, args.save_every) < 0:
         parser.error("--eval-every and --save-every: give 0 or more steps")
     if args.resume and not args.save_dir:

@@ -32,7 +32,7 @@ from terapipe_ds.bench.ranks import (
 from terapipe_ds.costs.devices import peak_of_card
 from terapipe_ds.costs.model_sizes import ModelSize
 from terapipe_ds.files.atomic import write_atomically
-from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.files.user_json import DTYPE_NAMES, CommandError
 from terapipe_ds.schedule import Schedule
 from terapipe_ds.simulator import Replay, simulate
 from terapipe_ds.timeline import Timeline
@@ -115,18 +115,14 @@ def _peak_flops(job: Job, device: str | None) -> float | None:
     """Return the peak of one device, given by the user or by the card that the name of a GPU identifies."""
     if job.peak_tflops is not None:
         return 1e12 * job.peak_tflops
-    autocast = (job.ds_config or {}).get("torch_autocast") or {}
-    # products run in autocast's dtype, which on a GPU is fp16 unless it is given
-    dtype = autocast.get("dtype") or "fp16" if autocast.get("enabled") else (job.gpt or {}).get("dtype")
-    return None if device is None else peak_of_card(device, str(dtype or "fp32").removeprefix("torch."))
+    return None if device is None else peak_of_card(device, _dtype_of_products(job))
 
 
-def _flops_of_sequence(job: Job) -> float:
-    """Return the model FLOPs of a forward and its backward over one sequence."""
-    config = gpt_config(job.work, job.gpt)
-    names = {field.name for field in dataclasses.fields(ModelSize)} & set(type(config).model_fields)
-    size = ModelSize(name="bench", **{name: getattr(config, name) for name in names})
-    return size.training_flops(job.work.sequence_length)
+def _dtype_of_products(job: Job) -> str:
+    """Return the model's dtype, or under autocast its dtype, for which torch has a default by device."""
+    autocast, usual = (job.ds_config or {}).get("torch_autocast") or {}, "bf16" if job.device == "cpu" else "fp16"
+    name = autocast.get("dtype") or usual if autocast.get("enabled") else (job.gpt or {}).get("dtype")
+    return str(name or "float32").removeprefix("torch.")
 
 
 class MeasuredRun:
@@ -186,7 +182,8 @@ class MeasuredRun:
 
     def disagreement(self, reference: MeasuredRun | None) -> str | None:
         """Return a sentence if the system did not learn the same as the reference, or None."""
-        tolerance = _TOLERANCE[(self.job.gpt or {}).get("dtype", "float32")]
+        dtype = _dtype_of_products(self.job)
+        tolerance = _TOLERANCE.get(DTYPE_NAMES.get(dtype, dtype), _TOLERANCE["float16"])  # "half"
         for step, (own, other) in enumerate(zip(self.losses, (reference or self).losses, strict=True), start=1):
             if reference is not None and not math.isclose(own, other, rel_tol=tolerance):  # NaN is close to nothing
                 label = reference.case.label
@@ -202,17 +199,17 @@ class MeasuredRun:
 
     def predicted_peak_bytes(self) -> list[int] | None:
         """Return the bytes that the schedule, or the stock engine's order, needs by our engine's memory model."""
-        cut = self.case.cut if self.case.system == "terapipe" else "whole stages"
-        is_ours = self.case.system == "terapipe" or self.schedule.chunks_per_stage == 1
-        memory = self.measured.memory.get(cut)
-        if memory is None or self.case.system == "torch" or not is_ours:
+        memory = self.measured.memory.get(self.case.cut)
+        if memory is None or not (self.case.system == "terapipe" or self.is_stock):
             return None
         return list(Replay.of(self.schedule).peak_bytes(self.plans, memory))
 
     def figures(self, stock: MeasuredRun | None, unsliced: Sequence[float] | None) -> dict[str, Any]:
         """Return all figures of its row."""
         steps, work, bubble = self.step_s_all, self.job.work, ideal_bubble(self.schedule)
-        step_s = statistics.median(steps)
+        step_s, config = statistics.median(steps), gpt_config(work, self.job.gpt)
+        names = {field.name for field in dataclasses.fields(ModelSize)} & set(type(config).model_fields)
+        size = ModelSize(name="bench", **{name: getattr(config, name) for name in names})
         sequences, devices = self.accumulation * work.micro_batch, 1 if self.job.share_device else work.stages
         bound = None
         if unsliced is not None:  # a schedule without costs of its own: no bubble but the ideal one
@@ -227,7 +224,7 @@ class MeasuredRun:
             "step_s_all": steps,
             "spread_s": [min(steps), max(steps)],
             "tokens_per_s": sequences * work.sequence_length / step_s,
-            "model_flops_per_s": sequences * _flops_of_sequence(self.job) / step_s / devices,
+            "model_flops_per_s": sequences * size.training_flops(work.sequence_length) / step_s / devices,
             "bound_s": bound,
             "predicted_s": self.predicted_s(),
             "replayed_s": self.replayed_s,

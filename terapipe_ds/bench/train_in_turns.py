@@ -34,7 +34,6 @@ from terapipe_ds.plan import SlicePlan
 from terapipe_ds.planner import PlanResult, best_schedule, plan_slices
 from terapipe_ds.planner.memory import MemoryModel
 from terapipe_ds.runtime.agreement import from_rank_0
-from terapipe_ds.runtime.links.staging import host_buffer, needs_staging, to_host
 from terapipe_ds.runtime.profiling.cache import memory_of
 from terapipe_ds.runtime.profiling.key import device_name
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak
@@ -201,35 +200,25 @@ def _timed_step(run: dict[str, Any], driver: Driver, batch: MicroBatches) -> Non
 
 
 def measure_links(job: Job, lengths: list[int]) -> dict[int, float]:
-    """Return the seconds of a message by its tokens: half the median round trip between stages 0 and 1."""
-    if job.work.stages == 1:
+    """Return the seconds of a message by its tokens, for replays: half the median round trip of stages 0 and 1."""
+    if job.work.stages == 1 or job.device != "cpu":  # on devices nothing is replayed
         return {}
     config = gpt_config(job.work, job.gpt)
     rank, seconds = torch_dist.get_rank(), {}
-    device = torch.device(job.device_of(rank))
-    staged = needs_staging(None, device)
     for tokens in lengths:
-        message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype, device=device)
+        message = torch.zeros(job.work.micro_batch, tokens, config.hidden_size, dtype=config.torch_dtype)
         torch_dist.barrier()
-        trips = [_round_trip(rank, message, staged) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
+        trips = [_round_trip(rank, message) for _ in range(1 + _PINGS)] if rank < 2 else [0.0, 0.0]
         seconds[tokens] = statistics.median(trips[1:]) / 2
     torch_dist.barrier()
     return seconds
 
 
-def _round_trip(rank: int, message: torch.Tensor, staged: bool) -> float:
-    """Time a message to the other rank and back; `staged`: by way of the host, as the engine's messages are then."""
-    get_accelerator().synchronize()
+def _round_trip(rank: int, message: torch.Tensor) -> float:
+    """Time a message to the other rank and back."""
     begin_s = time.perf_counter()
-    for sends in (True, False) if rank == 0 else (False, True):
-        if sends:
-            torch_dist.send(to_host(message) if staged else message, 1 - rank)
-        else:
-            buffer = host_buffer(tuple(message.shape), message.dtype, message.device) if staged else message
-            torch_dist.recv(buffer, 1 - rank)
-            if staged:
-                message.copy_(buffer)
-    get_accelerator().synchronize()  # NCCL's calls return when they are queued
+    for exchange in (torch_dist.send, torch_dist.recv) if rank == 0 else (torch_dist.recv, torch_dist.send):
+        exchange(message, 1 - rank)
     return time.perf_counter() - begin_s
 
 

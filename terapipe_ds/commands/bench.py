@@ -126,12 +126,14 @@ def run(options: BenchOptions) -> None:
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "error")
     if options.device == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # as the ranks do; otherwise DeepSpeed logs its search
-    from terapipe_ds.bench.report import write_report
+    from terapipe_ds.bench.report import check_packages, write_report
     from terapipe_ds.bench.run import run_benchmark
     from terapipe_ds.bench.table import render
 
     job = job_of(options)
     _check_devices(job)
+    if options.html:  # found out before a run of minutes
+        check_packages()
     measured = run_benchmark(job, "config" if options.config or options.model else options.preset)
     result = {"command": command_line(options.words), **measured}
     # first, so that the figures are kept even if the table or the report fails
@@ -242,10 +244,15 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
         ds_config = None
     sizes = {"hidden": config.hidden_size, "layers": config.num_layers, "heads": config.num_heads}
     sizes["sequence_length"] = config.max_sequence_length
+    rows, batch = options.micro_batch or keys.micro_batch, keys.number("train_batch_size") or 0
+    steps = keys.number("gradient_accumulation_steps") or batch // rows  # of one replica, as here
+    if options.accumulation is None and batch and (not steps or batch % (rows * steps)):
+        raise CommandError(f"train_batch_size = {batch} in --config: no multiple of {rows * max(steps, 1)}; give one")
     of_config = {
         "granularity": keys.number("terapipe.granularity_tokens"),
         "stages": keys.number("pipeline.stages"),
-        "accumulation": keys.number("gradient_accumulation_steps"),
+        "micro_batch": rows,
+        "accumulation": steps,
     }
     sizes |= {name: number for name, number in of_config.items() if number is not None}
     if ds_config is not None and isinstance(pipeline := ds_config.get("pipeline"), dict):  # an option may say otherwise
@@ -255,8 +262,6 @@ def _own_model(options: BenchOptions) -> tuple[dict[str, Any] | None, dict[str, 
     if passed := [f"terapipe.planner.{name} = {show_value(value)}" for name, value in planner.items()]:
         why = "costs are measured in this run and not kept, and plans have no limit of memory"
         print(f"terapipe bench: note: --config: not taken: {', '.join(passed)}: {why}", file=sys.stderr)
-    if options.micro_batch is None:
-        sizes["micro_batch"] = keys.micro_batch
     longest = max(options.sequence_length or 0, config.max_sequence_length)
     return ds_config, {**config.model_dump(), "max_sequence_length": longest}, sizes
 

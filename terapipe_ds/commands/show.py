@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from typing import ClassVar
@@ -20,7 +21,8 @@ from terapipe_ds.commands.options import (
     write_json,
 )
 from terapipe_ds.files.atomic import write_text
-from terapipe_ds.schedule import Schedule, ScheduleError, render, to_csv, validate
+from terapipe_ds.files.user_json import CommandError
+from terapipe_ds.schedule import SCHEDULE_NAMES, Schedule, ScheduleError, render, to_csv, validate
 from terapipe_ds.schedule.show import to_dict
 
 HELP = "print a schedule"
@@ -54,6 +56,8 @@ def run(options: ShowOptions) -> None:
     options.refuse_without("stage", "lowered")
     try:
         path, counts = options.from_csv if options.file is None else options.file, options.slices
+        if path in SCHEDULE_NAMES and not os.path.exists(path):
+            raise CommandError(f"{path} is the name of a schedule, and no file: give --schedule {path}")
         if path is None:
             schedule = options.build(counts[0] if len(counts) == 1 else counts)
         else:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -335,22 +336,9 @@ def analytic_costs(
     dtype = card.resolve_dtype(dtype)
     # equal parts are one object, so planner and simulator ask it once
     keys = [(count, part_id == 0, part_id == num_stages - 1) for part_id, count in enumerate(layers)]
-    parts = {
-        key: AnalyticCosts(
-            size,
-            card,
-            dtype,
-            micro_batch,
-            *key,
-            tensor_parallel,
-            activation_checkpointing,
-            *links,
-            wire_formats,
-            fused_loss=fused_loss,
-            splits_tokens=splits_tokens,
-        )
-        for key in keys
-    }
+    again, loss, tokens = activation_checkpointing, fused_loss, splits_tokens
+    part = partial(AnalyticCosts, size, card, dtype, micro_batch, fused_loss=loss, splits_tokens=tokens)
+    parts = {key: part(*key, tensor_parallel, again, *links, wire_formats) for key in keys}
     return [parts[key] for key in keys]
 
 

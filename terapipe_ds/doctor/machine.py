@@ -67,12 +67,8 @@ def cores(ranks: int | None) -> Iterator[Line]:
     allowed, in_all = len(os.sched_getaffinity(0)), os.cpu_count()
     text = f"{allowed} of {in_all} for this process"
     if ranks is not None and ranks > allowed:
-        yield Line(
-            "warning",
-            "cores",
-            f"{text}, for {ranks} ranks",
-            "start fewer ranks on this machine, or expect them to wait for each other's core",
-        )
+        fix = "start fewer ranks on this machine, or expect them to wait for each other's core"
+        yield Line("warning", "cores", f"{text}, for {ranks} ranks", fix)
     else:
         yield Line("ok", "cores", text)
     threads, fix = os.environ.get("OMP_NUM_THREADS"), "export OMP_NUM_THREADS=1 on CPUs"

@@ -16,7 +16,8 @@ DTYPE_NAMES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "tf32":
 
 _ON = {
     *("bf16.check_grad_overflow", "comms_logger.prof_all", "flops_profiler.detailed", "managed_gradient_accumulation"),
-    *("pipeline.grad_partitioned", "pipeline.pipe_partitioned", "pipeline.use_reentrant"),
+    *("pipeline.grad_partitioned", "pipeline.pipe_partitioned", "pipeline.use_reentrant", "gradient_clipping"),
+    *("optimizer.params.adam_w_mode", "optimizer.params.bias_correction", "optimizer.params.fp32_optimizer_states"),
     *("timers.throughput.enabled", "timers.throughput.synchronized", "zero_force_ds_cpu_optimizer"),
     *("zero_optimization.allgather_partitions", "zero_optimization.compute_grad_norm"),
     *("zero_optimization.contiguous_gradients", "zero_optimization.ignore_unused_parameters"),
@@ -24,7 +25,7 @@ _ON = {
     *("zero_optimization.offload_optimizer.pin_memory", "zero_optimization.override_module_apply"),
     *("zero_optimization.reduce_scatter", "zero_optimization.use_multi_rank_bucket_allreduce"),
 }
-"""Switches that are on in DeepSpeed 0.19.8 where the JSON does not say."""
+"""Switches that are on, and numbers that are 1, in DeepSpeed 0.19.8 where the JSON does not say."""
 _ABSENT = {
     **{"sequence_parallel_size": 1, "tensor_parallel.autotp_size": 1},
     "zero_optimization.offload_optimizer.device": "none",

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import terapipe_ds
+from terapipe_ds.config import TeraPipeConfigError
 from terapipe_ds.runtime.planning import choose_plan
 from terapipe_ds.schedule.placement import LOOPED, V_SHAPED
 from tests.distributed import engines
@@ -113,6 +114,20 @@ def test_costs_of_another_cut_of_the_same_layers(measured: Path, tmp_path: Path)
     path = by_hand(measured, 1e-6, tmp_path)
     (bounds, costs), _ = rank_pool(2).run(job_cut_otherwise, path=str(path))
     assert bounds == [0, 3, 7] and costs == pytest.approx([0.75 * 0.123, 1.25 * 0.123])
+
+
+def job_limited(path: str) -> str:
+    planner = {"profile": path, "memory_limit_gb": 1}
+    with engines.engine_of(engines.gpt_layers(), engines.unchecked(**AUTO, planner=planner)) as engine:
+        with pytest.raises(TeraPipeConfigError) as caught:
+            engines.train(engine, engines.batches(1))
+        return str(caught.value)
+
+
+def test_bytes_in_a_file_are_of_another_run(measured: Path, tmp_path: Path) -> None:
+    path = by_hand(measured, 1e-6, tmp_path)
+    for told in rank_pool(2).run(job_limited, path=str(path)):
+        assert "memory_limit_gb = 1.0: memory was not measured, the profile is from a file" in told
 
 
 def job_fails(path: str, rank: int) -> str:

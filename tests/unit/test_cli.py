@@ -163,6 +163,8 @@ ERRORS = {
     "plan --model nano-2 --device h1000": "--stages is missing: give the number of pipeline stages; unknown model size",
     f"{SHOW} --from-csv x.csv": "not allowed with argument --schedule",
     "show --schedule gpipe": "--stages is missing",
+    "show 1f1b": "1f1b is the name of a schedule, and no file: give --schedule 1f1b",
+    "plan --model hub/name --device h100 --stages 2": "hub/name: No such file or directory; give a decoder's config.js",
     "show --schedule gpipe --stages 99999999": "--stages 99999999: give a number <= 10000",
     f"{OF_TWO} --slices 3,x": "--slices 3,x: give integers >= 1",
     f"{OF_TWO} --slices 3,3": "--slices has 2 entries: give one number of slices for each micro-batch; the step has 1",

@@ -188,17 +188,20 @@ def test_keys_of_a_deepspeed_json_that_the_answer_lacks_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     zero = {"load_from_fp32_weights": True, "reduce_scatter": False, "round_robin_gradients": False}
-    keys = {"gradient_clipping": 1.0, "optimizer": {"type": "SGD"}, "steps_per_print": "auto"}
+    off = {"adam_w_mode": False, "bias_correction": False, "amsgrad": False}
+    keys = {"gradient_clipping": 0.0, "optimizer": {"type": "SGD", "params": off}, "steps_per_print": "auto"}
     keys |= {"zero_optimization": zero, "bfloat16": {"enabled": False}}
     section = {"enabled": True, "recompute": "full", "partition": [0, 1, 3], "verify": None}
     (tmp_path / "ds.json").write_text(json.dumps(keys | {"terapipe": section}))
     assert main(["strategy", *FEW, "--config", str(tmp_path / "ds.json")]) == 0
     named = (
-        "gradient_clipping = 1.0, optimizer.type = 'SGD', zero_optimization.reduce_scatter = False, "
+        "gradient_clipping = 0.0, optimizer.type = 'SGD', optimizer.params.adam_w_mode = False, "
+        "optimizer.params.bias_correction = False, zero_optimization.reduce_scatter = False, "
         "terapipe.recompute = 'full', terapipe.partition = [0, 1, 3]"
     )
     assert f"neither keeps nor counts of --config: {named}\n" in capsys.readouterr().err
     absent = {"zero_optimization": {"offload_optimizer": {"device": "none"}}, "sequence_parallel_size": 1}
+    absent |= {"gradient_clipping": 1.0, "optimizer": {"params": {"adam_w_mode": True}}}  # DeepSpeed's own
     absent |= {"tensor_parallel": {"autotp_size": 0}, "pipeline": None, "train_micro_batch_size_per_gpu": None}
     (tmp_path / "ds.json").write_text(json.dumps(absent | {"terapipe": {"planner": {"memory_limit_gb": 10}}}))
     assert main(["strategy", *FEW, "--config", str(tmp_path / "ds.json")]) == 0

@@ -173,6 +173,9 @@ def test_every_model_option_is_a_field_of_the_config(monkeypatch: pytest.MonkeyP
     expected = GPTConfig.from_name("tiny", **sizes, seed=7, **given)
     assert [str(spec) for spec in seen["layers"]] == [str(spec) for spec in gpt_layers(expected)]
     assert seen["num_stages"] == 2
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--deepspeed_config=x", "--eval-batches=0"])
+    with pytest.raises(SystemExit):  # or the evaluation after the last step fails, and that step is not saved
+        train_gpt.parse_arguments()
 
 
 def test_a_grid_with_sequence_ranks_is_there_before_tied_layers(

@@ -100,6 +100,7 @@ def one_attention(device: str, dtype: torch.dtype, head_dim: int) -> Iterator[st
     and the name says so.
     """
     has_kernel = dtype in (torch.bfloat16, torch.float16) and "cuda_flash" in available_backends()
+    has_kernel = has_kernel and torch.backends.cuda.is_flash_attention_available()  # builds for some systems lack it
     if device == "cpu":
         yield backend_name(torch.empty(1, 1, 1, head_dim, dtype=dtype))
     elif has_kernel and head_dim % 8 == 0 and head_dim <= 256:

@@ -17,7 +17,7 @@ from terapipe_ds.bench.drivers.base import Driver, MicroBatches, schedule_of
 from terapipe_ds.bench.drivers.recorder import Recorder
 from terapipe_ds.bench.metrics import Plans
 from terapipe_ds.bench.ranks import USUAL_SETTINGS, gpt_config
-from terapipe_ds.files.user_json import CommandError, DeepSpeedJson
+from terapipe_ds.files.user_json import CommandError, DeepSpeedJson, says_nothing, value_at
 from terapipe_ds.models.gpt import gpt_layers, gpt_loss
 from terapipe_ds.runtime.profiling.one_device import partition
 from terapipe_ds.schedule import Schedule, build
@@ -32,11 +32,14 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
     Raises `CommandError` if the config requests features that a plain optimizer in the precision of the weights lacks.
     """
     optimizer = ds_config.get("optimizer") or {}
-    given, is_bf16, sums = dict(optimizer.get("params") or {}), _is_bf16(ds_config), sums_dtype(ds_config)
-    if str(optimizer.get("type")).lower() not in ("adam", "adamw") or given.get("adam_w_mode") is False:
+    params, is_bf16, sums = optimizer.get("params") or {}, _is_bf16(ds_config), sums_dtype(ds_config)
+    if str(optimizer.get("type")).lower() not in ("adam", "adamw"):
         raise CommandError(f"torch runs here with AdamW, the config asks for {optimizer.get('type', 'no optimizer')}")
-    for key in ("fp16", "torch_autocast", "scheduler"):
-        if (ds_config.get(key) or {}).get("enabled", key == "scheduler" and key in ds_config):
+    taken = {key: params[key] for key in ("lr", "betas", "eps", "weight_decay") if key in params}
+    others = ["pipeline.activation_checkpoint_interval", "fp16.enabled", "torch_autocast.enabled", "scheduler"]
+    others += [f"optimizer.params.{key}" for key in params if key not in (*taken, "torch_adam", "fused", "foreach")]
+    for key in others:
+        if not says_nothing(key, value_at(ds_config, key)):
             raise CommandError(f"torch runs here without what {key} in the config stands for")
     if sums != torch.float32 and not (is_bf16 and sums == torch.bfloat16):
         raise CommandError(
@@ -47,8 +50,8 @@ def adam_options(ds_config: dict[str, Any]) -> dict[str, Any]:
         raise CommandError("torch runs here without ZeRO, which the config asks for")
     if ds_config.get("gradient_clipping", 1.0) > 0:
         raise CommandError("torch runs here without gradient clipping: set gradient_clipping to 0.0 to compare with it")
-    known = {key: given[key] for key in ("lr", "betas", "eps") if key in given}
-    return {"lr": 1e-3, **known, "weight_decay": given.get("weight_decay", 0.0), "fused": True}
+    # DeepSpeed's Adam has another default than torch's
+    return {"lr": 1e-3, "weight_decay": 0.01 if params.get("torch_adam") else 0.0, **taken, "fused": True}
 
 
 def _is_bf16(ds_config: dict[str, Any]) -> bool:

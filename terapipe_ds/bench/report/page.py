@@ -19,6 +19,7 @@ import terapipe_ds.bench.report.plots as plots
 import terapipe_ds.bench.report.text as text
 import terapipe_ds.timeline.interactive as interactive_pages
 from terapipe_ds.bench.report.data import GIVE, SYSTEMS, ReportError, Result, Run, RunGroup, read_result
+from terapipe_ds.compat.versions import is_there
 from terapipe_ds.files.atomic import write_text
 from terapipe_ds.files.bounded import read_bytes, unpacked
 from terapipe_ds.files.strict_json import JsonError, parse_json
@@ -58,6 +59,12 @@ def load_result(path: str | os.PathLike[str]) -> dict[str, Any]:
     return data
 
 
+def check_packages() -> None:
+    """Raise `ReportError` where a package that a report needs is missing."""
+    if missing := [name for name in ("matplotlib", "jinja2") if not is_there(name)]:
+        raise ReportError(f"the report needs {' and '.join(missing)}: pip install matplotlib jinja2")
+
+
 def render_page(data: object, interactive: bool = False) -> str:
     result = read_result(data)
     scripts, note = "", "--interactive adds timelines that can be zoomed, hovered and filtered."
@@ -66,11 +73,10 @@ def render_page(data: object, interactive: bool = False) -> str:
             scripts, note = interactive_pages.scripts(), ""
         except TimelineError as error:  # a missing package fails nothing: the benchmark may have taken hours
             note = f"The timelines are pictures alone: {error}"
-    try:
-        import matplotlib
-        from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    except ImportError as error:
-        raise ReportError(f"the report needs matplotlib and jinja2 ({error}): pip install matplotlib jinja2") from error
+    check_packages()
+    import matplotlib
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     folder = FileSystemLoader(Path(__file__).parent)
     page = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     page.filters |= {name: getattr(text, name) for name in ("digits", "seconds", "percent", "slices_text", "peaks")}

@@ -68,7 +68,8 @@ def size_of_config(path: str) -> ModelSize:
         document = parse_json(read_bytes(path))
     except (OSError, JsonError) as error:
         problem = error.strerror if isinstance(error, OSError) else error
-        raise PlannerError(f"{path}: {problem}; give a config.json of a decoder model") from None
+        fix = "give a decoder's config.json, which each model of the Hugging Face hub has among its files"
+        raise PlannerError(f"{path}: {problem}; {fix}") from None
     if not isinstance(document, dict):
         raise PlannerError(f"{path}: give a JSON object, the config.json of a decoder model")
     # models of several kinds of input keep the decoder's numbers one level down

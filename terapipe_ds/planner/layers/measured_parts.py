@@ -41,8 +41,10 @@ class MeasuredParts:
     _made: dict[Any, PartCosts] = field(default_factory=dict, compare=False)
 
     @classmethod
-    def of_profile(cls, profile: Profile) -> MeasuredParts:
+    def of_profile(cls, profile: Profile, *, of_this_run: bool = True) -> MeasuredParts:
+        """Return the layers of a profile; bytes of another run may be those of another optimizer, and are left out."""
         layers, is_timed = layers_of_profile(profile), profile.layers is not None
+        layers = layers if of_this_run else [dataclasses.replace(layer, memory=None) for layer in layers]
         bounds = tuple(range(len(layers) + 1)) if profile.layers is None else profile.layers.bounds
         is_whole = len(bounds) > 2 or (is_timed and profile.pipeline_stages == 1)
         itemsize = gradient_itemsize(profile.key.dtype)

@@ -108,7 +108,8 @@ class AutoPlanner:
 
     def _plan(self, length: int, profile: Profile) -> tuple[Choice, str]:
         engine, layout, config = self._engine, self._stage.layout, self._config
-        limit_gb, parts = config.planner.memory_limit_gb, MeasuredParts.of_profile(profile)
+        limit_gb, is_measured = config.planner.memory_limit_gb, config.planner.profile == "measure"
+        parts = MeasuredParts.of_profile(profile, of_this_run=is_measured)
         if limit_gb is not None and not parts.has_memory:
             raise TeraPipeConfigError(
                 f"terapipe.planner.memory_limit_gb = {limit_gb}: memory was not measured, the profile is from a file "

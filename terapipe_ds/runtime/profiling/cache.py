@@ -36,10 +36,7 @@ _Times = TypeVar("_Times", CostSample, Overhead)
 
 
 def combine(
-    key: ProfileKey,
-    costs: Sequence[PartMeasured],
-    num_stages: int | None = None,
-    state_ranks: int | None = None,
+    key: ProfileKey, costs: Sequence[PartMeasured], num_stages: int | None = None, state_ranks: int | None = None
 ) -> Profile:
     """Return one profile of parts on `num_stages` stages: the slowest tensor-parallel peer, the median of replicas.
 

@@ -6,7 +6,6 @@ or the error.
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import hashlib
 import platform
@@ -27,7 +26,7 @@ from terapipe_ds.runtime.batch.batch_agreement import MicroBatchShape
 from terapipe_ds.runtime.batch.source import DrawnMicroBatch
 from terapipe_ds.runtime.layout.parted_module import each_part
 from terapipe_ds.runtime.links.groups import Wires
-from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, measure_parts, state_ranks
+from terapipe_ds.runtime.profiling.all_parts import PartMeasured, StageToPlan, is_narrow, measure_parts, state_ranks
 from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import describe_part, device_name, profile_key
 from terapipe_ds.runtime.profiling.rounds import noise_warning
@@ -149,6 +148,7 @@ class Profiles:
             "ranks": [[nodes.index(node), *of_rank] for node, *of_rank in names],
             "products": torch.backends.cuda.matmul.fp32_precision,  # "tf32" multiplies up to eight times as fast
             "offload_activations": self._config.offload_activations,
+            **({"narrow_states": True} if is_narrow(engine) else {}),
             **({"keeps_logits": False} if hasattr(loss_fn, "of_hidden") else {}),
             **({"compile": True} if self._config.compile else {}),
             **({"keep_attention": True} if self._config.keep_attention else {}),
@@ -197,7 +197,7 @@ def _of_this_run(path: str, key: ProfileKey, ignore: Sequence[str] = ()) -> Prof
 
 
 def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
-    """Return the profile that the config names, without memory figures: these may belong to another optimizer."""
+    """Return the profile that the config names."""
     profile = _of_this_run(path, key)
     smallest = max(min(s.tokens for s in part.samples if s.prefix == 0) for part in profile.parts)
     if granularity < smallest:
@@ -206,11 +206,7 @@ def _read_profile(path: str, key: ProfileKey, granularity: int) -> Profile:
             f"{smallest}, but plans are cut at multiples of {granularity}; measure again, or raise "
             "terapipe.granularity_tokens"
         )
-    parts = tuple(dataclasses.replace(part, memory=None) for part in profile.parts)
-    layers = profile.layers
-    if layers is not None:
-        layers = dataclasses.replace(layers, kinds=tuple(dataclasses.replace(k, memory=None) for k in layers.kinds))
-    return dataclasses.replace(profile, parts=parts, layers=layers)
+    return profile
 
 
 def _cached(path: Path | None, key: ProfileKey) -> Profile | None:

@@ -14,6 +14,7 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (9, 0))
     monkeypatch.setattr(flash_attn, "has_flash_attn", lambda: True)
     cuda = torch.backends.cuda
+    monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: True)
     enabled = (cuda.flash_sdp_enabled, cuda.cudnn_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled)
     before = [ask() for ask in enabled]
     with pytest.raises(RuntimeError, match="stop"), bench.one_attention("cuda", torch.bfloat16, 128) as name:
@@ -26,6 +27,10 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
         with bench.one_attention("cuda", dtype, head_dim) as name:
             assert name == "reference for slices, torch's choice for whole sequences"
             assert cuda.cudnn_sdp_enabled() == before[1]
+    monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: False)  # a build without the kernel
+    with bench.one_attention("cuda", torch.bfloat16, 128) as name:
+        assert name == "reference for slices, torch's choice for whole sequences"
+    monkeypatch.setattr(cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(flash_attn, "cuda_capability", lambda: (7, 5))  # a card without the kernel
     with bench.one_attention("cuda", torch.float16, 64) as name:
         assert name == "reference for slices, torch's choice for whole sequences"
@@ -36,6 +41,7 @@ def test_one_kernel_for_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("fastest", "by_torch"), [("cudnn", []), ("flash_attn_3", ["FA3"]), ("cuda_flash", [])])
 def test_the_fastest_kernel_computes_both(fastest: str, by_torch: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "available_backends", lambda: ("flash_attn_3", "cudnn", "cuda_flash"))
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setattr(bench, "backend_name", lambda q: fastest)
     monkeypatch.setattr(torch, "empty", lambda *size, **options: None)
     monkeypatch.setattr(bench, "set_backend", (forced := list[str | None]()).append)

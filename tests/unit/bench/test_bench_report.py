@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from terapipe_ds.bench.report import ReportError, load_result, plots, render_page, write_report
+from terapipe_ds.bench import run
+from terapipe_ds.bench.report import ReportError, load_result, page, plots, render_page, write_report
 from terapipe_ds.bench.report.data import read_result
 from terapipe_ds.bench.report.page import SETTINGS, timeline_pair
 from terapipe_ds.bench.report.text import headline, notes
@@ -118,6 +119,9 @@ def test_flops_stand_in_the_table_and_mfu_in_the_picture_too() -> None:
     assert picture is not None
     texts = [text.get_text() for axes in picture.axes for text in axes.texts]
     assert "× stock  MFU" in texts and "1.60×  41.7 %" in texts
+    for axes in picture.axes:  # no dot, median or bound is cut off
+        drawn = [x for line in axes.lines for x in line.get_xdata()] + [bar.get_width() for bar in axes.patches]
+        assert 2.2 <= max(drawn) < axes.get_xlim()[1]
 
 
 def test_the_headline_is_worked_out_per_accumulation() -> None:
@@ -399,3 +403,14 @@ def test_no_text_of_a_plot_runs_into_another_or_out_of_the_picture(name: str, da
     matplotlib = pytest.importorskip("matplotlib")
     with matplotlib.rc_context(SETTINGS):
         assert not overlaps(getattr(plots, name)(read_result(data)))
+
+
+@pytest.mark.parametrize("words", [[], ["--from", "docs/results/2026-11-22-bench-cpu-2stage-epyc.json"]])
+def test_a_missing_package_is_found_before_the_run(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(page, "is_there", lambda name: name != "jinja2")
+    monkeypatch.setattr(run, "run_benchmark", lambda *_: pytest.fail("it must not run"))
+    assert main(["bench", *words, "--html", str(tmp_path / "report.html")]) == 2
+    assert "the report needs jinja2: pip install matplotlib jinja2" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,35 @@ def test_a_system_that_learned_something_else_is_an_error() -> None:
     assert "nan" in result(loss=float("nan"))["runs"][1]["error"]
 
 
+@pytest.mark.parametrize(("autocast", "tolerance"), [
+    ({"enabled": False, "dtype": "bf16"}, 1e-4), ({"enabled": True}, 3e-2),
+    ({"enabled": True, "dtype": "bfloat16"}, 3e-2),
+    ({"enabled": True, "dtype": "torch.half"}, 1e-2), ({"enabled": True, "dtype": "fp16"}, 1e-2),
+])  # fmt: skip
+def test_losses_under_autocast_agree_as_its_dtype_allows(autocast: dict[str, Any], tolerance: float) -> None:
+    for share, is_error in ((0.8, False), (1.2, True)):
+        told = result(loss=5.1 * (1 - share * tolerance) - 0.1, ds_config={"torch_autocast": autocast})["runs"][1]
+        assert ("they must agree" in told.get("error", "")) is is_error
+
+
 def test_the_table_has_a_line_per_run() -> None:
     lines = render(result()).splitlines()
     assert lines[0].startswith("cpu-2stage: 2 stages, 2 layers, hidden 4, 2 x 8 tokens, 2 turns; made up, 2 cores")
     assert [word in line for word, line in zip(("deepspeed", "seq1f1b, 2", "no such thing"), lines[2:], strict=True)]
     assert "7.500 s" in lines[3] and "1.929" in lines[3] and "7.000-8.000 s" in lines[3]
+
+
+def test_peaks_are_in_millions_of_bytes_and_the_timeline_is_of_the_median_step() -> None:
+    found = ranks()
+    for of_rank in found:
+        slow = of_rank["runs"][0]
+        slow["peak_bytes"], (events, _) = 70 * 10**6, slow["events"]
+        longer = [event._replace(end_s=event.end_s + 1) for event in events]
+        slow["events"] = [longer, events]  # 16 and 13 seconds, whose lower median is the second step
+    told = result_of(Job(WORK, CASES, (1,), 2), "cpu-2stage", MACHINE, found)
+    assert "  70/70  " in render(told)
+    drawn = Timeline.from_json(json.dumps(told["runs"][0]["timeline"]))
+    assert drawn.events[0].end_s - drawn.events[0].start_s == pytest.approx(2.0)
 
 
 def test_a_row_has_one_unit_of_time() -> None:
@@ -303,6 +328,15 @@ def test_a_config_and_a_model_of_ones_own(tmp_path: Path, capsys: pytest.Capture
     assert "not taken: terapipe.planner.memory_limit_gb = 1:" in capsys.readouterr().err
     job = command.job_of(arguments(*words, "--accumulation", "2", "--stages", "2"))
     assert job.accumulations == (2,) and not (job.ds_config or {})["pipeline"]  # the engine would compare its stages
+    del settings["gradient_accumulation_steps"]
+    for batch, steps in ((12, (4,)), (2, ()), (10, ())):  # sequences of a step, as DeepSpeed divides them
+        config.write_text(json.dumps(settings | {"train_batch_size": batch}))
+        if steps:
+            assert command.job_of(arguments(*words)).accumulations == steps
+        else:
+            with pytest.raises(CommandError, match=f"train_batch_size = {batch} in --config: no multiple of"):
+                command.job_of(arguments(*words))
+        assert command.job_of(arguments(*words, "--accumulation", "2")).accumulations == (2,)
     for more in (("--systems", "deepspeed"), ("--schedules", "zb-h1")):
         with pytest.raises(ValueError, match="--slices: none of these runs has slices; leave it out"):
             command.job_of(arguments("--slices", "3", *more))
@@ -443,6 +477,9 @@ def test_no_success_without_a_run_of_ours() -> None:
     ({"zero_optimization": {"stage": 1}}, "ZeRO"), ({**BF16_SETTINGS, "zero_optimization": {"stage": 2}}, "ZeRO"),
     ({"optimizer": {"type": "Lamb"}}, "Lamb"), ({"gradient_clipping": 1.0}, "clipping"),
     ({"scheduler": {"type": "WarmupLR"}}, "scheduler"),
+    ({"pipeline": {"activation_checkpoint_interval": 1}}, "pipeline.activation_checkpoint_interval"),
+    ({"optimizer": {"type": "Adam", "params": {"adam_w_mode": False}}}, "adam_w_mode"),
+    ({"optimizer": {"type": "Adam", "params": {"torch_adam": True, "amsgrad": True}}}, "amsgrad"),
 ])  # fmt: skip
 def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, Any], told: str) -> None:
     from terapipe_ds.bench.drivers.torch_pipeline import adam_options
@@ -452,6 +489,21 @@ def test_torch_says_which_settings_it_has_no_counterpart_for(changes: dict[str, 
     assert adam_options(plain) == {"lr": 0.5, "betas": [0.8, 0.9], "weight_decay": 0.1, "fused": True}
     with pytest.raises(CommandError, match=told):
         adam_options({**plain, **changes})
+
+
+@pytest.mark.parametrize("params", [{}, {"weight_decay": 0.5, "bias_correction": True, "adam_w_mode": True}])
+def test_torch_decays_weights_as_deepspeed_does_where_the_config_does_not_say(params: dict[str, Any]) -> None:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from terapipe_ds.bench.drivers.torch_pipeline import adam_options
+
+    for more in ({}, {"torch_adam": True}):
+        given = dict(params | more)
+        engine = mock.Mock(zero_use_cpu_optimizer=lambda: False)
+        kind, _ = DeepSpeedEngine.get_optimizer_configuration(engine, given, True)
+        usual = inspect.signature(kind).parameters["weight_decay"].default
+        config = {"optimizer": {"type": "Adam", "params": params | more}, "gradient_clipping": 0.0}
+        assert adam_options(config)["weight_decay"] == params.get("weight_decay", usual)
 
 
 def test_bf16_has_a_counterpart_in_torch() -> None:

@@ -1,5 +1,6 @@
 """What a rank times and records, with a driver and a device that are made up."""
 
+import dataclasses
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -7,7 +8,9 @@ from typing import Any
 import pytest
 
 from terapipe_ds.bench import train_in_turns
+from terapipe_ds.bench.cases import Job
 from terapipe_ds.bench.drivers.recorder import Recorder
+from terapipe_ds.bench.ranks import Workload
 from terapipe_ds.runtime.profiling import slice_timer
 
 TIMED_AND_RECORDED = ["synchronize", "barrier", "clock", "step", "synchronize", "clock", "barrier", "recorded step"]
@@ -43,3 +46,16 @@ def test_the_timed_and_the_recorded_step(on_device: bool, expected: list[str], m
     assert run["losses"] == [1.0, 2.0, 3.0, 4.0][: 4 if on_device else 2] and run["seconds"] == [1.0, 1.0]
     assert [[event.kind for event in events] for events in run["events"]] == [["F"], ["F"]]
     assert recorder.listens
+
+
+def test_a_message_takes_half_of_its_way_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Workload(stages=2, accumulation=1, sequence_length=8, micro_batch=2, hidden=4, layers=2, heads=1)
+    trips = iter([100.0, 8.0, 2.0, 4.0, 6.0, 9.0])  # the first one warms up
+    monkeypatch.setattr(train_in_turns, "_round_trip", lambda rank, message: next(trips) * message.shape[1])
+    for name in ("barrier", "get_rank"):
+        monkeypatch.setattr(train_in_turns.torch_dist, name, lambda: 0)
+    job = Job(work, (), (1,), 1)
+    assert train_in_turns.measure_links(job, [3]) == {3: 9.0}
+    for alone in (dataclasses.replace(work, stages=1), work):  # nothing is replayed on devices
+        device = "cpu" if alone.stages == 1 else "cuda"
+        assert train_in_turns.measure_links(dataclasses.replace(job, work=alone, device=device), [3]) == {}

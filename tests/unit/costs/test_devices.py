@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from terapipe_ds.costs.devices import FILE, DeviceError, device_card, device_cards
+from terapipe_ds.costs.model_sizes import model_size
+from terapipe_ds.costs.utilisation import Utilisation
 
 GIB = 2**30 / 1e9  # of cards whose memory counts as decimal gigabytes, rather less than more than they have
 # Dense FLOP/s in TFLOP/s, GB/s and GiB, from the data sheets named in the cards.
@@ -101,3 +103,12 @@ def test_a_number_of_bytes_may_have_an_exponent(tmp_path: Path) -> None:
 def test_a_card_of_ones_own_is_checked_as_well() -> None:
     with pytest.raises(ValueError, match="kernel_floor_s"):
         dataclasses.replace(device_card("h100"), kernel_floor_s=0.0)
+
+
+@pytest.mark.parametrize(("mfu", "warns"), [(0.42, False), (0.44, True)])
+def test_a_share_of_the_peak_that_nobody_has_published_is_a_warning(mfu: float, warns: bool) -> None:
+    size, card = model_size("llama-3-8b"), device_card("h100")
+    seconds = 4 * size.training_flops(8192) / (2 * mfu * 989.4e12)  # of four sequences on two devices
+    found = Utilisation.of(size, card, "bf16", (4, 8192), seconds, 2)
+    assert found.mfu == pytest.approx(mfu) and found.tokens_per_s_per_device == pytest.approx(4 * 8192 / seconds / 2)
+    assert any(line.startswith("warning: above all published runs") for line in found.lines(card)) is warns

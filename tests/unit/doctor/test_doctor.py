@@ -222,6 +222,9 @@ def test_a_healthy_config(tmp_path: Path) -> None:
     ({"gradient_accumulation_steps": 10**7}, "schedule", "note", "a step of 120000000 forwards is not simulated"),
     ({"gradient_accumulation_steps": 10**7, "terapipe": {"enabled": True, "schedule": "chimera", "slices": 2}},
      "schedule", "fail", "chimera on 3 stages"),
+    ({"gradient_accumulation_steps": 8, "terapipe": {"enabled": True, "schedule": "seq1f1b-interleaved-zb", "slices": 2,
+                                                     "schedule_options": {"max_live_slices": 3}}},
+     "schedule", "warning", "bubble 27.3% with equal parts and slices; 1F1B of whole sequences 20.0%"),
     ({"pipelin": {"stages": 2}}, "misspelt", "warning", "pipelin"),
     ({"amp": {"enabled": True}}, "DeepSpeed", "fail", "AMP integration has been removed"),
     ({"zero_optimization": {"stage": 1, "reduce_bucket": 9}}, "DeepSpeed", "fail", "reduce_bucket: Extra inputs are"),
@@ -346,6 +349,10 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     said = capsys.readouterr().out.splitlines()
     assert "  ok       a                    fine" in said and "  note     b                    6" in said
     assert said[said.index("  note     b                    6") + 1].strip() == "-> do" and said[-2] == "1 ok, 1 note"
+    # tensor-parallel and sequence ranks need cores too
+    (tmp_path / "ds.json").write_text('{"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 5}')
+    assert main(["doctor", "--stages", "2", "--data", "3", "--config", str(tmp_path / "ds.json")]) == 0
+    assert "  note     b                    60" in capsys.readouterr().out
     (tmp_path / "ds.json").write_text('{"terapipe": {"enabled": true, "slices": -1}}')
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--json", "--config", str(tmp_path / "ds.json")])

@@ -356,3 +356,4 @@ def test_boxes_stand_at_their_times_and_in_their_colours() -> None:
     assert (3, 4, 1) in boxes
     assert (6, 10, 0) in boxes, "the optimizer step"
     assert sum(forward) > sum(weight) > sum(backward), "forward is light, backward is dark"
+    assert [c.get_hatch() for c in figure.axes[0].collections if c.get_hatch()] == ["//////"], "of the weight gradient"

@@ -104,6 +104,22 @@ def test_equal_parts_are_one_object() -> None:
         assert whole.for_stages(2) is whole and whole.bounds(2) == [0, 4, 8]
 
 
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_a_profile_of_another_run_has_no_bytes_and_the_windows_of_its_layers(is_timed: bool) -> None:
+    def windowed(tokens: int, prefix: int) -> float:
+        return 3 + tokens + 1e-3 * sum(min(end, 64) for end in range(prefix, prefix + tokens))
+
+    timed = tuple(CostSample(*point, windowed(*point), windowed(*point)) for point in POINTS)
+    memory = vars(PartMemory(1, 1.0, window_tokens=63.0))
+    layer = LayerProfile(timed, 1, 1, 16.0, memory)
+    layers = LayerProfiles((layer,), (0, 0), (0, 1, 2)) if is_timed else None
+    both = Profile(KEY, tuple(PartProfile(n, timed, memory=memory) for n in range(2)), (), None, layers)
+    own, other = (MeasuredParts.of_profile(both, of_this_run=is_own) for is_own in (True, False))
+    assert own.memory(2) is not None and other.memory(2) is None
+    for costs in (own.cut(2), other.cut(2)):
+        assert costs is not None and costs[1].forward_s(64, 128) == pytest.approx(windowed(64, 128), rel=1e-3)
+
+
 def test_what_was_not_measured_is_not_there() -> None:
     plain = MeasuredParts.of_profile(profile([kind()] * 4, (0, 2, 4)))
     (costs,) = plain.cut(1) or []

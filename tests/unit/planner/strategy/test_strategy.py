@@ -219,7 +219,7 @@ def test_a_config_json_is_the_size_that_it_describes(tmp_path: Path, monkeypatch
         with pytest.raises(PlannerError, match=message):
             size_of_config(str(path))
     path.write_text("[")
-    with pytest.raises(PlannerError, match="give a config.json"):
+    with pytest.raises(PlannerError, match="give a decoder.s config.json"):
         size_of_config(str(path))
 
 

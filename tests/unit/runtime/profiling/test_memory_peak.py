@@ -1,12 +1,15 @@
 """Tensor bytes on a CPU, counted by hand, and the line through measured working bytes."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from terapipe_ds.runtime.profiling.all_parts import _line
+from terapipe_ds.runtime.profiling.all_parts import _line, _state_bytes
 from terapipe_ds.runtime.profiling.memory_peak import MemoryPeak, bytes_outside_allocator
 
 MIB = 2**20
@@ -67,3 +70,19 @@ def test_bytes_outside_the_allocator_are_those_that_it_cannot_get(monkeypatch: p
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (60, 100))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25)
     assert bytes_outside_allocator() == 15
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("Adam", {}), ("AdamW", {}), ("Adagrad", {}), ("SGD", {}), ("SGD", {"momentum": 0.9}),
+])  # fmt: skip
+def test_states_are_counted_before_the_optimizer_has_any(kind: str, options: dict[str, Any]) -> None:
+    parameters = [torch.nn.Parameter(torch.ones(7, 3)), torch.nn.Parameter(torch.ones(5), requires_grad=False)]
+    optimizer = getattr(torch.optim, kind)(parameters[:1], lr=0.1, **options)
+    engine: Any = SimpleNamespace(optimizer=optimizer, optimizer_name=lambda: kind.lower())
+    for name in ("zero_cpu_offload", "zero_optimization", "bfloat16_enabled"):
+        setattr(engine, name, lambda: False)
+    counted = _state_bytes(engine, parameters)
+    parameters[0].grad = torch.ones(7, 3)
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+    assert counted == sum(t.nbytes for t in [*parameters, *states])

@@ -89,7 +89,7 @@ def test_parts_are_those_of_deepspeed() -> None:
     ({"--sequence-length": str(2**63)}, "--sequence-length 9223372036854775808: give a number <= 67108864"),
     ({"--threads": str(2**31)}, "--threads 2147483648: give a number <= 4096"),
     ({"--out": "."}, "--out '.' has no file name: give the name of a file"),
-    ({"--stages": "12"}, "12 stages for a model of 9 layers: give between 1 and 9"),
+    ({"--stages": "12"}, "pipeline.stages in --config, is 12: the model has 9 layers; give between 1 and 9"),
 ])  # fmt: skip
 def test_what_is_not_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: Any, message: str) -> None:
     options = dict(zip(*[iter(_files(tmp_path))] * 2, strict=True)) | changes

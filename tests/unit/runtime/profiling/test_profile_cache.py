@@ -18,7 +18,7 @@ from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.layers.activation_checkpointing import set_recompute
 from terapipe_ds.runtime.profiling import profiles
 from terapipe_ds.runtime.profiling.all_parts import PartMeasured
-from terapipe_ds.runtime.profiling.cache import combine, memory_of, read_cache, with_own_time, write_cache
+from terapipe_ds.runtime.profiling.cache import cache_path, combine, read_cache, with_own_time, write_cache
 from terapipe_ds.runtime.profiling.key import LayersOfPart, profile_key
 from terapipe_ds.runtime.profiling.layer_times import LayerMeasured
 from terapipe_ds.runtime.profiling.profiles import _read_profile
@@ -128,7 +128,7 @@ def test_a_given_profile_is_too_coarse_for_shorter_slices_than_it_has(
     with caplog.at_level("WARNING", logger="terapipe_ds"):
         given = _read_profile(path, key, granularity)
     assert ["plans are cut at multiples of" in record.message for record in caplog.records] == [True] * warns
-    assert memory_of(Profile.load(path)) is not None and memory_of(given) is None  # that of another optimizer, maybe
+    assert given == Profile.load(path)
 
 
 @pytest.mark.parametrize(("given", "granule"), [({}, 256), ({"granularity_tokens": 64}, 64)])
@@ -145,6 +145,49 @@ def test_a_given_profile_is_compared_with_the_granules_of_the_search(
 
 
 # -- what a profile is valid for -----------------------------------------------------------------------------------
+
+
+def _file_of(monkeypatch: pytest.MonkeyPatch, section: dict[str, Any], **changes: Any) -> Path:
+    """Return the file of a job's profile in `cache_dir`; `changes` are of its engine."""
+    given: dict[str, Any] = {
+        "zero_optimization_stage": 1, "get_data_types": (torch.bfloat16, torch.float32), "zero_cpu_offload": False,
+        "zero_reduce_bucket_size": 1000, "zero_contiguous_gradients": True, "optimizer_name": "adam",
+    }  # fmt: skip
+    loss = changes.pop("loss_fn", nn.functional.cross_entropy)
+    fields = {"device": "cpu", "module": SimpleNamespace(loss_fn=loss), "seq_dp_world_size": 2, "num_stages": 2}
+    fields |= {"optimizer": SimpleNamespace(low_precision_master_weights_and_grads=False)}
+    fields |= {name: changes.pop(name) for name in [*fields] if name in changes}
+    asked = {name: lambda value=value: value for name, value in (given | changes).items()}
+    monkeypatch.setattr(profiles, "gather", lambda own, group: [own])
+    config = TeraPipeConfig(enabled=True, **section)
+    stage: Any = SimpleNamespace(
+        engine=SimpleNamespace(**fields, **asked), groups=SimpleNamespace(world=None), config=config
+    )
+    of_job = profiles.Profiles(stage, None, print)  # type: ignore[arg-type]
+    return cache_path("folder", KEY, of_job._not_in_key(4096))
+
+
+@pytest.mark.parametrize("changes", [
+    {"zero_optimization_stage": 0}, {"get_data_types": (torch.bfloat16, torch.bfloat16)}, {"zero_cpu_offload": True},
+    {"zero_reduce_bucket_size": 2000}, {"zero_contiguous_gradients": False}, {"optimizer_name": "sgd"},
+    {"seq_dp_world_size": 4}, {"num_stages": 1}, {"loss_fn": nn.functional.nll_loss}, {"loss_fn": None},
+    {"optimizer": SimpleNamespace(low_precision_master_weights_and_grads=True)}, {"optimizer": nn.Linear(1, 1)},
+    {"section": {"granularity_tokens": 128}}, {"section": {"offload_activations": True}},
+    {"section": {"compile": True}}, {"section": {"links": {"forward": "int8"}}},
+    {"section": {"recompute": "full", "keep_attention": True}},
+])  # fmt: skip
+def test_a_job_whose_costs_or_bytes_differ_has_a_file_of_its_own(
+    changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = _file_of(monkeypatch, {})
+    assert _file_of(monkeypatch, {}) == usual and _file_of(monkeypatch, {"check_finite": "every_step"}) == usual
+    assert _file_of(monkeypatch, changes.pop("section", {}), **changes) != usual
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 77)
+        assert _file_of(monkeypatch, {}) != usual
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cuda, "matmul", SimpleNamespace(fp32_precision="tf32"))
+        assert _file_of(monkeypatch, {}) != usual
 
 
 def _key(interval: int = 0, keeps: bool | None = None, **changes: Any) -> ProfileKey:

@@ -1,5 +1,6 @@
 """Slices that are run for their time alone, whole and layer by layer, on small parts in one process."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from terapipe_ds.attention.call import Call
 from terapipe_ds.attention.kept import KeptCalls
 from terapipe_ds.costs.profile import CostSample
 from terapipe_ds.models.gpt import GPTConfig, gpt_layers, gpt_loss
+from terapipe_ds.plan import weight_groups
 from terapipe_ds.planner.memory import PartMemory
 from terapipe_ds.runtime.batch.cut_tensors import SliceableTensors
 from terapipe_ds.runtime.layers.untouched import untouched
@@ -232,3 +234,11 @@ def test_attention_that_is_kept_counts_once(
     assert timer.layer_seconds(4, 4) == [(1.0 + 5.0, 1.0 + again, 0.0, kept_s), (0.0,) * 4]
     # output [2 rows, 4 tokens, 16] and log-sum-exp [2 rows, 2 heads, 4 tokens] in fp32
     assert [one.attention for one in timer.layer_bytes(4, False)] == [2 * 4 * (16 + 2) * 4 if keeps else 0, 0]
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (4, 1), (4, 2)])
+def test_slices_join_up_to_the_tokens_at_which_the_engine_ends_a_group(rows: int, ranks: int) -> None:
+    timer = SliceTimer(module=None, sequence_length=LENGTH, device=None, store=None, rows=rows)  # type: ignore[arg-type]
+    timer.sequence = dataclasses.replace(timer.sequence, size=ranks)
+    groups = weight_groups([64] * 256, rows / ranks)
+    assert {64 * len(group) for group in groups} == {timer.joined_tokens}
